@@ -1,0 +1,62 @@
+# Every target sets up .venv by itself; nothing is installed outside it.
+#   make train NGPU=8 ARGS="seq_len=8192 model=gpt2_medium"
+
+PYTHON ?= python3
+NGPU ?= 1
+ARGS ?=
+TESTS ?= tests
+export PYTHONUNBUFFERED = 1
+
+VENV := .venv
+PY := $(VENV)/bin/python
+RUNTIME := $(VENV)/.runtime
+DEVELOPMENT := $(VENV)/.development
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint format bench clean
+
+help:  ## print this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(RUNTIME): requirements.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, {sys.executable} is {v.major}.{v.minor}: make PYTHON=python3.12 ...")'
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(DEVELOPMENT): requirements-dev.txt $(RUNTIME)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+# without a GPU the run is a small one; an experiment named in ARGS wins
+train: $(RUNTIME)  ## prepare the text, train, draw the loss curve, print a sample
+	@arguments="$(ARGS)"; \
+	if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+		echo "GPU found: GPT-2 124M with flash attention, unless ARGS says otherwise"; \
+	else case " $$arguments" in *" experiment="*) ;; *) \
+		echo "no GPU found: a small GPT on the CPU (experiment=laptop)"; \
+		arguments="experiment=laptop $$arguments";; esac; \
+	fi; \
+	if [ "$(NGPU)" -gt 1 ]; then \
+		$(VENV)/bin/torchrun --standalone --nproc-per-node=$(NGPU) -m train $$arguments; \
+	else \
+		$(PY) -m train $$arguments; \
+	fi
+
+test: $(DEVELOPMENT)  ## run every test that this machine can run
+	$(PY) -m pytest $(TESTS) -n 2 --dist loadfile
+
+lint: $(DEVELOPMENT)  ## check style and format
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: $(DEVELOPMENT)  ## rewrite the files in the house format
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: $(RUNTIME)  ## time attention and training on this GPU
+	$(PY) -m scripts.benchmark_attention $(ARGS)
+	$(PY) -m scripts.benchmark_training $(ARGS)
+
+clean:  ## remove .venv (data and runs stay)
+	rm -rf $(VENV)

@@ -1,0 +1,37 @@
+"""What every test shares: seeds, the device, and Triton's interpreter where there is no GPU."""
+
+import os
+
+import pytest
+import torch
+
+# before any kernel is imported: triton reads it at decoration time
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+# no test reaches a network, and none writes to an account
+os.environ["WANDB_MODE"] = "offline"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def pytest_configure(config):
+    # pytest-xdist runs one process a core
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA GPU")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,124 @@
+import math
+
+import pytest
+import torch
+
+from model import GPT, AttentionConfig, ModelConfig
+from model.gpt import flops_per_token
+
+PUBLISHED = {
+    "gpt2": (12, 12, 768, 124_439_808),
+    "gpt2_medium": (24, 16, 1024, 354_823_168),
+    "gpt2_large": (36, 20, 1280, 774_030_080),
+    "gpt2_xl": (48, 25, 1600, 1_557_611_200),
+}
+
+
+def config(**changes) -> ModelConfig:
+    values = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 300, "max_seq_len": 64, "dropout": 0.0}
+    return ModelConfig(**{**values, **changes})
+
+
+def model(implementation: str = "sdpa", **changes) -> GPT:
+    return GPT(config(**changes), AttentionConfig(implementation=implementation))
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_every_size_has_the_published_number_of_parameters(size):
+    n_layer, n_head, n_embd, published = PUBLISHED[size]
+    with torch.device("meta"):
+        gpt = model(n_layer=n_layer, n_head=n_head, n_embd=n_embd, vocab_size=50257, max_seq_len=1024)
+    assert gpt.n_parameters() == published
+
+
+@pytest.mark.parametrize(("n_embd", "n_head"), [(128, 4), (768, 12)])
+def test_the_first_loss_is_that_of_a_uniform_guess(n_embd, n_head):
+    gpt = model(n_embd=n_embd, n_head=n_head, vocab_size=50257)
+    tokens = torch.randint(50257, (4, 65))
+    loss = gpt(tokens[:, :-1], tokens[:, 1:]).item()
+    assert abs(loss - math.log(50257)) < 0.1
+
+
+def test_the_padding_of_the_vocabulary_takes_no_probability_and_no_gradient():
+    gpt = model(vocab_size=300)
+    assert gpt.token_embedding.weight.shape[0] == 384
+    tokens = torch.randint(300, (2, 17))
+    assert gpt(tokens).shape == (2, 17, 300)
+    gpt(tokens[:, :-1], tokens[:, 1:]).backward()
+    assert gpt.token_embedding.weight.grad[300:].abs().max() == 0
+    assert gpt.token_embedding.weight.grad[:300].abs().min(dim=1).values.max() > 0
+
+
+def test_a_prediction_depends_on_no_later_token():
+    gpt = model().eval()
+    tokens = torch.randint(300, (1, 32))
+    changed = tokens.clone()
+    changed[0, 20:] = (changed[0, 20:] + 1) % 300
+    before, after = gpt(tokens), gpt(changed)
+    torch.testing.assert_close(before[:, :20], after[:, :20])
+    assert (before[:, 20:] - after[:, 20:]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "reference", "flash"])
+def test_documents_do_not_see_each_other(implementation, device):
+    gpt = model(implementation, max_seq_len=32).eval().to(device)
+    tokens = torch.randint(300, (1, 24), device=device)
+    document_ids = torch.tensor([[0] * 10 + [1] * 14], dtype=torch.int32, device=device)
+    positions = torch.tensor([[*range(10), *range(14)]], device=device)
+    packed = gpt(tokens, document_ids=document_ids, positions=positions)
+    alone = gpt(tokens[:, 10:])
+    torch.testing.assert_close(packed[:, 10:], alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "flash"])
+def test_implementations_give_the_same_loss_and_gradients(implementation, device):
+    sdpa, other = model("sdpa").to(device), model(implementation).to(device)
+    other.load_state_dict(sdpa.state_dict())
+    tokens = torch.randint(300, (2, 50), device=device)
+    for gpt in (sdpa, other):
+        gpt(tokens[:, :-1], tokens[:, 1:]).backward()
+    for (name, expected), actual in zip(sdpa.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_a_few_steps_learn_a_repeating_sequence():
+    gpt = model()
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-2)
+    tokens = torch.arange(8).repeat(4, 5)
+    for _ in range(40):
+        loss = gpt(tokens[:, :-1], tokens[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.2
+
+
+def test_flops_follow_the_published_convention():
+    # 6 N + 12 L C T: nanoGPT's estimate for the 124M model at 1024 tokens
+    gpt2 = config(n_layer=12, n_head=12, n_embd=768, vocab_size=50257, max_seq_len=1024)
+    n = 124_439_808 - 1024 * 768
+    assert flops_per_token(gpt2, 1024, causal=False) == 6 * n + 12 * 12 * 768 * 1024
+    assert flops_per_token(gpt2, 1024, causal=True) == 6 * n + 6 * 12 * 768 * 1024
+
+
+def test_more_tokens_than_positions_are_refused():
+    with pytest.raises(ValueError, match="65 positions, but model.max_seq_len=64"):
+        model()(torch.zeros(1, 65, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_head": 3}, "model.n_embd=32 must be a multiple of model.n_head=3: n_embd=30"),
+        ({"n_layer": 0}, "model.n_layer must be at least 1, got 0"),
+        ({"dropout": 1.0}, r"model.dropout must be in \[0, 1\), got 1.0"),
+    ],
+)
+def test_an_impossible_model_is_refused_by_key_and_value(changes, message):
+    with pytest.raises(ValueError, match=message):
+        config(**changes)
+
+
+def test_an_unknown_attention_is_refused():
+    with pytest.raises(ValueError, match="attention.implementation must be one of flash, sdpa, reference"):
+        AttentionConfig(implementation="fast")

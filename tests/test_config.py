@@ -1,0 +1,122 @@
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from train.config import check_machine, parse, write_config
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+GROUPS = ("model", "data", "optim", "attention", "experiment")
+# values that only the user knows
+NEEDED = {"text": ["data.paths=[README.md]"]}
+
+
+def composed(*overrides: str):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("config", list(overrides))
+
+
+def choices():
+    return [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
+
+
+@pytest.mark.parametrize(("group", "choice"), choices())
+def test_every_shipped_config_composes_and_parses(group, choice):
+    config = parse(composed(f"{group}={choice}", *NEEDED.get(choice, [])))
+    assert config.steps > 0
+    assert config.accumulation(world_size=1) > 0
+
+
+def test_every_file_of_conf_is_in_a_group_that_is_tested():
+    files = {path.relative_to(CONF).as_posix() for path in CONF.rglob("*.yaml")}
+    assert files == {"config.yaml"} | {f"{group}/{choice}.yaml" for group, choice in choices()}
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
+def test_an_experiment_is_global_on_its_first_line(path):
+    assert path.read_text().splitlines()[0] == "# @package _global_"
+
+
+def test_sequence_length_is_one_dial():
+    config = parse(composed("seq_len=8192"))
+    assert (config.seq_len, config.model.max_seq_len, config.microbatch) == (8192, 8192, 4)
+    assert config.accumulation(world_size=1) == 4
+
+
+def test_accumulation_follows_from_the_budgets_and_the_number_of_processes():
+    config = parse(composed("tokens_per_step=524288", "tokens_per_microbatch=32768"))
+    assert [config.accumulation(world_size) for world_size in (1, 2, 4, 8)] == [16, 8, 4, 2]
+
+
+def test_the_run_is_rounded_up_to_whole_steps():
+    assert parse(composed("total_tokens=300000", "tokens_per_step=131072")).steps == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("+colour=red", "colour: Key 'colour' not in 'Config'"),
+        ("+model.width=3", "model.width: Key 'width' not in 'ModelConfig'"),
+        ("seq_len=long", "seq_len: Value 'long' of type 'str' could not be converted to Integer"),
+        ("model.n_layer=1.5", "model.n_layer: Value '1.5' of type 'float' could not be converted to Integer"),
+        ("data=text", "data.paths: "),
+        ("device=tpu", "device must be one of cuda, cpu, got 'tpu'"),
+        ("precision=fp8", "precision must be one of bf16, fp16, fp32, got 'fp8'"),
+        ("attention.implementation=fast", "attention.implementation must be one of flash, sdpa, reference"),
+        ("total_tokens=0", "total_tokens must be at least 1, got 0"),
+        ("name=a/b", "name must be a plain folder name, got 'a/b'"),
+        ("optim.schedule=linear", "optim.schedule must be one of cosine, wsd, got 'linear'"),
+        ("optim.beta2=1.0", r"optim.beta2 must be in \[0, 1\), got 1.0"),
+        ("logging.every_steps=0", "logging.every_steps must be at least 1, got 0"),
+        ("wandb.mode=on", "wandb.mode must be one of offline, online, disabled"),
+        ("checkpoint.resume=missing.pt", "checkpoint.resume must be auto, never or a checkpoint file"),
+        ("sample.top_p=2", r"sample.top_p must be in \(0, 1\] or null, got 2"),
+        ("model.max_seq_len=512", "seq_len=1024 exceeds the model's positions, model.max_seq_len=512"),
+        (
+            "tokens_per_microbatch=5000",
+            "tokens_per_microbatch=5000 must be a multiple of seq_len=1024: "
+            "the nearest are tokens_per_microbatch=4096 or tokens_per_microbatch=5120",
+        ),
+    ],
+)
+def test_a_wrong_value_is_refused_by_key_value_and_way_out(override, message):
+    with pytest.raises(ValueError, match=message):
+        parse(composed(override))
+
+
+def test_budgets_that_do_not_divide_over_the_processes_name_the_nearest_that_do():
+    config = parse(composed())
+    message = (
+        r"tokens_per_step=131072 must be a multiple of tokens_per_microbatch \* 3 processes=98304: "
+        "the nearest are tokens_per_step=98304 or tokens_per_step=196608"
+    )
+    with pytest.raises(ValueError, match=message):
+        config.accumulation(world_size=3)
+
+
+def test_flash_without_a_gpu_is_refused_with_the_change_to_make():
+    config = parse(composed("device=cpu"))
+    with pytest.raises(ValueError, match=r"flash runs on a GPU, got device=cpu: use .*implementation=sdpa"):
+        check_machine(config)
+
+
+def test_a_model_for_another_vocabulary_is_refused():
+    config = parse(composed("experiment=laptop", "data.tokenizer=bytes"))
+    message = "model.vocab_size=50257, but data.tokenizer=bytes has 257 tokens: use model.vocab_size=257"
+    with pytest.raises(ValueError, match=message):
+        check_machine(config)
+
+
+def test_a_written_config_parses_to_the_same_run(tmp_path):
+    config = parse(composed("experiment=laptop"))
+    write_config(config, tmp_path, first_step=0)
+    assert parse(OmegaConf.load(tmp_path / "config.yaml")) == config
+
+
+def test_a_resumed_run_with_other_settings_keeps_the_first_config_file(tmp_path):
+    write_config(parse(composed("total_tokens=1000")), tmp_path, first_step=0)
+    before = (tmp_path / "config.yaml").read_text()
+    write_config(parse(composed("total_tokens=2000")), tmp_path, first_step=7)
+    assert (tmp_path / "config.yaml").read_text() == before
+    assert parse(OmegaConf.load(tmp_path / "config_from_step_7.yaml")).total_tokens == 2000

@@ -1,0 +1,66 @@
+import time
+
+import pytest
+import torch
+
+from train.throughput import StepTimer, peak_flops, peak_memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("NVIDIA H200", "bf16", 989e12),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
+        ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
+        ("NVIDIA L4", "bf16", 121e12),
+        ("NVIDIA L40S", "fp16", 362e12),
+        ("Tesla T4", "fp16", 65e12),
+    ],
+)
+def test_the_peak_of_a_known_card_is_its_own(name, precision, peak):
+    assert peak_flops(name, precision) == peak
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), [("NVIDIA B9999", "bf16"), ("Tesla T4", "bf16"), ("", "fp32")]
+)
+def test_an_unknown_card_or_rate_has_no_peak(name, precision):
+    assert peak_flops(name, precision) is None
+
+
+def test_the_timer_splits_a_step_into_its_phases(device):
+    timer = StepTimer(device)
+    for _ in range(3):
+        timer.start()
+        timer.finish("data")
+        if device.type == "cuda":
+            torch.cuda._sleep(20_000_000)
+        else:
+            time.sleep(0.01)
+        timer.finish("forward_backward")
+        timer.finish("optimizer")
+    seconds = timer.seconds()
+    assert set(seconds) == {"step_seconds", "data_seconds", "forward_backward_seconds", "optimizer_seconds"}
+    assert seconds["forward_backward_seconds"] >= 0.009
+    assert seconds["data_seconds"] < 0.005
+    parts = seconds["data_seconds"] + seconds["forward_backward_seconds"] + seconds["optimizer_seconds"]
+    assert seconds["step_seconds"] == pytest.approx(parts)
+
+
+def test_the_timer_starts_anew_after_it_was_read(device):
+    timer = StepTimer(device)
+    for pause in (0.05, 0.0):
+        timer.start()
+        timer.finish("data")
+        time.sleep(pause)
+        timer.finish("forward_backward")
+        timer.finish("optimizer")
+        seconds = timer.seconds()
+    assert seconds["step_seconds"] < 0.04
+
+
+def test_peak_memory_covers_a_large_allocation(device):
+    block = torch.ones(64 * 2**20 // 4, device=device)
+    allocated, reserved = peak_memory_bytes(device)
+    assert reserved >= allocated >= block.numel() * 4

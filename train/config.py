@@ -1,0 +1,143 @@
+"""The whole configuration of a run, joined from its rooms, and the checks that span several of them."""
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from data.prepare import DataConfig
+from data.tokenizer import load_tokenizer
+from model import AttentionConfig, ModelConfig
+from train.checkpoint import CheckpointConfig
+from train.evaluate import EvaluationConfig
+from train.logger import LoggingConfig, WandbConfig
+from train.optim import OptimConfig
+from train.sample import SampleConfig
+
+PRECISIONS = ("bf16", "fp16", "fp32")
+DEVICES = ("cuda", "cpu")
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    # names the run folder runs/<name> and the wandb run
+    name: str
+    # of the weights, the order of the data and dropout
+    seed: int
+    device: str
+    # arithmetic of the matrix products; parameters and optimizer state stay float32
+    precision: str
+    # torch.compile of the model: one to two minutes before the first step, then about twice the speed
+    compile: bool
+    # tokens a sequence: the one dial of context length
+    seq_len: int
+    # tokens between two updates of the weights, over all processes
+    tokens_per_step: int
+    # tokens that one process takes through the model at once: bounds its memory
+    tokens_per_microbatch: int
+    # the length of the run, rounded up to whole steps
+    total_tokens: int
+    model: ModelConfig
+    attention: AttentionConfig
+    data: DataConfig
+    optim: OptimConfig
+    evaluation: EvaluationConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+    wandb: WandbConfig
+    sample: SampleConfig
+
+    def __post_init__(self):
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ValueError(f"name must be a plain folder name, got {self.name!r}")
+        _one_of("device", self.device, DEVICES)
+        _one_of("precision", self.precision, PRECISIONS)
+        for field in ("seq_len", "tokens_per_step", "tokens_per_microbatch", "total_tokens"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+        if self.seq_len > self.model.max_seq_len:
+            raise ValueError(
+                f"seq_len={self.seq_len} exceeds the model's positions, model.max_seq_len="
+                f"{self.model.max_seq_len}: lower seq_len, or raise model.max_seq_len"
+            )
+        _check_divides("tokens_per_microbatch", self.tokens_per_microbatch, "seq_len", self.seq_len)
+
+    @property
+    def steps(self) -> int:
+        return math.ceil(self.total_tokens / self.tokens_per_step)
+
+    @property
+    def microbatch(self) -> int:
+        """Sequences that one process takes through the model at once."""
+        return self.tokens_per_microbatch // self.seq_len
+
+    def accumulation(self, world_size: int) -> int:
+        """Micro-batches of each process in a step. Raises ValueError if the budgets do not divide."""
+        tokens_at_once = self.tokens_per_microbatch * world_size
+        name = (
+            "tokens_per_microbatch" if world_size == 1 else f"tokens_per_microbatch * {world_size} processes"
+        )
+        _check_divides("tokens_per_step", self.tokens_per_step, name, tokens_at_once)
+        return self.tokens_per_step // tokens_at_once
+
+
+def parse(cfg: DictConfig) -> Config:
+    """The composed configuration as checked dataclasses.
+
+    Raises ValueError that names the key, its value and the change to make: unknown keys, wrong types,
+    missing values, and whatever the dataclasses refuse.
+    """
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), cfg))
+    except OmegaConfBaseException as error:
+        key = error.full_key or "configuration"
+        reason = str(error.msg or error).splitlines()[0]
+        raise ValueError(f"{key}: {reason}") from error
+
+
+def check_machine(config: Config) -> None:
+    """Refuses what this machine or the tokenizer cannot do, before any long work starts."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "device=cuda, but torch sees no GPU: use experiment=laptop, "
+            "or device=cpu attention.implementation=sdpa"
+        )
+    if config.attention.implementation == "flash" and config.device != "cuda":
+        raise ValueError(
+            f"attention.implementation=flash runs on a GPU, got device={config.device}: "
+            "use attention.implementation=sdpa"
+        )
+    if config.precision == "fp16" and config.device == "cpu":
+        raise ValueError("precision=fp16 needs a GPU, got device=cpu: use precision=fp32 or bf16")
+    vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
+    if config.model.vocab_size != vocab_size:
+        raise ValueError(
+            f"model.vocab_size={config.model.vocab_size}, but data.tokenizer={config.data.tokenizer} has "
+            f"{vocab_size} tokens: use model.vocab_size={vocab_size}"
+        )
+
+
+def write_config(config: Config, folder: Path, first_step: int) -> None:
+    """Writes folder/config.yaml, or beside it config_from_step_<first_step>.yaml if a resumed run differs."""
+    text = OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+    path = folder / "config.yaml"
+    if first_step > 0 and path.exists() and path.read_text() != text:
+        path = folder / f"config_from_step_{first_step}.yaml"
+    path.write_text(text)
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _check_divides(name: str, value: int, divisor_name: str, divisor: int) -> None:
+    if value % divisor:
+        below, above = value // divisor * divisor, math.ceil(value / divisor) * divisor
+        nearest = f"{name}={above}" if below == 0 else f"{name}={below} or {name}={above}"
+        raise ValueError(
+            f"{name}={value} must be a multiple of {divisor_name}={divisor}: the nearest are {nearest}"
+        )

@@ -1,0 +1,74 @@
+"""AdamW, which parameters decay, and how the learning rate moves."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+SCHEDULES = ("cosine", "wsd")
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimConfig:
+    learning_rate: float
+    # the schedule ends at this share of learning_rate
+    final_learning_rate_ratio: float
+    # cosine: half a cosine down to the end; wsd: warm-up, stable, then linear decay
+    schedule: str
+    warmup_steps: int
+    # the last share of the steps that decays; read by wsd only
+    decay_fraction: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    # largest global norm of the gradients; 0 switches clipping off
+    gradient_clip: float
+
+    def __post_init__(self):
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"optim.schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
+        for name in ("learning_rate", "weight_decay", "gradient_clip", "warmup_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"optim.{name} must be at least 0, got {getattr(self, name)}")
+        for name in ("final_learning_rate_ratio", "decay_fraction"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"optim.{name} must be in [0, 1], got {getattr(self, name)}")
+        for name in ("beta1", "beta2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"optim.{name} must be in [0, 1), got {getattr(self, name)}")
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW over the model's parameters; matrices and embeddings decay, biases and norms do not."""
+    decaying = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    groups = [
+        {"params": decaying, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups,
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        # one kernel for all parameters, on the GPU and on the CPU
+        fused=True,
+    )
+
+
+def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
+    """The learning rate of optimizer step `step` in 0 .. steps - 1.
+
+    Sources: cosine, Loshchilov and Hutter, arXiv:1608.03983; warmup-stable-decay, Hu et al.,
+    arXiv:2404.06395.
+    """
+    peak, final = config.learning_rate, config.learning_rate * config.final_learning_rate_ratio
+    if step < config.warmup_steps:
+        return peak * (step + 1) / config.warmup_steps
+    if config.schedule == "cosine":
+        progress = (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps)
+        return final + (peak - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    decay_steps = max(1, round(steps * config.decay_fraction))
+    # the first decaying step is already below the peak, the last one is at the end
+    progress = (step - (steps - 1 - decay_steps)) / decay_steps
+    return peak + (final - peak) * min(1.0, max(0.0, progress))

@@ -1,0 +1,40 @@
+"""Loss curves of one run or several, as a picture."""
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from train.logger import read_metrics
+
+
+def draw_loss(runs: dict[str, Path], picture: Path, title: str) -> None:
+    """Draws training loss (lines) and validation loss (dots) over tokens, one color a run.
+
+    runs: label -> metrics.jsonl. Raises ValueError if a run has no training loss yet.
+    """
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for index, (label, path) in enumerate(runs.items()):
+        color = f"C{index}"
+        metrics = read_metrics(path)
+        train = [(m["tokens"], m["train_loss"]) for m in metrics if m.get("train_loss") is not None]
+        validation = [(m["tokens"], m["val_loss"]) for m in metrics if m.get("val_loss") is not None]
+        if not train:
+            raise ValueError(f"{path} holds no training loss yet")
+        name = f"{label}, training"
+        axes.plot(*zip(*train, strict=True), color=color, linewidth=1.2, alpha=0.8, label=name)
+        if validation:
+            name = f"{label}, validation ({validation[-1][1]:.3f} at the end)"
+            dots = {"color": color, "markersize": 4, "markeredgecolor": "black"}
+            axes.plot(*zip(*validation, strict=True), "o", label=name, **dots)
+    axes.set_xlabel("training tokens")
+    axes.set_ylabel("cross-entropy, nats per token")
+    axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    axes.set_title(title)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=150)
+    plt.close(figure)

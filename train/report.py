@@ -1,0 +1,150 @@
+"""What a run leaves for its user: the opening lines, the metrics of a step, the files at the end."""
+
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from data.loader import TokenLoader
+from data.tokenizer import load_tokenizer
+from model import GPT
+from model.gpt import flops_per_token
+from train.config import Config, write_config
+from train.distributed import Processes
+from train.logger import RunLogger, duration, read_metrics, readable
+from train.plot import draw_loss
+from train.results import write_result
+from train.sample import sample_text
+from train.throughput import StepTimer, peak_flops, peak_memory_bytes
+
+
+def open_run(
+    config: Config,
+    folder: Path,
+    first_step: int,
+    processes: Processes,
+    weights: GPT,
+    train_data: TokenLoader,
+) -> RunLogger:
+    """Creates the run folder, says on the terminal what will be trained, and opens the metrics."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_config(config, folder, first_step)
+    world_size, steps = processes.world_size, config.steps
+    accumulation = config.accumulation(world_size)
+    tokens = steps * config.tokens_per_step
+    epochs = tokens / train_data.tokens_per_epoch
+    print(
+        f"{config.name}: {readable(weights.n_parameters())} parameters, "
+        f"attention {config.attention.implementation}, {config.precision}, "
+        f"{world_size} x {device_name(processes.device)}\n"
+        f"{steps} steps of {config.tokens_per_step} tokens: {world_size} processes x {accumulation} "
+        f"micro-batches x {config.microbatch} sequences x {config.seq_len} tokens; "
+        f"{readable(tokens)} tokens, {epochs:.2f} epochs of {config.data.source}"
+    )
+    if first_step:
+        print(f"continues after step {first_step}")
+    if config.compile:
+        print("compiling the model: the first step takes a minute or two", flush=True)
+    return RunLogger(folder, config.name, steps, first_step, asdict(config), config.wandb)
+
+
+def step_metrics(
+    config: Config,
+    processes: Processes,
+    done: int,
+    loss: float,
+    val_loss: float | None,
+    rate: float,
+    grad_norm: torch.Tensor,
+    timer: StepTimer,
+) -> dict:
+    """The metrics after `done` steps; times are means over the steps since the last call."""
+    seconds = timer.seconds()
+    tokens_per_second = config.tokens_per_step / seconds["step_seconds"]
+    per_gpu = tokens_per_second / processes.world_size
+    allocated, reserved = peak_memory_bytes(processes.device)
+    return {
+        "step": done,
+        "tokens": done * config.tokens_per_step,
+        "train_loss": loss,
+        "val_loss": val_loss,
+        "learning_rate": rate,
+        "grad_norm": grad_norm.item(),
+        "tokens_per_second": tokens_per_second,
+        "tokens_per_second_per_gpu": per_gpu,
+        **seconds,
+        "mfu": model_flop_utilization(config, per_gpu, processes.device, causal=False),
+        "peak_memory_allocated_bytes": allocated,
+        "peak_memory_reserved_bytes": reserved,
+    }
+
+
+def model_flop_utilization(
+    config: Config, tokens_per_second_per_gpu: float, device: torch.device, *, causal: bool
+) -> float | None:
+    """The share of the card's peak that the model's own FLOPs take; None for a card of unknown peak.
+
+    causal: see model.gpt.flops_per_token; metrics use causal=False, the convention of PaLM and nanoGPT.
+    """
+    peak = peak_flops(torch.cuda.get_device_name(device), config.precision) if device.type == "cuda" else None
+    if peak is None:
+        return None
+    return tokens_per_second_per_gpu * flops_per_token(config.model, config.seq_len, causal=causal) / peak
+
+
+def finish_run(
+    config: Config,
+    folder: Path,
+    weights: GPT,
+    val_loss: float,
+    seconds: float,
+    processes: Processes,
+) -> None:
+    """Draws the loss curve, writes a sample and a summary, and says where everything lies."""
+    draw_loss({config.name: folder / "metrics.jsonl"}, folder / "loss.png", config.name)
+    write_result(
+        folder / "summary.json", [_summary(config, folder, val_loss, processes)], processes.world_size
+    )
+    print(f"\nvalidation loss {val_loss:.4f} after {config.steps} steps; {duration(seconds)} for this run")
+    if config.sample.tokens:
+        sample = sample_text(weights, load_tokenizer(config.data.tokenizer), config.sample, config.seed)
+        (folder / "sample.txt").write_text(sample + "\n")
+        print(f"--- sample ---\n{sample}\n--------------")
+    for name, what in (
+        ("loss.png", "loss curve"),
+        ("sample.txt", "sample"),
+        ("metrics.jsonl", "metrics"),
+        ("summary.json", "summary"),
+        ("checkpoints", "checkpoints"),
+    ):
+        if (folder / name).exists():
+            print(f"{what:<12} {folder / name}")
+    print(f"{'more text':<12} python -m scripts.sample run={folder} 'prompt=...'", flush=True)
+
+
+def _summary(config: Config, folder: Path, val_loss: float, processes: Processes) -> dict:
+    """One row of a training result; speeds are medians, without the first step and its compilation."""
+    steps = [m for m in read_metrics(folder / "metrics.jsonl") if m.get("train_loss") is not None]
+    windows = steps[1:] or steps
+    per_second = median(m["tokens_per_second"] for m in windows)
+    per_gpu = per_second / processes.world_size
+    return {
+        "implementation": config.attention.implementation,
+        "model": f"{config.model.n_layer}x{config.model.n_embd}",
+        "seq_len": config.seq_len,
+        "batch": config.microbatch,
+        "n_gpus": processes.world_size,
+        "tokens": config.steps * config.tokens_per_step,
+        "tokens_per_second": per_second,
+        "mfu_palm": model_flop_utilization(config, per_gpu, processes.device, causal=False),
+        "mfu_causal": model_flop_utilization(config, per_gpu, processes.device, causal=True),
+        "peak_memory_bytes": steps[-1]["peak_memory_allocated_bytes"],
+        "step_ms": median(m["step_seconds"] for m in windows) * 1000,
+        "data_ms": median(m["data_seconds"] for m in windows) * 1000,
+        "final_loss": val_loss,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

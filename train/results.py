@@ -1,0 +1,50 @@
+"""Result files: measured rows with the card, versions, command and date that they came from."""
+
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+
+def write_result(path: Path, rows: list[dict], n_gpus: int = 1) -> None:
+    """Writes {"gpu", "n_gpus", "driver", "torch", "triton", "command", "date", "commit", "rows"}."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**provenance(n_gpus), "rows": rows}, indent=1) + "\n")
+
+
+def provenance(n_gpus: int) -> dict:
+    """What a measurement needs to be repeated; fields that this machine cannot tell are None."""
+    on_gpu = torch.cuda.is_available()
+    return {
+        "gpu": torch.cuda.get_device_name() if on_gpu else None,
+        "n_gpus": n_gpus if on_gpu else 0,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _triton_version(),
+        "command": shlex.join(sys.orig_argv),
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
+    }
+
+
+def _triton_version() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    return triton.__version__
+
+
+def _output(*command: str) -> str | None:
+    """The first line that a command prints, or None if it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None

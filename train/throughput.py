@@ -1,0 +1,86 @@
+"""How fast a run is: step time by phase, tokens per second, model FLOP utilization, memory."""
+
+import resource
+import time
+
+import torch
+
+# dense matrix products without sparsity, FLOP/s, from the makers' datasheets
+PEAK_FLOPS = {
+    "H200": {"bf16": 989e12, "fp16": 989e12, "fp32": 494e12},
+    "H100 PCIe": {"bf16": 756e12, "fp16": 756e12, "fp32": 378e12},
+    "H100 NVL": {"bf16": 835e12, "fp16": 835e12, "fp32": 417e12},
+    "H100": {"bf16": 989e12, "fp16": 989e12, "fp32": 494e12},
+    "H800": {"bf16": 989e12, "fp16": 989e12, "fp32": 494e12},
+    "A100": {"bf16": 312e12, "fp16": 312e12, "fp32": 156e12},
+    "A800": {"bf16": 312e12, "fp16": 312e12, "fp32": 156e12},
+    "L40S": {"bf16": 362e12, "fp16": 362e12, "fp32": 183e12},
+    "L4": {"bf16": 121e12, "fp16": 121e12, "fp32": 60e12},
+    "A10G": {"bf16": 70e12, "fp16": 70e12, "fp32": 35e12},
+    "V100": {"fp16": 125e12},
+    "T4": {"fp16": 65e12},
+}
+
+PHASES = ("data", "forward_backward", "optimizer")
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """The card's peak matrix FLOP/s in this precision, or None for a card that the table lacks.
+
+    fp32 is TF32's rate where the card has it, since that is what train/loop.py switches on.
+    """
+    words = device_name.replace("-", " ").split()
+    for card, rates in PEAK_FLOPS.items():
+        if all(word in words for word in card.split()):
+            return rates.get(precision)
+    return None
+
+
+class StepTimer:
+    """Splits training steps into phases without waiting for the device.
+
+    Call start() at the beginning of a step and finish(phase) at the end of each phase; seconds() gives
+    the mean of each phase and of the step since the last call. On a GPU the marks are events in its
+    stream, read only then; on the CPU they are clock readings.
+    """
+
+    def __init__(self, device: torch.device):
+        self._on_gpu = device.type == "cuda"
+        self._steps: list[list[torch.cuda.Event | float]] = []
+
+    def start(self) -> None:
+        self._steps.append([self._mark()])
+
+    def finish(self, phase: str) -> None:
+        marks = self._steps[-1]
+        assert phase == PHASES[len(marks) - 1], f"{phase} out of order"
+        marks.append(self._mark())
+
+    def seconds(self) -> dict[str, float]:
+        """{"step_seconds", "data_seconds", ...}: means over the steps since the last call."""
+        steps, self._steps = self._steps, []
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        mean = {
+            f"{phase}_seconds": sum(self._between(m[i], m[i + 1]) for m in steps) / len(steps)
+            for i, phase in enumerate(PHASES)
+        }
+        return {"step_seconds": sum(mean.values()), **mean}
+
+    def _mark(self) -> torch.cuda.Event | float:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, start, end) -> float:
+        return start.elapsed_time(end) / 1000 if self._on_gpu else end - start
+
+
+def peak_memory_bytes(device: torch.device) -> tuple[int, int]:
+    """(allocated, reserved) at their peaks; on the CPU both are the process' peak resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return resident, resident

@@ -1,0 +1,43 @@
+"""key=value arguments for the scripts, in Hydra's syntax, checked against a dataclass."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import MISSING, field, fields
+from typing import TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+Arguments = TypeVar("Arguments")
+
+
+def argument(default, meaning: str):
+    """A field of an arguments dataclass: its default (... if it must be given) and what --help says of it."""
+    metadata = {"meaning": meaning}
+    if default is ...:
+        return field(default="???", metadata=metadata)
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def run_script(main: Callable[[Arguments], None], arguments: type[Arguments], description: str) -> None:
+    """Calls main with the command line's arguments; --help prints them; a ValueError is told in one line."""
+    if any(word in ("-h", "--help") for word in sys.argv[1:]):
+        print(f"{description.strip()}\n\narguments, as key=value:")
+        for item in fields(arguments):
+            default = item.default if item.default is not MISSING else item.default_factory()
+            value = "(required)" if default == "???" else f"[{default}]"
+            print(f"  {item.name:<16} {item.metadata['meaning']} {value}")
+        return
+    try:
+        for word in sys.argv[1:]:
+            if "=" not in word:
+                raise ValueError(f"arguments are key=value, got {word!r}: --help lists them")
+        given = OmegaConf.from_cli(sys.argv[1:])
+        main(OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(arguments), given)))
+    except OmegaConfBaseException as error:
+        reason = str(error.msg or error).splitlines()[0]
+        sys.exit(f"error: {error.full_key}: {reason}: --help lists the arguments")
+    except ValueError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,66 @@
+"""Draws the loss of runs, and says how far their curves differ:
+python -m scripts.plot_run 'runs=[runs/a,runs/b]' out=loss.png"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from scripts.arguments import argument, run_script
+from train.logger import read_metrics
+from train.plot import draw_loss
+from train.results import write_result
+
+
+@dataclass
+class Arguments:
+    runs: list[str] = argument([], "run folders, as [runs/a,runs/b]; the first one is the yardstick")
+    out: str = argument("loss.png", "the picture to write")
+    title: str = argument("", "above the picture; the runs' names if empty")
+    differences: str = argument("", "a JSON file for the differences between the curves; empty for none")
+
+
+def main(arguments: Arguments) -> None:
+    if not arguments.runs:
+        raise ValueError("runs is empty: give run folders, as 'runs=[runs/a,runs/b]'")
+    metrics = {}
+    for run in map(Path, arguments.runs):
+        if not (run / "metrics.jsonl").is_file():
+            raise ValueError(f"runs: {run} holds no metrics.jsonl")
+        metrics[run.name] = run / "metrics.jsonl"
+    draw_loss(metrics, Path(arguments.out), arguments.title or ", ".join(metrics))
+    print(arguments.out)
+    rows = compare(metrics)
+    for row in rows:
+        print("{run} against {yardstick}: {steps} steps, mean |difference| {mean_difference:.5f}, "
+              "largest {largest_difference:.5f}".format(**row))  # fmt: skip
+    if arguments.differences:
+        write_result(Path(arguments.differences), rows)
+
+
+def compare(metrics: dict[str, Path]) -> list[dict]:
+    """Rows {run, yardstick, steps, mean_difference, largest_difference} of training loss, in nats."""
+    curves = {
+        name: {m["step"]: m["train_loss"] for m in read_metrics(path) if m.get("train_loss") is not None}
+        for name, path in metrics.items()
+    }
+    yardstick, *others = curves
+    rows = []
+    for name in others:
+        steps = sorted(curves[yardstick].keys() & curves[name].keys())
+        if not steps:
+            raise ValueError(f"runs: {name} and {yardstick} logged no step in common")
+        differences = [abs(curves[name][s] - curves[yardstick][s]) for s in steps]
+        rows.append(
+            {
+                "run": name,
+                "yardstick": yardstick,
+                "steps": len(steps),
+                "mean_difference": mean(differences),
+                "largest_difference": max(differences),
+            }
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    run_script(main, Arguments, __doc__)

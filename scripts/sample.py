@@ -1,0 +1,64 @@
+"""Continues a prompt with a trained model: python -m scripts.sample run=runs/NAME 'prompt=import '"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from data.tokenizer import load_tokenizer
+from model import GPT, AttentionConfig, ModelConfig
+from scripts.arguments import argument, run_script
+from train.checkpoint import list_checkpoints, read_checkpoint
+from train.loop import autocast_context
+from train.sample import SampleConfig, sample_text
+
+
+@dataclass
+class Arguments:
+    run: str = argument("", "run folder: its newest checkpoint is read")
+    checkpoint: str = argument("", "a checkpoint file, in place of run")
+    prompt: str = argument("def ", "text to continue")
+    tokens: int = argument(200, "tokens to generate")
+    samples: int = argument(1, "how many continuations")
+    temperature: float = argument(0.8, "0 takes the likeliest token")
+    top_k: int | None = argument(50, "draw from the k likeliest tokens; null for all")
+    top_p: float | None = argument(None, "draw from the likeliest tokens that hold this probability")
+    seed: int = argument(1, "of the first sample; the next ones count up")
+    device: str = argument("cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu")
+    attention: str = argument("sdpa", "flash (on a GPU), sdpa or reference")
+
+
+def main(arguments: Arguments) -> None:
+    state = read_checkpoint(_find(arguments))
+    config, model_config = state["config"], ModelConfig(**state["config"]["model"])
+    model = GPT(model_config, AttentionConfig(implementation=arguments.attention))
+    model.load_state_dict(state["model"])
+    model.to(arguments.device)
+    tokenizer = load_tokenizer(config["data"]["tokenizer"])
+    settings = SampleConfig(
+        prompt=arguments.prompt,
+        tokens=arguments.tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+    )
+    for index in range(arguments.samples):
+        with autocast_context(arguments.device, config["precision"]):
+            text = sample_text(model, tokenizer, settings, arguments.seed + index)
+        print(f"--- sample {index + 1} ---\n{text}")
+
+
+def _find(arguments: Arguments) -> Path:
+    if bool(arguments.run) == bool(arguments.checkpoint):
+        raise ValueError("give either run=runs/NAME or checkpoint=FILE")
+    if arguments.checkpoint:
+        return Path(arguments.checkpoint)
+    folder = Path(arguments.run) / "checkpoints"
+    found = list_checkpoints(folder)
+    if not found:
+        raise ValueError(f"run={arguments.run}: {folder} holds no checkpoint")
+    return found[-1]
+
+
+if __name__ == "__main__":
+    run_script(main, Arguments, __doc__)

@@ -1,0 +1,153 @@
+"""What the public functions refuse: each error names the argument, what it was, and what it must be."""
+
+import os
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# tensor -> the version whose values were found right, so that a mask is read once and not in every layer
+CHECKED = WeakIdKeyDictionary()
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v in the dtype of an active autocast, as PyTorch's own attention casts them."""
+    if not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, n_dims: int) -> None:
+    """Shapes, dtypes and devices of q, k and v."""
+    layout = "(B, T, H, D)" if n_dims == 4 else "(total, H, D)"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != n_dims:
+            raise ValueError(f"{name} must have {n_dims} dimensions, {layout}, got shape {tuple(x.shape)}")
+        if x.dtype not in DTYPES:
+            raise ValueError(f"{name} must be bfloat16, float16 or float32, got {x.dtype}: cast it")
+        if x.dtype != q.dtype:
+            raise ValueError(
+                f"q, k and v must have one dtype, got q {q.dtype} and {name} {x.dtype}: cast one"
+            )
+        if x.device != q.device:
+            raise ValueError(
+                f"q, k and v must be on one device, got q on {q.device} and {name} on {x.device}: move one"
+            )
+        if 0 in x.shape:
+            raise ValueError(f"{name} must not be empty, got shape {tuple(x.shape)}")
+    if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"q must be on a GPU, got {q.device}: move it, use attention_reference, "
+            "or set TRITON_INTERPRET=1 before Python starts to run the kernels slowly on the CPU"
+        )
+    head_dim = q.shape[-1]
+    if head_dim % 8 != 0 or not 8 <= head_dim <= 256:
+        raise ValueError(
+            f"head_dim must be a multiple of 8 from 8 to 256, got {head_dim}: change n_head or pad"
+        )
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
+    if k.shape[-1] != head_dim:
+        raise ValueError(f"k must have the head_dim of q, {head_dim}, got {k.shape[-1]}")
+    if n_dims == 4 and k.shape[0] != q.shape[0]:
+        raise ValueError(f"k must have the batch of q, {q.shape[0]}, got {k.shape[0]}")
+    if q.shape[-2] % k.shape[-2] != 0:
+        raise ValueError(
+            f"the {q.shape[-2]} heads of q must be a multiple of those of k and v, got {k.shape[-2]}"
+        )
+
+
+def check_options(
+    q: Tensor,
+    causal: bool,
+    softmax_scale: float | None,
+    window: int | None,
+    dropout_p: float,
+    dropout_seed: int | Tensor | None,
+) -> None:
+    """Everything that is no tensor, and the seed."""
+    if softmax_scale is not None and not 0.0 < softmax_scale < float("inf"):
+        raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale}: negate q instead")
+    if window is not None:
+        if window < 1:
+            raise ValueError(
+                f"window must be at least 1, the token itself, got {window}: None means no window"
+            )
+        if not causal:
+            raise ValueError(
+                f"window looks back only, got window={window} with causal=False: pass causal=True"
+            )
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+    if isinstance(dropout_seed, Tensor):
+        if dropout_seed.dtype != torch.int64 or dropout_seed.numel() != 1 or dropout_seed.device != q.device:
+            raise ValueError(
+                f"dropout_seed must be an int, or an int64 tensor of one element on {q.device}, got "
+                f"{dropout_seed.dtype} of shape {tuple(dropout_seed.shape)} on {dropout_seed.device}"
+            )
+    elif dropout_seed is not None and not 0 <= dropout_seed < 2**63:
+        raise ValueError(f"dropout_seed must be at least 0 and below 2**63, got {dropout_seed}")
+
+
+def check_document_ids(document_ids: Tensor, q: Tensor, k: Tensor) -> None:
+    """Shape and order of document_ids; the order is not read while compiling or capturing."""
+    expected = (k.shape[0], k.shape[1])
+    if tuple(document_ids.shape) != expected:
+        raise ValueError(
+            f"document_ids must have shape (B, Tk) = {expected}, got {tuple(document_ids.shape)}"
+        )
+    check_index_tensor("document_ids", document_ids, q)
+    if q.shape[1] > k.shape[1]:
+        raise ValueError(f"document_ids need Tq <= Tk, got Tq {q.shape[1]} and Tk {k.shape[1]}")
+    if may_read(document_ids):
+        if bool((document_ids[:, 1:] < document_ids[:, :-1]).any()):
+            raise ValueError(
+                "document_ids must not decrease along a row: number the documents in their order"
+            )
+        CHECKED[document_ids] = document_ids._version
+
+
+def check_cu_seqlens(name: str, cu_seqlens: Tensor, x: Tensor) -> None:
+    """Shape and values of cu_seqlens; the values are not read while compiling or capturing."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(f"{name} must have shape (n_sequences + 1,), got {tuple(cu_seqlens.shape)}")
+    check_index_tensor(name, cu_seqlens, x)
+    if may_read(cu_seqlens):
+        starts = cu_seqlens.tolist()
+        if starts[0] != 0:
+            raise ValueError(f"{name} must start at 0, got {starts[0]}")
+        if starts[-1] != x.shape[0]:
+            raise ValueError(f"{name} must end at the total number of tokens, {x.shape[0]}, got {starts[-1]}")
+        if any(a > b for a, b in pairwise(starts)):
+            raise ValueError(f"{name} must not decrease, got {starts if len(starts) < 20 else '...'}")
+        CHECKED[cu_seqlens] = cu_seqlens._version
+
+
+def check_same_total(q: Tensor, k: Tensor) -> None:
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"k must have the {q.shape[0]} tokens of q, got {k.shape[0]}: pass cu_seqlens_k")
+
+
+def check_same_count(cu_seqlens: Tensor, cu_seqlens_k: Tensor) -> None:
+    if cu_seqlens.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_k must be as long as cu_seqlens, {cu_seqlens.shape[0]}, got {cu_seqlens_k.shape[0]}"
+        )
+
+
+def check_index_tensor(name: str, x: Tensor, q: Tensor) -> None:
+    if x.dtype != torch.int32:
+        raise ValueError(f"{name} must be int32, got {x.dtype}: call .int()")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on {q.device}, got {x.device}: move it")
+
+
+def may_read(x: Tensor) -> bool:
+    """Whether the values of x are still to be checked, and can be without breaking a graph."""
+    if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    return CHECKED.get(x) != x._version

@@ -1,0 +1,162 @@
+"""Exact attention that never stores the (Tq, Tk) scores. Start reading here.
+
+    flash_attention            (B, T, H, D): causal, full, window, documents, grouped heads, dropout
+    flash_attention_varlen     (total, H, D): sequences of any lengths, packed one behind the other
+
+Both check their arguments, turn documents and lengths into intervals (intervals.py), and call one PyTorch
+operator, `nanoflash::attention_forward`, whose gradient is another, `nanoflash::attention_backward`. The
+operators hand the work to an implementation, chosen by `choose_implementation`, never silently:
+`implementation_table` prints what runs.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels import checks
+from kernels.intervals import document_bounds, varlen_bounds
+from kernels.operators import attention_forward
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window: int | None = None,
+    document_ids: Tensor | None = None,
+    block_mask=None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention, softmax(q k^T * softmax_scale) v over the visible keys, without storing the scores.
+
+    q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), H a multiple of Hkv; bf16, fp16 or fp32; any strides. Returns
+    (B, Tq, H, D) in q's dtype, and with return_lse also the log of each row's sum of exponentials, (B, H, Tq)
+    float32, through which gradients flow. softmax_scale: default D**-0.5. causal: query i sees keys up to
+    i + Tk - Tq. window: only the last `window` of these. document_ids: (B, Tk) int32, non-decreasing; a token
+    sees its own document only, a negative id is padding; the queries are the last Tq tokens. A row that sees
+    nothing gives 0, lse -inf and zero gradients. dropout_seed: int, or int64 tensor of one element on q's
+    device, which a CUDA graph reads anew at each replay; default: drawn from PyTorch's generator of that
+    device. deterministic: gradients equal bit for bit in every run. Under autocast q, k and v are cast to its
+    dtype. Raises ValueError for anything else, before anything is launched. Source: FlashAttention-2,
+    arXiv:2307.08691.
+    """
+    q, k, v = checks.autocast(q, k, v)
+    checks.check_tensors(q, k, v, n_dims=4)
+    checks.check_options(q, causal, softmax_scale, window, dropout_p, dropout_seed)
+    if block_mask is not None:
+        raise ValueError("block_mask is not built yet: pass block_mask=None, or use window or document_ids")
+    key_bounds = query_bounds = None
+    if document_ids is not None:
+        checks.check_document_ids(document_ids, q, k)
+        key_bounds, query_bounds = document_bounds(document_ids, q.shape[1], causal=causal, window=window)
+    out, lse = attend(
+        q,
+        k,
+        v,
+        key_bounds,
+        query_bounds,
+        causal,
+        softmax_scale,
+        window,
+        dropout_p,
+        dropout_seed,
+        deterministic,
+    )
+    return (out, lse) if return_lse else out
+
+
+def flash_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    cu_seqlens_k: Tensor | None = None,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window: int | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`flash_attention` for packed sequences: a token sees its own sequence only.
+
+    q: (total_q, H, D); k, v: (total_k, Hkv, D). cu_seqlens: (n_sequences + 1,) int32, where each sequence
+    starts, and behind the last one total_q. cu_seqlens_k: the same for k and v, if their lengths differ.
+    Returns (total_q, H, D), and with return_lse also (H, total_q). A new set of lengths never recompiles a
+    kernel.
+    """
+    q, k, v = checks.autocast(q, k, v)
+    checks.check_tensors(q, k, v, n_dims=3)
+    checks.check_options(q, causal, softmax_scale, window, dropout_p, dropout_seed)
+    checks.check_cu_seqlens("cu_seqlens", cu_seqlens, q)
+    if cu_seqlens_k is None:
+        checks.check_same_total(q, k)
+        cu_seqlens_k = cu_seqlens
+    else:
+        checks.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k)
+        checks.check_same_count(cu_seqlens, cu_seqlens_k)
+    key_bounds, query_bounds = varlen_bounds(
+        cu_seqlens, cu_seqlens_k, q.shape[0], k.shape[0], causal=causal, window=window
+    )
+    q, k, v = q[None], k[None], v[None]
+    out, lse = attend(
+        q,
+        k,
+        v,
+        key_bounds,
+        query_bounds,
+        causal,
+        softmax_scale,
+        window,
+        dropout_p,
+        dropout_seed,
+        deterministic,
+    )
+    return (out[0], lse[0]) if return_lse else out[0]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_bounds: Tensor | None,
+    query_bounds: Tensor | None,
+    causal: bool,
+    softmax_scale: float | None,
+    window: int | None,
+    dropout_p: float,
+    dropout_seed: int | Tensor | None,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """Fills in the defaults and calls the operator."""
+    if softmax_scale is None:
+        softmax_scale = q.shape[-1] ** -0.5
+    if dropout_p == 0.0:
+        dropout_seed = None
+    elif dropout_seed is None:
+        dropout_seed = torch.randint(2**62, (1,), device=q.device)
+    elif not isinstance(dropout_seed, Tensor):
+        dropout_seed = torch.full((1,), dropout_seed, dtype=torch.int64, device=q.device)
+    if key_bounds is not None:
+        # the bounds are already cut to both
+        causal, window = False, None
+    return attention_forward(
+        q,
+        k,
+        v,
+        key_bounds,
+        query_bounds,
+        dropout_seed,
+        softmax_scale,
+        causal,
+        window,
+        dropout_p,
+        deterministic,
+    )

@@ -1,0 +1,81 @@
+"""Masks as intervals: document, window and varlen masks give each query one unbroken run of visible keys.
+
+Query i sees key j exactly when key_bounds[b, 0, i] <= j < key_bounds[b, 1, i], and exactly when
+query_bounds[b, 0, j] <= i < query_bounds[b, 1, j]: the same mask, seen from its rows and from its columns.
+All four never decrease, so the bounds of a tile are those of its first and last row. The forward pass and dq
+walk the rows, dk and dv the columns; no kernel knows what a document is, and a new mask never recompiles one.
+"""
+
+import torch
+from torch import Tensor
+
+
+def document_bounds(
+    document_ids: Tensor, seq_q: int, *, causal: bool, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """key_bounds (B, 2, Tq) and query_bounds (B, 2, Tk), int32, of document_ids (B, Tk), non-decreasing.
+
+    The queries are the last Tq of the Tk tokens. A negative id is padding: it sees nothing and nothing sees
+    it.
+    """
+    seq_k = document_ids.shape[1]
+    offset = seq_k - seq_q
+    ids = document_ids.contiguous()
+    first = torch.searchsorted(ids, ids, out_int32=True)
+    end = torch.searchsorted(ids, ids, right=True, out_int32=True)
+    first, end = first.masked_fill(ids < 0, 0), end.masked_fill(ids < 0, 0)
+    position = torch.arange(seq_k, dtype=torch.int32, device=ids.device)
+
+    key_first, key_end = first[:, offset:], end[:, offset:]
+    query_first, query_end = (first - offset).clamp(min=0), (end - offset).clamp(min=0)
+    return narrow(
+        key_first, key_end, query_first, query_end, position[offset:], position - offset, causal, window
+    )
+
+
+def varlen_bounds(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seq_q: int, seq_k: int, *, causal: bool, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """key_bounds (1, 2, Tq) and query_bounds (1, 2, Tk), int32, of packed sequences."""
+    rows = torch.arange(seq_q, dtype=torch.int32, device=cu_seqlens_q.device)
+    columns = torch.arange(seq_k, dtype=torch.int32, device=cu_seqlens_q.device)
+    of_row = torch.searchsorted(cu_seqlens_q, rows, right=True).clamp(max=cu_seqlens_q.shape[0] - 1)
+    of_column = torch.searchsorted(cu_seqlens_k, columns, right=True).clamp(max=cu_seqlens_k.shape[0] - 1)
+
+    # in a sequence the last query stands at the last key
+    key_of_row = rows + cu_seqlens_k[of_row] - cu_seqlens_q[of_row]
+    row_of_key = columns + cu_seqlens_q[of_column] - cu_seqlens_k[of_column]
+    return narrow(
+        cu_seqlens_k[of_row - 1][None],
+        cu_seqlens_k[of_row][None],
+        cu_seqlens_q[of_column - 1][None],
+        cu_seqlens_q[of_column][None],
+        key_of_row,
+        row_of_key,
+        causal,
+        window,
+    )
+
+
+def narrow(
+    key_first: Tensor,
+    key_end: Tensor,
+    query_first: Tensor,
+    query_end: Tensor,
+    key_of_row: Tensor,
+    row_of_key: Tensor,
+    causal: bool,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Cut the intervals to the causal and window masks, from both sides alike."""
+    if causal:
+        # max and min keep an empty interval at its own place, and so the order of the bounds
+        key_end = torch.minimum(key_end, key_of_row + 1).maximum(key_first)
+        query_first = torch.maximum(query_first, row_of_key).minimum(query_end)
+    if window is not None:
+        key_first = torch.maximum(key_first, key_of_row + 1 - window).minimum(key_end)
+        query_end = torch.minimum(query_end, row_of_key + window).maximum(query_first)
+    return (
+        torch.stack([key_first, key_end], dim=1).int(),
+        torch.stack([query_first, query_end], dim=1).int(),
+    )

@@ -1,0 +1,144 @@
+"""The two PyTorch operators, their gradients, and which implementation runs them.
+
+An operator is opaque to torch.compile: what is decided inside is decided at run time, from real tensors.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from kernels.problem import Problem
+
+FORCED: ContextVar[str | None] = ContextVar("forced_implementation", default=None)
+
+
+@torch.library.custom_op("nanoflash::attention_forward", mutates_args=())
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_bounds: Tensor | None,
+    query_bounds: Tensor | None,
+    dropout_seed: Tensor | None,
+    softmax_scale: float,
+    causal: bool,
+    window: int | None,
+    dropout_p: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    problem = Problem(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window=window,
+        key_bounds=key_bounds,
+        query_bounds=query_bounds,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        deterministic=deterministic,
+    )
+    return implementation(problem, q, k, v).attention_forward(problem, q, k, v)
+
+
+@torch.library.custom_op("nanoflash::attention_backward", mutates_args=())
+def attention_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    key_bounds: Tensor | None,
+    query_bounds: Tensor | None,
+    dropout_seed: Tensor | None,
+    softmax_scale: float,
+    causal: bool,
+    window: int | None,
+    dropout_p: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    problem = Problem(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window=window,
+        key_bounds=key_bounds,
+        query_bounds=query_bounds,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        deterministic=deterministic,
+    )
+    return implementation(problem, q, k, v).attention_backward(problem, dout, dlse, q, k, v, out, lse)
+
+
+@attention_forward.register_fake
+def _(q, k, v, *options):
+    batch, seq_q, n_head, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty(batch, n_head, seq_q, dtype=torch.float32)
+
+
+@attention_backward.register_fake
+def _(dout, dlse, q, k, v, *options):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def save_for_backward(ctx, inputs, output):
+    q, k, v, key_bounds, query_bounds, dropout_seed, *options = inputs
+    ctx.save_for_backward(q, k, v, *output, key_bounds, query_bounds, dropout_seed)
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+
+
+def backward(ctx, dout, dlse):
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    gradients = attention_backward(dout, dlse, q, k, v, out, lse, *tensors, *ctx.options)
+    return *gradients, *(None for _ in range(8))
+
+
+def refuse_second_derivative(ctx, *gradients):
+    raise NotImplementedError(
+        "flash_attention has no second derivative: use attention_reference where you need one "
+        "(double backward, gradient penalties), or leave out create_graph=True"
+    )
+
+
+attention_forward.register_autograd(backward, setup_context=save_for_backward)
+attention_backward.register_autograd(refuse_second_derivative)
+
+
+def implementation(problem: Problem, q: Tensor, k: Tensor, v: Tensor):
+    """The module that runs a problem: it has attention_forward and attention_backward."""
+    name, _ = choose_implementation(problem, q, k, v)
+    if name == "hopper":
+        from kernels import hopper
+
+        return hopper
+    from kernels import portable
+
+    return portable
+
+
+def choose_implementation(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, str]:
+    """The name of the implementation that runs a problem, "hopper" or "portable", and the reason."""
+    forced = FORCED.get()
+    if forced == "portable":
+        return "portable", "asked for by use_implementation"
+    if forced == "hopper":
+        return "hopper", "asked for by use_implementation"
+    return "portable", "the only implementation that is built"
+
+
+@contextmanager
+def use_implementation(name: str) -> Iterator[None]:
+    """Inside, every problem runs on the named implementation, for tests and benchmarks."""
+    if name not in ("hopper", "portable"):
+        raise ValueError(f"implementation must be hopper or portable, got {name}")
+    token = FORCED.set(name)
+    try:
+        yield
+    finally:
+        FORCED.reset(token)

@@ -1,0 +1,107 @@
+"""Backward pass: dq, dk and dv from dout, without atomics, so that every run gives the same bits.
+
+    p = 2^(s - lse)    ds = p (dout v^T - delta)    delta = rowsum(out dout) - dlse
+    dq = ds k          dk = ds^T q                  dv = p^T dout
+
+Three kernels: `preprocess_kernel` computes delta and lse in base 2 for every query, `dkdv_kernel` and
+`dq_kernel` the rest. Scores are computed in both of these: two more matrix products than one fused kernel, in
+exchange for no float32 dq in memory and no order of additions that depends on timing.
+
+Source: Dao, FlashAttention-2, arXiv:2307.08691, algorithm 2; the gradient of lse enters through delta.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.portable.dkdv import dkdv_kernel
+from kernels.portable.dq import dq_kernel
+from kernels.portable.tile_io import load_tile
+from kernels.problem import Problem, dot_precision
+from kernels.tiles import choose_tile, padded_head_dim
+
+LOG2E = tl.constexpr(1.4426950408889634)
+PREPROCESS_BLOCK_M = 64
+
+
+@triton.jit(do_not_specialize=["seq_q"])
+def preprocess_kernel(
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_log2_ptr,
+    stride_ob, stride_ot, stride_oh, stride_od,
+    stride_dob, stride_dot, stride_doh, stride_dod,
+    seq_q, n_head,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    n_tiles = tl.cdiv(seq_q, BLOCK_M)
+    first_row = tl.program_id(0) % n_tiles * BLOCK_M
+    head_of_batch = (tl.program_id(0) // n_tiles).to(tl.int64)
+    batch, head = head_of_batch // n_head, head_of_batch % n_head
+    out_ptr += batch * stride_ob + head * stride_oh
+    dout_ptr += batch * stride_dob + head * stride_doh
+    out = load_tile(out_ptr, first_row, seq_q, stride_ot, stride_od, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+    dout = load_tile(dout_ptr, first_row, seq_q, stride_dot, stride_dod, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)  # (BLOCK_M,)
+
+    rows = first_row + tl.arange(0, BLOCK_M)
+    offsets = head_of_batch * seq_q + rows
+    inside = rows < seq_q
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + offsets, mask=inside, other=0.0)
+    lse = tl.load(lse_ptr + offsets, mask=inside, other=0.0)
+    # a row that sees nothing: 2^(s - inf) is 0, so that all its gradients are
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    tl.store(delta_ptr + offsets, delta, mask=inside)
+    tl.store(lse_log2_ptr + offsets, lse, mask=inside)
+
+
+def attention_backward(
+    problem: Problem,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv in the shape and dtype of q, k, v, contiguous. dlse: (B, H, Tq) float32 or None."""
+    batch, seq_q, n_head, head_dim = q.shape
+    seq_k, n_kv_head = k.shape[1:3]
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    delta, lse_log2 = torch.empty_like(lse), torch.empty_like(lse)
+    block_d = padded_head_dim(head_dim)
+    preprocess_kernel[triton.cdiv(seq_q, PREPROCESS_BLOCK_M) * batch * n_head,](
+        out, dout, lse, None if dlse is None else dlse.contiguous(), delta, lse_log2,
+        *out.stride(), *dout.stride(), seq_q, n_head,
+        HEAD_DIM=head_dim, BLOCK_M=PREPROCESS_BLOCK_M, BLOCK_D=block_d,
+    )  # fmt: skip
+
+    inputs = (q, k, v, dout, lse_log2, delta)
+    strides = (*q.stride(), *k.stride(), *v.stride(), *dout.stride())
+    scalars = (
+        problem.window or 0, problem.softmax_scale, problem.softmax_scale * math.log2(math.e),
+        problem.signed_threshold, problem.keep_scale,
+    )  # fmt: skip
+    constants = {
+        "MASK": problem.mask,
+        "DROPOUT": problem.dropout_p > 0.0,
+        "PRECISION": dot_precision(),
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": block_d,
+    }
+    tile = choose_tile("dkdv", head_dim, q.dtype, q.device)
+    dkdv_kernel[triton.cdiv(seq_k, tile.block_n) * batch * n_kv_head,](
+        *inputs, dk, dv, problem.query_bounds, problem.dropout_seed,
+        *strides, *dk.stride()[:3], seq_q, seq_k, n_kv_head, n_head // n_kv_head, *scalars,
+        **constants, **tile.options(),
+    )  # fmt: skip
+    tile = choose_tile("dq", head_dim, q.dtype, q.device)
+    dq_kernel[triton.cdiv(seq_q, tile.block_m) * batch * n_head,](
+        *inputs, dq, problem.key_bounds, problem.dropout_seed,
+        *strides, *dq.stride()[:3], seq_q, seq_k, n_head, n_head // n_kv_head, *scalars,
+        **constants, **tile.options(),
+    )  # fmt: skip
+    return dq, dk, dv

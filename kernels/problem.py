@@ -1,0 +1,51 @@
+"""All of one attention call but q, k, v: what the operators hand to an implementation."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.dropout import keep_threshold
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """softmax_scale > 0; the mask is `causal` and `window`, or bounds into which both are already cut.
+
+    window: None, or the number of keys up to its own position that a query sees. key_bounds, query_bounds:
+    see kernels/intervals.py. dropout_seed: int64 tensor of one element on q's device, given exactly when
+    dropout_p > 0.
+    """
+
+    softmax_scale: float
+    causal: bool
+    window: int | None
+    key_bounds: Tensor | None
+    query_bounds: Tensor | None
+    dropout_p: float
+    dropout_seed: Tensor | None
+    deterministic: bool
+
+    @property
+    def mask(self) -> str:
+        """The kind of mask, one of portable/masks.py."""
+        if self.key_bounds is not None:
+            return "intervals"
+        if self.window is not None:
+            return "window"
+        return "causal" if self.causal else "full"
+
+    @property
+    def keep_scale(self) -> float:
+        """What a kept probability is multiplied by."""
+        return 1.0 / (1.0 - self.dropout_p)
+
+    @property
+    def signed_threshold(self) -> int:
+        """keep_threshold, moved into the range of an int32."""
+        return min(keep_threshold(self.dropout_p), 2**32 - 1) - 2**31
+
+
+def dot_precision() -> str:
+    """How float32 operands are multiplied: IEEE, or TF32 where PyTorch's own matrix products use it."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

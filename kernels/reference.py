@@ -1,0 +1,81 @@
+"""The definition of attention in plain PyTorch: slow, quadratic in memory, and what kernels are tested by."""
+
+import torch
+from torch import Tensor
+
+from kernels.dropout import dropout_keep_mask
+
+
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window: int | None = None,
+    document_ids: Tensor | None = None,
+    block_mask=None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(q k^T * softmax_scale) v over the visible keys, with the arguments of `flash_attention`.
+
+    Computes in q's dtype: pass float64 for the truth. lse is at least float32. `deterministic` changes
+    nothing here. Raises ValueError for dropout without a seed: only a given seed makes the mask of the
+    kernels.
+    """
+    batch, seq_q, n_head, head_dim = q.shape
+    seq_k, n_kv_head = k.shape[1:3]
+    if block_mask is not None:
+        raise ValueError("block_mask is not built yet: pass block_mask=None")
+    if dropout_p > 0.0 and dropout_seed is None:
+        raise ValueError(
+            f"dropout_seed must be given when dropout_p is {dropout_p}: pass an int or an int64 tensor"
+        )
+    if softmax_scale is None:
+        softmax_scale = head_dim**-0.5
+    k = k.repeat_interleave(n_head // n_kv_head, dim=2)
+    v = v.repeat_interleave(n_head // n_kv_head, dim=2)
+
+    visible = visible_keys(
+        seq_q, seq_k, causal=causal, window=window, document_ids=document_ids, device=q.device
+    )
+    sees_any = visible.any(dim=-1, keepdim=True)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * softmax_scale
+    # a row of nothing but -inf has no softmax: give it zeros, and take them back below
+    scores = scores.masked_fill(~visible, float("-inf")).masked_fill(~sees_any, 0.0)
+    probabilities = scores.softmax(dim=-1).masked_fill(~sees_any, 0.0)
+    if dropout_p > 0.0:
+        keep = dropout_keep_mask(dropout_seed, dropout_p, batch, n_head, seq_q, seq_k, q.device)
+        probabilities = probabilities.masked_fill(~keep, 0.0) / (1.0 - dropout_p)
+    out = torch.einsum("bhqk,bkhd->bqhd", probabilities, v)
+    if not return_lse:
+        return out
+    lse = scores.to(torch.promote_types(q.dtype, torch.float32)).logsumexp(dim=-1)
+    return out, lse.masked_fill(~sees_any.squeeze(-1), float("-inf"))
+
+
+def visible_keys(
+    seq_q: int,
+    seq_k: int,
+    *,
+    causal: bool,
+    window: int | None = None,
+    document_ids: Tensor | None = None,
+    device=None,
+) -> Tensor:
+    """True where query i sees key j; broadcasts to (B, H, Tq, Tk). The last query stands at the last key."""
+    i = torch.arange(seq_k - seq_q, seq_k, device=device)[:, None]
+    j = torch.arange(seq_k, device=device)[None, :]
+    visible = torch.ones(1, 1, seq_q, seq_k, dtype=torch.bool, device=device)
+    if causal:
+        visible = visible & (j <= i)
+    if window is not None:
+        visible = visible & (j <= i) & (j > i - window)
+    if document_ids is not None:
+        of_query, of_key = document_ids[:, None, seq_k - seq_q :, None], document_ids[:, None, None, :]
+        visible = visible & (of_query == of_key) & (of_query >= 0)
+    return visible

@@ -1,0 +1,85 @@
+"""The one tolerance rule: a kernel may be off by twice what PyTorch is off by in the same dtype.
+
+    max|x - ref| <= 2 max|pt - ref| + 2 max|(ref + 0.3 - 0.3) - ref|
+
+x is ours, pt is attention_reference in the inputs' dtype, ref the same in float64 on the same inputs. The
+last term is about one unit in the last place of that dtype, for results where PyTorch happens to be exact. It
+is the rule of the flash-attention package (tests/cute), with a float64 instead of a float32 reference. In
+float32 both errors are a few roundings of sums in different orders, and either may be zero by luck: there
+twice is three times, plus 2e-6 (lse is float32 for all dtypes).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kernels.reference import attention_reference
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def random_qkv(
+    batch: int,
+    seq_q: int,
+    seq_k: int,
+    n_head: int,
+    n_kv_head: int,
+    head_dim: int,
+    dtype,
+    device,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v that want gradients; the logits' standard deviation is `scale`."""
+
+    def draw(seq: int, heads: int, factor: float) -> Tensor:
+        x = factor * torch.randn(batch, seq, heads, head_dim, device=device)
+        return x.to(dtype).requires_grad_()
+
+    return draw(seq_q, n_head, scale), draw(seq_k, n_kv_head, 1.0), draw(seq_k, n_kv_head, 1.0)
+
+
+def run(attention: Callable, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor, **options):
+    """out, lse, dq, dk, dv of one implementation; rows with lse -inf get no gradient through it."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    loss = (out * dout.to(out.dtype)).sum() + (lse * dlse.to(lse.dtype)).masked_fill(
+        lse == -torch.inf, 0.0
+    ).sum()
+    return out.detach(), lse.detach(), *torch.autograd.grad(loss, (q, k, v))
+
+
+def assert_as_accurate_as_torch(attention: Callable, q: Tensor, k: Tensor, v: Tensor, **options) -> None:
+    """out, lse, dq, dk and dv of attention(q, k, v, **options) are within the rule."""
+    dout = torch.randn(q.shape, device=q.device).to(q.dtype)
+    dlse = torch.randn(q.shape[0], q.shape[2], q.shape[1], device=q.device)
+    ours = run(attention, q, k, v, dout, dlse, **options)
+    torchs = run(attention_reference, q, k, v, dout, dlse, **options)
+    truths = run(
+        attention_reference, q.double(), k.double(), v.double(), dout.double(), dlse.double(), **options
+    )
+    for name, x, pt, ref in zip(NAMES, ours, torchs, truths, strict=True):
+        assert_within_rule(name, x, pt, ref)
+
+
+def assert_within_rule(name: str, x: Tensor, pt: Tensor, ref: Tensor) -> None:
+    """x keeps the rule; where ref is infinite, x is the same infinity."""
+    finite = ref.isfinite()
+    assert torch.equal(x[~finite].double(), ref[~finite]), (
+        f"{name}: infinite in other places than the reference"
+    )
+    x, pt, ref = x[finite], pt[finite], ref[finite]
+    assert x.isfinite().all(), f"{name}: {int((~x.isfinite()).sum())} of {x.numel()} numbers are not finite"
+    if ref.numel() == 0:
+        return
+    error, error_pt = largest_difference(x, ref), largest_difference(pt, ref)
+    rounded = ref.to(x.dtype)
+    probe = largest_difference(rounded + 0.3 - 0.3, rounded)
+    limit = 2 * error_pt + 2 * probe
+    if x.dtype == torch.float32:
+        limit = 3 * error_pt + 2 * probe + 2e-6
+    assert error <= limit, f"{name}: error {error:.3g} is above {limit:.3g} (PyTorch's own is {error_pt:.3g})"
+
+
+def largest_difference(a: Tensor, b: Tensor) -> float:
+    return (a.double() - b.double()).abs().max().item()

@@ -1,0 +1,152 @@
+"""flash_attention against its definition: out, lse and all gradients, by the one rule of accuracy.py.
+
+On a machine without a GPU the kernels run in Triton's interpreter, in fp32 and fp16.
+"""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from kernels.flash_attention import flash_attention
+from kernels.operators import attention_backward, attention_forward
+from kernels.reference import attention_reference
+from tests.accuracy import assert_as_accurate_as_torch, random_qkv
+
+# bf16 dots are wrong in the interpreter
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
+# around the edges of the tiles that the interpreter and the GPUs use
+LENGTHS = [1, 31, 32, 33, 63, 64, 65, 100]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("seq_len", LENGTHS)
+def test_is_as_accurate_as_torch_at_any_length(seq_len, causal, dtype, device):
+    q, k, v = random_qkv(1, seq_len, seq_len, 1, 1, 32, dtype, device)
+    assert_as_accurate_as_torch(flash_attention, q, k, v, causal=causal)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(1, 70), (70, 1), (33, 65), (65, 33), (32, 96)])
+def test_causal_is_aligned_to_the_last_query_and_key(seq_q, seq_k, causal, device):
+    q, k, v = random_qkv(1, seq_q, seq_k, 1, 1, 16, torch.float32, device)
+    assert_as_accurate_as_torch(flash_attention, q, k, v, causal=causal)
+
+
+@pytest.mark.parametrize(("n_head", "n_kv_head"), [(3, 3), (4, 2), (3, 1)])
+def test_heads_share_keys_and_values_in_groups(n_head, n_kv_head, device):
+    q, k, v = random_qkv(2, 40, 40, n_head, n_kv_head, 16, torch.float32, device)
+    assert_as_accurate_as_torch(flash_attention, q, k, v)
+
+
+@pytest.mark.parametrize("head_dim", [8, 16, 24, 40, 64, 80, 96, 128, 136, 192, 256])
+def test_head_dim_may_be_any_multiple_of_eight(head_dim, device):
+    q, k, v = random_qkv(1, 37, 37, 1, 1, head_dim, torch.float32, device)
+    assert_as_accurate_as_torch(flash_attention, q, k, v)
+
+
+def test_rows_that_see_nothing_give_zero_and_no_gradient(device):
+    q, k, v = random_qkv(1, 70, 33, 1, 1, 16, torch.float32, device)
+    out, lse = flash_attention(q, k, v, return_lse=True)
+    dq, _, _ = torch.autograd.grad(out.sum(), (q, k, v))
+    assert not out[:, :37].any()
+    assert (lse[..., :37] == -torch.inf).all()
+    assert not dq[:, :37].any()
+    assert_as_accurate_as_torch(flash_attention, q, k, v)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-4, 30.0, 1000.0])
+def test_is_accurate_for_tiny_and_huge_logits(scale, device):
+    q, k, v = random_qkv(1, 65, 65, 1, 1, 16, torch.float16, device, scale=scale)
+    assert_as_accurate_as_torch(flash_attention, q, k, v)
+
+
+def test_softmax_scale_replaces_the_default(device):
+    q, k, v = random_qkv(1, 40, 40, 1, 1, 16, torch.float32, device)
+    assert_as_accurate_as_torch(flash_attention, q, k, v, softmax_scale=0.7)
+
+
+def test_views_of_a_packed_tensor_and_expanded_gradients_are_read_in_place(device):
+    packed = torch.randn(2, 40, 3, 2, 16, device=device, requires_grad=True)
+    reference = packed.detach().double().requires_grad_()
+    # the gradient of a sum has stride 0 everywhere
+    flash_attention(*packed.unbind(2)).sum().backward()
+    attention_reference(*reference.unbind(2)).sum().backward()
+    torch.testing.assert_close(packed.grad.double(), reference.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_head_major_tensors_are_read_in_place(device):
+    q, k, v = (torch.randn(2, 3, 40, 16, device=device).transpose(1, 2) for _ in range(3))
+    assert_as_accurate_as_torch(flash_attention, q, k, v)
+
+
+def test_nothing_is_left_unwritten(device):
+    torch.use_deterministic_algorithms(True)
+    try:
+        # PyTorch now fills new memory with nan
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        q, k, v = random_qkv(2, 65, 33, 2, 1, 24, torch.float32, device)
+        out, lse = flash_attention(q, k, v, causal=False, return_lse=True)
+        gradients = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(x.isfinite().all() for x in (out, lse, *gradients))
+
+
+def test_gradients_are_the_same_bits_in_every_run(device):
+    q, k, v = random_qkv(1, 100, 100, 2, 1, 16, torch.float32, device)
+    runs = [
+        torch.autograd.grad(flash_attention(q, k, v, deterministic=True).sum(), (q, k, v)) for _ in range(2)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_operators_keep_the_contract_of_torch_library(device):
+    q, k, v = random_qkv(1, 40, 40, 2, 1, 16, torch.float32, device)
+    options = (None, None, None, 0.25, True, None, 0.0, False)
+    torch.library.opcheck(attention_forward, (q, k, v, *options))
+    q, k, v = q.detach(), k.detach(), v.detach()
+    out, lse = attention_forward(q, k, v, *options)
+    torch.library.opcheck(attention_backward, (torch.randn_like(out), None, q, k, v, out, lse, *options))
+
+
+def test_compiles_into_one_graph_that_serves_every_length(device):
+    compiles = CompileCounterWithBackend("aot_eager")
+    attention = torch.compile(flash_attention, fullgraph=True, dynamic=True, backend=compiles)
+    for batch, seq_len in ((5, 40), (3, 33), (4, 65)):
+        q, k, v = random_qkv(batch, seq_len, seq_len, 2, 1, 16, torch.float32, device)
+        assert_as_accurate_as_torch(
+            lambda q, k, v, return_lse: attention(q, k, v, return_lse=return_lse), q, k, v
+        )
+    assert compiles.frame_count == 1
+
+
+def test_autocast_casts_to_its_dtype(device):
+    q, k, v = random_qkv(1, 40, 40, 1, 1, 16, torch.float32, device)
+    with torch.autocast(device.type, dtype=torch.float16):
+        out = flash_attention(q, k, v)
+    assert out.dtype == torch.float16
+    out.sum().backward()
+    assert q.grad.dtype == torch.float32
+
+
+def test_activation_checkpointing_repeats_the_same_dropout(device):
+    q, k, v = random_qkv(1, 40, 40, 1, 1, 16, torch.float32, device)
+
+    def gradients(recompute: bool):
+        torch.manual_seed(1)
+        if recompute:
+            out = checkpoint(flash_attention, q, k, v, dropout_p=0.5, use_reentrant=False)
+        else:
+            out = flash_attention(q, k, v, dropout_p=0.5)
+        return torch.autograd.grad(out.sum(), (q, k, v))
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(True), gradients(False), strict=True))
+
+
+def test_double_backward_is_refused_with_a_way_out(device):
+    q, k, v = random_qkv(1, 8, 8, 1, 1, 16, torch.float32, device)
+    (dq,) = torch.autograd.grad(flash_attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="attention_reference"):
+        dq.sum().backward()

@@ -1,0 +1,42 @@
+"""manifest.json: what a prepared folder holds and what it was prepared from; it is written last."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+FILE = "manifest.json"
+FORMAT = "nanoflash corpus"
+VERSION = 1
+SPLITS = ("train", "val")
+
+
+def write_manifest(folder: Path, content: dict[str, Any]) -> None:
+    """Write content, with format and version, as the manifest of folder."""
+    content = {"format": FORMAT, "version": VERSION, **content}
+    Path(folder, FILE).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of folder: config, tokenizer, documents and splits -> {tokens, documents, shards}.
+
+    Raises ValueError if there is none, or it is not ours or of another version.
+    """
+    path = Path(folder, FILE)
+    if not path.is_file():
+        raise ValueError(
+            f"data.folder={str(folder)!r} has no {FILE}, so it was not made by prepare: choose another "
+            "data.folder, or prepare it with python -m scripts.prepare_data"
+        )
+    try:
+        manifest = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is damaged ({error}): delete the folder {folder} and prepare it again"
+        ) from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} is no manifest of ours, format must be {FORMAT!r}: choose another data.folder"
+        )
+    if manifest["version"] != VERSION:
+        raise ValueError(f"{path} must have version {VERSION}, got {manifest['version']}: delete its folder")
+    return manifest

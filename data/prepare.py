@@ -1,0 +1,282 @@
+"""Prepare a corpus: documents in, shards of tokens and a manifest out, once.
+
+Read in this order: sources (documents), split (duplicates, validation), encoder (tokens), shards (files).
+"""
+
+import fcntl
+import logging
+import os
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from data.encoder import encode_in_order
+from data.manifest import SPLITS, read_manifest, write_manifest
+from data.shards import ShardWriter, read_shard, sync_folder
+from data.sources import HuggingFace, PythonFiles, Source, TextFiles, installed_packages, standard_library
+from data.split import Plan, plan_validation, unique_documents
+from data.tokenizer import TOKENIZERS, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+SOURCES = ("pystdlib", "pypackages", "text", "huggingface")
+LOCK = ".lock"
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    """Which text, how it is split and cut to tokens, and where the shards go. Values are in conf/data/."""
+
+    # one of SOURCES: the standard library, every installed package, the user's files, a Hugging Face data set
+    source: str
+    # files and folders; for source text alone, otherwise empty
+    paths: list[str]
+    # the field of a .jsonl line, .parquet row or data set row that holds the text
+    text_field: str
+    # "owner/name" on the hub or a local folder; for source huggingface alone, otherwise empty
+    dataset: str
+    # which configuration of dataset, empty if it has one
+    dataset_name: str
+    # where the shards go; may not exist yet, or be what the same configuration prepared
+    folder: str
+    # one of TOKENIZERS
+    tokenizer: str
+    # of the text, in whole documents or packages; 0 < validation_fraction <= 0.5
+    validation_fraction: float
+    # tokens a shard, 2 bytes each
+    shard_tokens: int
+    # stop after so many documents, duplicates not counted; null: all
+    max_documents: int | None
+    # tokenizing processes; null: all cores
+    workers: int | None
+    # of the validation split, not of the run: runs with different seeds share a corpus
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.source not in SOURCES:
+            raise ValueError(f"data.source must be one of {SOURCES}, got {self.source!r}")
+        if self.tokenizer not in TOKENIZERS:
+            raise ValueError(f"data.tokenizer must be one of {TOKENIZERS}, got {self.tokenizer!r}")
+        if bool(self.paths) != (self.source == "text"):
+            raise ValueError(
+                f"data.paths must name files or folders for data.source=text and be empty otherwise, "
+                f"got {list(self.paths)} with data.source={self.source}"
+            )
+        if bool(self.dataset) != (self.source == "huggingface"):
+            raise ValueError(
+                f"data.dataset must name a data set for data.source=huggingface and be empty otherwise, "
+                f"got {self.dataset!r} with data.source={self.source}"
+            )
+        if not self.folder:
+            raise ValueError("data.folder must name the folder for the shards, got an empty text")
+        if not 0 < self.validation_fraction <= 0.5:
+            raise ValueError(f"data.validation_fraction must be in (0, 0.5], got {self.validation_fraction}")
+        if self.shard_tokens < 1:
+            raise ValueError(f"data.shard_tokens must be at least 1, got {self.shard_tokens}")
+        if self.max_documents is not None and self.max_documents < 2:
+            raise ValueError(f"data.max_documents must be null or at least 2, got {self.max_documents}")
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"data.workers must be null or at least 1, got {self.workers}")
+
+
+def prepare(config: DataConfig) -> Path:
+    """The folder with the shards of both splits and their manifest; made if it is not there yet.
+
+    A folder that the same configuration prepared is verified and left as it is. Otherwise the shards are
+    written to a folder beside it, which is renamed when it is whole: a run that was interrupted starts over,
+    and of several processes one prepares while the others wait. Equal configurations give equal bytes,
+    whatever config.workers.
+
+    Raises ValueError if the folder holds anything else, or shards that are damaged; if the source has no
+    documents, or a path is missing. Nothing that was there before is changed.
+    """
+    folder = Path(config.folder)
+    if _is_prepared(folder, config):
+        return folder
+    _open_source(config).check()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(folder.name + ".partial")
+    with _lock(partial):
+        try:
+            # another process may have finished it while this one waited
+            if _is_prepared(folder, config):
+                _remove(partial)
+            else:
+                # what a run that was killed left
+                _clear(partial)
+                _write_corpus(partial, config)
+                # where the folder exists it is empty, which rename replaces; it refuses any other
+                partial.rename(folder)
+                sync_folder(folder.parent)
+        except BaseException:
+            _remove(partial)
+            raise
+    return folder
+
+
+def _is_prepared(folder: Path, config: DataConfig) -> bool:
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return False
+    manifest = read_manifest(folder)
+    for key, now in _identity(config).items():
+        then = manifest["config"].get(key)
+        if then != now:
+            raise ValueError(
+                f"data.folder={str(folder)!r} was prepared with data.{key}={then!r}, this run has {now!r}: "
+                "choose another data.folder, or delete that one"
+            )
+    paths = [folder / shard["file"] for split in SPLITS for shard in manifest["splits"][split]["shards"]]
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        raise ValueError(f"data.folder={str(folder)!r} lacks {missing}: delete it, it is prepared again then")
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda path: read_shard(path, tokenizer=config.tokenizer, verify=True), paths))
+    fingerprint = _open_source(config).fingerprint()
+    if fingerprint is not None and fingerprint != manifest["source_fingerprint"]:
+        log.warning(
+            "the files of source %s changed since %s was prepared: delete it to use them",
+            config.source,
+            folder,
+        )
+    return True
+
+
+def _identity(config: DataConfig) -> dict[str, Any]:
+    # what decides the tokens
+    return {key: value for key, value in asdict(config).items() if key not in ("folder", "workers")}
+
+
+def _open_source(config: DataConfig) -> Source:
+    if config.source == "pystdlib":
+        return PythonFiles(standard_library())
+    if config.source == "pypackages":
+        return PythonFiles(installed_packages())
+    if config.source == "text":
+        return TextFiles(config.paths, config.text_field)
+    return HuggingFace(config.dataset, config.dataset_name, config.text_field)
+
+
+def _lock(partial: Path) -> TextIO:
+    """Make the folder partial and hold it against other processes until the file returned is closed.
+
+    The system closes it when this process ends, however it ends.
+    """
+    path = partial / LOCK
+    while True:
+        partial.mkdir(exist_ok=True)
+        # whoever holds it may rename or remove the folder, lock and all, at any time: then try again
+        with suppress(FileNotFoundError):
+            names = os.listdir(partial)
+            if names and LOCK not in names:
+                raise ValueError(
+                    f"{partial} was not made by prepare: move it away, or choose another data.folder"
+                )
+            file = path.open("w")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                log.info("another process prepares %s: waiting", partial)
+                fcntl.flock(file, fcntl.LOCK_EX)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    return file
+            file.close()
+
+
+def _clear(partial: Path) -> None:
+    for path in partial.iterdir():
+        if path.name != LOCK:
+            path.unlink()
+
+
+def _remove(partial: Path) -> None:
+    _clear(partial)
+    (partial / LOCK).unlink()
+    # another process may have put its lock there in the meantime
+    with suppress(OSError):
+        partial.rmdir()
+
+
+def _write_corpus(partial: Path, config: DataConfig) -> None:
+    started = time.monotonic()
+    source = _open_source(config)
+    # before the work: later changes shall be noticed
+    source_fingerprint = source.fingerprint()
+    vocab_size = load_tokenizer(config.tokenizer).vocab_size
+    plan = _plan(source, config)
+    counts: Counter[str] = Counter()
+    documents: Counter[str] = Counter(dict.fromkeys(SPLITS, 0))
+    writers = {
+        split: ShardWriter(partial, split, tokens_per_shard=config.shard_tokens, tokenizer=config.tokenizer)
+        for split in SPLITS
+    }
+    stream = (
+        ("val" if plan.is_validation(group) else "train", text)
+        for group, text in unique_documents(source, config.max_documents, counts)
+    )
+    workers = config.workers or len(os.sched_getaffinity(0))
+    log.info("preparing %s from source %s with %d processes", config.folder, config.source, workers)
+    with tqdm(total=plan.characters, unit="char", unit_scale=True, desc="tokenizing", disable=None) as bar:
+        for chunk, tokens in encode_in_order(stream, config.tokenizer, workers):
+            writers[chunk.split].append(tokens)
+            documents[chunk.split] += len(chunk.texts)
+            bar.update(chunk.characters)
+    for writer in writers.values():
+        writer.close()
+    tokens = {split: sum(shard["tokens"] for shard in writers[split].shards) for split in SPLITS}
+    if not all(tokens.values()):
+        raise ValueError(
+            f"data.validation_fraction={config.validation_fraction} left a split empty, documents: "
+            f"{dict(documents)}: choose a larger fraction or more documents"
+        )
+    left_out = dict(sorted(counts.items()))
+    write_manifest(
+        partial,
+        {
+            "config": _identity(config),
+            "source_fingerprint": source_fingerprint,
+            "tokenizer": config.tokenizer,
+            "vocab_size": vocab_size,
+            "left_out": left_out,
+            "splits": {
+                split: {
+                    "tokens": tokens[split],
+                    "documents": documents[split],
+                    "shards": writers[split].shards,
+                }
+                for split in SPLITS
+            },
+        },
+    )
+    log.info(
+        "prepared %s in %.1f seconds: %s tokens for training, %s for validation (%.1f%%), left out %s",
+        config.folder,
+        time.monotonic() - started,
+        f"{tokens['train']:,}",
+        f"{tokens['val']:,}",
+        100 * tokens["val"] / sum(tokens.values()),
+        left_out or "nothing",
+    )
+
+
+def _plan(source: Source, config: DataConfig) -> Plan:
+    counts: Counter[str] = Counter()
+    documents = unique_documents(source, config.max_documents, counts)
+    first = next(documents, None)
+    if first is None:
+        place = (
+            f"data.paths={list(config.paths)}"
+            if config.paths
+            else f"data.source={config.source} {config.dataset}"
+        )
+        raise ValueError(
+            f"{place} holds no text, left out: {dict(counts) or 'nothing'}; name files with text in UTF-8"
+        )
+    return plan_validation(chain([first], documents), config.validation_fraction, config.seed)

@@ -1,0 +1,165 @@
+"""Shards: memory-mapped files of token ids, a header of 256 bytes followed by little-endian uint16.
+
+Header: magic, version, header bytes, token count, crc32 of the tokens, tokenizer name, zeros. A shard is
+written under a temporary name, flushed to the disk and renamed: a file with a shard's name is a whole shard.
+Each document is followed by the tokenizer's end-of-text token; a document may go on in the next shard. Ids
+beyond the vocabulary cannot occur: every shard names the tokenizer that wrote it, and its checksum tells
+whether it was changed since.
+"""
+
+import os
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+MAGIC = b"NANOFLSH"
+VERSION = 1
+HEADER_BYTES = 256
+# magic, version, header bytes, token count, crc32, tokenizer
+HEADER = struct.Struct("<8sIIQI32s")
+TOKEN = np.dtype("<u2")
+CHECK_BYTES = 1 << 24
+
+
+class ShardError(ValueError):
+    """A shard that cannot be used: changed, cut short, of another version or tokenizer."""
+
+
+def write_shard(path: Path, tokens: np.ndarray, *, tokenizer: str) -> None:
+    """Write tokens, uint16 (n,), as the shard at path; whole or not at all.
+
+    tokenizer: the name of the tokenizer that made them, at most 32 bytes. Raises ValueError for another
+    dtype.
+    """
+    if tokens.dtype != TOKEN or tokens.ndim != 1:
+        raise ValueError(f"tokens must be uint16 (n,), got {tokens.dtype} {tokens.shape}: convert them first")
+    shard = _OpenShard(Path(path), tokenizer)
+    shard.append(tokens)
+    shard.commit()
+
+
+def read_shard(path: Path, *, tokenizer: str, verify: bool = False) -> np.ndarray:
+    """The tokens of the shard at path, a read-only memory map, uint16 (n,).
+
+    verify: also read every token and compare the checksum, about 1 GB a second.
+    Raises ShardError, a ValueError, for a file that is no shard, of another version, cut short, longer than
+    its header says, changed (with verify), or made with another tokenizer; FileNotFoundError if there is
+    none.
+    """
+    path = Path(path)
+    remedy = f"delete the folder {path.parent} and prepare it again"
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header = file.read(HEADER.size)
+    if header[: len(MAGIC)] != MAGIC or len(header) < HEADER.size:
+        raise ShardError(
+            f"{path} is no shard: it must begin with {MAGIC!r}, got {header[: len(MAGIC)]!r}; {remedy}"
+        )
+    _, version, header_bytes, count, checksum, name = HEADER.unpack(header)
+    if version != VERSION:
+        raise ShardError(f"{path} must have shard version {VERSION}, got {version}; {remedy}")
+    expected = header_bytes + count * TOKEN.itemsize
+    if size != expected:
+        fault = "cut short" if size < expected else "too long"
+        raise ShardError(f"{path} is {fault}: {count} tokens need {expected} bytes, got {size}; {remedy}")
+    name = name.rstrip(b"\0").decode(errors="replace")
+    if name != tokenizer:
+        raise ShardError(
+            f"{path} was made with tokenizer {name!r}, this run asks for {tokenizer!r}: "
+            "change data.tokenizer, or choose another data.folder"
+        )
+    if count == 0:
+        # an empty file part cannot be mapped
+        return np.empty(0, dtype=TOKEN)
+    tokens = np.memmap(path, dtype=TOKEN, mode="r", offset=header_bytes, shape=(count,))
+    if verify and (actual := _checksum(tokens)) != checksum:
+        raise ShardError(
+            f"{path} is corrupt: its tokens have crc32 {actual:08x}, the header {checksum:08x}; {remedy}"
+        )
+    return tokens
+
+
+class ShardWriter:
+    """Writes tokens to a row of shards in folder: {split}_00000.bin, {split}_00001.bin and so on.
+
+    tokens_per_shard: each shard but the last holds exactly that many. Memory does not grow with them.
+    """
+
+    def __init__(self, folder: Path, split: str, *, tokens_per_shard: int, tokenizer: str) -> None:
+        self.folder = Path(folder)
+        self.split = split
+        self.tokens_per_shard = tokens_per_shard
+        self.tokenizer = tokenizer
+        self.shards: list[dict[str, str | int]] = []  # {"file", "tokens"} of each finished shard
+        self._shard: _OpenShard | None = None
+
+    def append(self, tokens: np.ndarray) -> None:
+        """Add tokens, uint16 (n,), to the split."""
+        while len(tokens):
+            if self._shard is None:
+                path = self.folder / f"{self.split}_{len(self.shards):05d}.bin"
+                self._shard = _OpenShard(path, self.tokenizer)
+            room = self.tokens_per_shard - self._shard.count
+            self._shard.append(tokens[:room])
+            tokens = tokens[room:]
+            if self._shard.count == self.tokens_per_shard:
+                self._commit()
+
+    def close(self) -> None:
+        """Finish the last shard."""
+        if self._shard is not None:
+            self._commit()
+
+    def _commit(self) -> None:
+        self._shard.commit()
+        self.shards.append({"file": self._shard.path.name, "tokens": self._shard.count})
+        self._shard = None
+
+
+class _OpenShard:
+    """One shard being written, under a temporary name until commit."""
+
+    def __init__(self, path: Path, tokenizer: str) -> None:
+        self.path = path
+        self.count = 0
+        self._tokenizer = tokenizer.encode()
+        assert len(self._tokenizer) <= 32, tokenizer
+        self._checksum = 0
+        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        self._file = self._temporary.open("wb")
+        self._file.write(bytes(HEADER_BYTES))
+
+    def append(self, tokens: np.ndarray) -> None:
+        content = np.ascontiguousarray(tokens, dtype=TOKEN).data
+        self._checksum = zlib.crc32(content, self._checksum)
+        self._file.write(content)
+        self.count += len(tokens)
+
+    def commit(self) -> None:
+        header = HEADER.pack(MAGIC, VERSION, HEADER_BYTES, self.count, self._checksum, self._tokenizer)
+        with self._file as file:
+            file.seek(0)
+            file.write(header)
+            file.flush()
+            os.fsync(file.fileno())
+        self._temporary.rename(self.path)
+        sync_folder(self.path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in folder to the disk: a rename survives a power cut only then."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _checksum(tokens: np.ndarray) -> int:
+    content = tokens.view(np.uint8)
+    checksum = 0
+    for start in range(0, len(content), CHECK_BYTES):
+        checksum = zlib.crc32(content[start : start + CHECK_BYTES], checksum)
+    return checksum

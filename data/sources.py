@@ -1,0 +1,243 @@
+"""Where documents come from: each source gives them one at a time, in the same order on every pass.
+
+A document is (group, text). Documents of one group go to the same side of the validation split: for Python
+files the group is the top-level package, elsewhere it is None and every document stands for itself.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+PLAIN_SUFFIXES = (".txt", ".md", ".py")
+TEXT_SUFFIXES = (*PLAIN_SUFFIXES, ".jsonl", ".parquet")
+PACKAGE_FOLDERS = ("site-packages", "dist-packages")
+# a longer file becomes several documents, cut at line ends: memory must not grow with the longest file
+# in characters
+LONGEST_DOCUMENT = 1 << 22
+PARQUET_ROWS = 64
+PARQUET_BUFFER_BYTES = 1 << 20
+
+Document = tuple[str | None, str]
+
+
+class Source(Protocol):
+    """What every source offers."""
+
+    def check(self) -> None:
+        """Raise ValueError naming the configuration key, before any work, if the source cannot be read."""
+
+    def documents(self, counts: Counter[str]) -> Iterator[Document]:
+        """Each document; what is left out is counted in counts by its reason."""
+
+    def fingerprint(self) -> str | None:
+        """Changes when the files change; None if that cannot be told, or they are gone."""
+
+
+class PythonFiles:
+    """Every .py file below the roots, grouped by top-level package or module."""
+
+    def __init__(self, roots: list[Path]) -> None:
+        self.roots = roots
+
+    def check(self) -> None:
+        if not any(True for _ in self._files()):
+            raise ValueError(
+                f"data.source finds no .py file in {[str(root) for root in self.roots]}: use data=text"
+            )
+
+    def documents(self, counts: Counter[str]) -> Iterator[Document]:
+        for root, path in self._files():
+            for text in read_plain(path, counts):
+                yield path.relative_to(root).parts[0].removesuffix(".py"), text
+
+    def fingerprint(self) -> str:
+        return fingerprint(path for _, path in self._files())
+
+    def _files(self) -> Iterator[tuple[Path, Path]]:
+        for root in self.roots:
+            for path in walk(root, (".py",), skip=PACKAGE_FOLDERS):
+                yield root, path
+
+
+def standard_library() -> list[Path]:
+    """The folder of the running Python's standard library: 31 MB in Python 3.11."""
+    return [Path(sysconfig.get_path("stdlib"))]
+
+
+def installed_packages() -> list[Path]:
+    """The standard library, and each site-packages or dist-packages folder that Python imports from."""
+    folders = {Path(entry).resolve() for entry in sys.path if Path(entry).name in PACKAGE_FOLDERS}
+    return standard_library() + sorted(folder for folder in folders if folder.is_dir())
+
+
+class TextFiles:
+    """The user's own files, and those in the user's folders, by suffix: .txt .md .py .jsonl .parquet.
+
+    A plain file is one document, a .jsonl line or a .parquet row another. Hidden files and folders are left
+    out.
+    text_field: which field of a line or row is the text.
+    """
+
+    def __init__(self, paths: list[str], text_field: str) -> None:
+        self.paths = [Path(path).expanduser() for path in paths]
+        self.text_field = text_field
+
+    def check(self) -> None:
+        for path in self.paths:
+            if not path.exists():
+                raise ValueError(
+                    f"data.paths names {str(path)!r}, which does not exist (in {Path.cwd()}): correct it"
+                )
+            if path.is_file() and path.suffix not in TEXT_SUFFIXES:
+                raise ValueError(
+                    f"data.paths names {str(path)!r}: a file's suffix must be one of {TEXT_SUFFIXES}"
+                )
+        if not any(True for _ in self._files()):
+            raise ValueError(
+                f"data.paths {[str(p) for p in self.paths]} hold no file ending in {TEXT_SUFFIXES}"
+            )
+
+    def documents(self, counts: Counter[str]) -> Iterator[Document]:
+        readers: dict[str, Callable[[Path, Counter[str]], Iterator[str]]] = {
+            ".jsonl": self._read_jsonl,
+            ".parquet": self._read_parquet,
+        }
+        for path in self._files():
+            for text in readers.get(path.suffix, read_plain)(path, counts):
+                yield None, text
+
+    def fingerprint(self) -> str | None:
+        return fingerprint(self._files()) if all(path.exists() for path in self.paths) else None
+
+    def _files(self) -> Iterator[Path]:
+        for path in self.paths:
+            yield from [path] if path.is_file() else walk(path, TEXT_SUFFIXES)
+
+    def _read_jsonl(self, path: Path, counts: Counter[str]) -> Iterator[str]:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    record = json.loads(line)
+                # what is no UTF-8 or no JSON; both are ValueErrors
+                except ValueError:
+                    counts["undecodable"] += 1
+                    continue
+                yield from text_of(record, self.text_field, f"{path} line {number}", counts)
+
+    def _read_parquet(self, path: Path, counts: Counter[str]) -> Iterator[str]:
+        # a slow import, for these files only
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+
+        try:
+            # a buffer instead of whole column chunks: a row group can be gigabytes
+            with ParquetFile(path, buffer_size=PARQUET_BUFFER_BYTES, pre_buffer=False) as file:
+                if self.text_field not in file.schema_arrow.names:
+                    raise _no_field(self.text_field, str(path), file.schema_arrow.names)
+                for batch in file.iter_batches(PARQUET_ROWS, columns=[self.text_field], use_threads=False):
+                    for record in batch.to_pylist():
+                        yield from text_of(record, self.text_field, str(path), counts)
+        # no Parquet, or damaged on the way
+        except (ArrowException, OSError):
+            counts["undecodable"] += 1
+
+
+class HuggingFace:
+    """The train split of a data set on the Hugging Face hub or in a local folder, streamed.
+
+    dataset: "owner/name" on the hub, or a folder that `datasets` can load. configuration: which of its
+    configurations, empty if it has one. text_field: which column is the text.
+    """
+
+    def __init__(self, dataset: str, configuration: str, text_field: str) -> None:
+        self.dataset = dataset
+        self.configuration = configuration
+        self.text_field = text_field
+
+    def check(self) -> None:
+        self._open()
+
+    def documents(self, counts: Counter[str]) -> Iterator[Document]:
+        for number, record in enumerate(self._open(), start=1):
+            for text in text_of(record, self.text_field, f"{self.dataset} row {number}", counts):
+                yield None, text
+
+    def fingerprint(self) -> None:
+        return None
+
+    def _open(self) -> Any:
+        # a slow import, for this source only
+        from datasets import load_dataset
+
+        try:
+            return load_dataset(self.dataset, self.configuration or None, split="train", streaming=True)
+        # no such data set or folder, and no way to the hub
+        except (FileNotFoundError, ConnectionError) as error:
+            raise ValueError(
+                f"data.dataset={self.dataset!r} cannot be opened ({error}): correct the name, reach the "
+                "network, or name a local folder with the same files"
+            ) from error
+
+
+def walk(root: Path, suffixes: tuple[str, ...], skip: tuple[str, ...] = ()) -> Iterator[Path]:
+    """Each file below root with one of suffixes, sorted; without hidden ones and folders named in skip."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in skip and not name.startswith("."))
+        for name in sorted(files):
+            if name.endswith(suffixes) and not name.startswith("."):
+                yield Path(folder, name)
+
+
+def read_plain(path: Path, counts: Counter[str]) -> Iterator[str]:
+    """The text of a UTF-8 file; one longer than LONGEST_DOCUMENT in parts, cut at line ends."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            # to the end of the line, unless that is as far away
+            yield file.read(LONGEST_DOCUMENT) + file.readline(LONGEST_DOCUMENT)
+            while part := file.read(LONGEST_DOCUMENT) + file.readline(LONGEST_DOCUMENT):
+                yield part
+    except UnicodeDecodeError:
+        counts["undecodable"] += 1
+    # a broken link, or a file that this user may not read
+    except OSError:
+        counts["unreadable"] += 1
+
+
+def text_of(record: Any, text_field: str, place: str, counts: Counter[str]) -> Iterator[str]:
+    """record[text_field], unless it is null. Raises ValueError, naming data.text_field, if it is no text."""
+    if not isinstance(record, dict) or text_field not in record:
+        raise _no_field(
+            text_field, place, list(record) if isinstance(record, dict) else type(record).__name__
+        )
+    text = record[text_field]
+    if text is None:
+        counts["empty"] += 1
+    elif isinstance(text, str):
+        yield text
+    else:
+        raise ValueError(
+            f"data.text_field={text_field!r} must name text, got {type(text).__name__} in {place}"
+        )
+
+
+def fingerprint(paths: Iterator[Path]) -> str:
+    """A digest of each path, size and time of change, without reading the files."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in paths:
+        stat = path.lstat()
+        digest.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _no_field(text_field: str, place: str, found: object) -> ValueError:
+    return ValueError(
+        f"data.text_field={text_field!r} is not in {place}, which has {found}: name one of these"
+    )

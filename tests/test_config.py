@@ -60,7 +60,7 @@ def test_the_run_is_rounded_up_to_whole_steps():
         ("+model.width=3", "model.width: Key 'width' not in 'ModelConfig'"),
         ("seq_len=long", "seq_len: Value 'long' of type 'str' could not be converted to Integer"),
         ("model.n_layer=1.5", "model.n_layer: Value '1.5' of type 'float' could not be converted to Integer"),
-        ("data=text", "data.paths: "),
+        ("data=text", "data.paths must name files or folders"),
         ("device=tpu", "device must be one of cuda, cpu, got 'tpu'"),
         ("precision=fp8", "precision must be one of bf16, fp16, fp32, got 'fp8'"),
         ("attention.implementation=fast", "attention.implementation must be one of flash, sdpa, reference"),

@@ -85,7 +85,7 @@ def test_a_few_steps_learn_a_repeating_sequence():
     gpt = model()
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-2)
     tokens = torch.arange(8).repeat(4, 5)
-    for _ in range(40):
+    for _ in range(100):
         loss = gpt(tokens[:, :-1], tokens[:, 1:])
         optimizer.zero_grad()
         loss.backward()

@@ -35,7 +35,7 @@ def sample_text(model: GPT, tokenizer: Tokenizer, config: SampleConfig, seed: in
     """The prompt and its continuation, up to the end of the document or of the model's positions."""
     device = model.token_embedding.weight.device
     # a document of the training text begins after the end of the one before
-    prompt = [tokenizer.end_of_text, *tokenizer.encode(config.prompt)]
+    prompt = [tokenizer.end_of_text, *map(int, tokenizer.encode(config.prompt))]
     n_new = min(config.tokens, model.config.max_seq_len - len(prompt))
     if n_new < 0:
         raise ValueError(

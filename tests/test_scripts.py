@@ -1,0 +1,83 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "run_script(" in path.read_text())
+SCRIPTS.remove("arguments")
+
+
+def call(name: str, *arguments: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", f"scripts.{name}", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def write_metrics(folder: Path, losses: list[float]) -> None:
+    folder.mkdir(parents=True)
+    lines = [
+        {"step": n, "tokens": n * 100, "train_loss": loss, "val_loss": None} for n, loss in enumerate(losses)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_lists_the_arguments_of_every_script(name):
+    done = call(name, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "arguments, as key=value:" in done.stdout
+    assert done.stdout.count("\n  ") >= 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["colour=red"], "error: colour: Key 'colour' not in 'Arguments'"),
+        (["loss.png"], "error: arguments are key=value, got 'loss.png'"),
+        (["runs=[missing]"], "error: runs: missing holds no metrics.jsonl"),
+        ([], "error: runs is empty"),
+    ],
+)
+def test_a_wrong_argument_ends_with_one_clear_error(arguments, message):
+    done = call("plot_run", *arguments)
+    assert done.returncode == 1
+    assert done.stderr.startswith(message)
+
+
+def test_plot_run_draws_runs_and_measures_how_far_they_differ(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_metrics(tmp_path / "a", [4.0, 3.0, 2.0])
+    write_metrics(tmp_path / "b", [4.0, 3.1, 2.2])
+    done = call("plot_run", "runs=[a,b]", "out=both.png", "differences=both.json")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "both.png").read_bytes()[:4] == b"\x89PNG"
+    row = json.loads((tmp_path / "both.json").read_text())["rows"][0]
+    assert (row["run"], row["yardstick"], row["steps"]) == ("b", "a", 3)
+    assert row["mean_difference"] == pytest.approx(0.1)
+    assert row["largest_difference"] == pytest.approx(0.2)
+
+
+def test_sample_needs_a_run_or_a_checkpoint(tmp_path):
+    assert "give either run=" in call("sample").stderr
+    assert "holds no checkpoint" in call("sample", f"run={tmp_path}").stderr
+
+
+def test_benchmark_training_writes_a_row_for_each_combination(tmp_path):
+    done = call(
+        "benchmark_training", "models=[tiny]", "seq_lens=[32,64]", "implementations=[sdpa,reference]",
+        "tokens_per_step=64", "steps=1", "device=cpu", "precision=fp32", "compile=false",
+        f"out={tmp_path}/r.json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert {"gpu", "driver", "torch", "triton", "command", "date", "commit"} <= set(result)
+    rows = result["rows"]
+    assert [(r["seq_len"], r["implementation"]) for r in rows] == [
+        (32, "sdpa"), (32, "reference"), (64, "sdpa"), (64, "reference"),
+    ]  # fmt: skip
+    assert all(r["tokens_per_second"] > 0 and r["mfu_palm"] is None for r in rows)
+    assert rows[0]["final_loss"] == pytest.approx(rows[1]["final_loss"], abs=1e-4)

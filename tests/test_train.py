@@ -1,0 +1,244 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from train.checkpoint import read_checkpoint
+from train.config import parse
+from train.logger import read_metrics
+from train.loop import train
+
+ROOT = Path(__file__).resolve().parent.parent
+METRICS = {
+    "step", "tokens", "train_loss", "val_loss", "learning_rate", "grad_norm", "tokens_per_second",
+    "tokens_per_second_per_gpu", "step_seconds", "data_seconds", "forward_backward_seconds",
+    "optimizer_seconds", "mfu", "peak_memory_allocated_bytes", "peak_memory_reserved_bytes",
+}  # fmt: skip
+# 12 steps of a model of one layer on bytes: a second
+SMALL = [
+    "experiment=laptop", "name=test", "data=text", "data.paths=[corpus]", "data.tokenizer=bytes",
+    "data.validation_fraction=0.2", "data.workers=1", "model.vocab_size=257", "model.n_layer=1",
+    "model.n_head=2", "model.n_embd=32", "seq_len=32", "tokens_per_step=512", "tokens_per_microbatch=256",
+    "total_tokens=6144", "evaluation.tokens=1024", "evaluation.every_steps=5", "checkpoint.every_steps=5",
+    "logging.every_steps=1", "wandb.mode=disabled", "sample.tokens=10", "optim.warmup_steps=2",
+]  # fmt: skip
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch):
+    """A folder of forty small text files, in a working directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    for index in range(40):
+        lines = [f"the number after {n} is {n + 1}" for n in range(index * 20, index * 20 + 20)]
+        (tmp_path / "corpus" / f"{index:02}.txt").write_text("\n".join(lines))
+    return tmp_path
+
+
+def run(*overrides: str) -> float:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return train(parse(compose("config", [*SMALL, *overrides])))
+
+
+def losses(name: str = "test") -> list[float]:
+    return [m["train_loss"] for m in read_metrics(Path("runs", name, "metrics.jsonl")) if m["step"] > 0]
+
+
+def weights(name: str, step: int) -> dict[str, torch.Tensor]:
+    return read_checkpoint(Path("runs", name, "checkpoints", f"step_{step:08d}.pt"))["model"]
+
+
+def start(*arguments: str, launcher: tuple[str, ...] = (), **options) -> subprocess.Popen:
+    command = [sys.executable, *launcher, "-m", "train", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def test_a_run_leaves_its_metrics_pictures_sample_checkpoints_and_summary(corpus):
+    val_loss = run()
+    folder = Path("runs/test")
+    metrics = read_metrics(folder / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == list(range(13))
+    assert all(set(m) == METRICS for m in metrics[1:])
+    assert [m["step"] for m in metrics if m["val_loss"]] == [0, 5, 10, 12]
+    assert metrics[-1]["val_loss"] == val_loss < metrics[0]["val_loss"]
+    assert (folder / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (folder / "sample.txt").read_text().startswith("def ")
+    assert (folder / "config.yaml").exists()
+    assert [p.name for p in sorted((folder / "checkpoints").iterdir())] == [
+        "step_00000010.pt", "step_00000012.pt",
+    ]  # fmt: skip
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["rows"][0]["final_loss"] == val_loss
+    assert summary["rows"][0]["tokens"] == 6144
+    assert summary["torch"] == torch.__version__
+
+
+def test_the_same_seed_gives_the_same_losses_and_another_seed_others(corpus):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        run(f"name={name}", f"seed={seed}")
+    assert losses("a") == losses("b")
+    assert losses("a") != losses("c")
+
+
+def test_the_micro_batch_does_not_change_the_losses(corpus):
+    run("name=one", "tokens_per_microbatch=512")
+    run("name=four", "tokens_per_microbatch=128")
+    assert losses("one") == pytest.approx(losses("four"), abs=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_reference_and_sdpa_train_alike(corpus, precision):
+    run("name=sdpa", f"precision={precision}")
+    run("name=reference", "attention=reference", f"precision={precision}")
+    assert losses("sdpa") == pytest.approx(losses("reference"), abs=1e-2 if precision == "bf16" else 1e-5)
+
+
+def test_a_resumed_run_ends_with_the_same_weights_and_metrics_as_one_that_was_not_stopped(corpus):
+    run("name=whole")
+    run("name=resumed")
+    # as if it had been killed after step 10
+    folder = Path("runs/resumed")
+    (folder / "checkpoints/step_00000012.pt").unlink()
+    run("name=resumed")
+    assert losses("resumed") == losses("whole")
+    for key, value in weights("whole", 12).items():
+        assert torch.equal(weights("resumed", 12)[key], value), key
+
+
+def test_a_finished_run_is_not_trained_further(corpus):
+    first = run()
+    before = weights("test", 12)
+    assert run() == pytest.approx(first)
+    assert all(torch.equal(weights("test", 12)[key], value) for key, value in before.items())
+    assert len(losses()) == 12
+
+
+def test_a_raised_budget_continues_a_finished_run(corpus):
+    run()
+    run("total_tokens=7168")
+    assert len(losses()) == 14
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_it_reaches_the_weights(corpus):
+    with pytest.raises(
+        FloatingPointError, match=r"loss is nan on rank 0 .* at step \d+, in the batch of seq"
+    ):
+        run(
+            "optim.learning_rate=1e30",
+            "optim.gradient_clip=0",
+            "checkpoint.every_steps=1",
+            "checkpoint.keep=50",
+        )
+    saved = sorted(Path("runs/test/checkpoints").iterdir())
+    assert saved
+    assert len(saved) == len(losses()), "the step that failed left neither a checkpoint nor a metric"
+
+
+def test_another_model_under_the_same_name_is_refused_before_any_work_and_changes_nothing(corpus):
+    run()
+    before = {p: p.stat().st_mtime_ns for p in Path("runs").rglob("*")}
+    with pytest.raises(ValueError, match="model.n_layer is 1 in the checkpoint and 2 in the configuration"):
+        run("model.n_layer=2", "data.folder=elsewhere")
+    assert {p: p.stat().st_mtime_ns for p in Path("runs").rglob("*")} == before
+    assert not Path("elsewhere").exists()
+
+
+def test_other_data_under_the_same_name_is_refused(corpus):
+    run()
+    with pytest.raises(ValueError, match="seed is 1 in the checkpoint and 2 in the configuration"):
+        run("seed=2")
+
+
+def test_a_corrupt_shard_is_refused_before_training(corpus):
+    run("name=first")
+    shard = next(Path("datasets").rglob("train*.bin"))
+    content = bytearray(shard.read_bytes())
+    content[-7] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(ValueError, match=r"\.bin is corrupt"):
+        run("name=second")
+    assert not Path("runs/second").exists()
+
+
+def test_a_text_too_short_for_one_step_is_refused(corpus):
+    with pytest.raises(ValueError, match="seq_len|tokens"):
+        run("seq_len=8192", "tokens_per_step=819200", "tokens_per_microbatch=8192")
+
+
+def test_two_processes_give_the_loss_curve_of_one(corpus):
+    run("name=one")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    process = start(*SMALL, "name=two", launcher=launcher)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "2 processes x 1 micro-batches" in output
+    assert losses("two") == pytest.approx(losses("one"), abs=1e-5)
+
+
+def test_the_command_prints_progress_for_a_person_and_says_where_everything_lies(corpus):
+    process = start(*SMALL)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "validation loss 5.5" in output, "a uniform guess among 257 bytes is 5.55 nats"
+    line = next(line for line in output.splitlines() if line.startswith("step 12/12"))
+    for part in ("loss", "lr", "grad", "tokens/s", "MFU", "GiB", "left"):
+        assert part in line
+    for file in ("loss.png", "sample.txt", "metrics.jsonl", "checkpoints"):
+        assert f"runs/test/{file}" in output
+    assert sorted(p.name for p in corpus.iterdir()) == ["corpus", "datasets", "runs"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["colour=red"], "colour"),
+        (["+colour=red"], "error: colour: Key 'colour' not in 'Config'"),
+        (["device=cuda"], "error: device=cuda, but torch sees no GPU: use experiment=laptop"),
+        (["data.paths=[missing]"], "missing"),
+    ],
+)
+def test_a_wrong_command_ends_with_one_clear_error_and_no_traceback(corpus, arguments, message):
+    if "device=cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    process = start(*SMALL, *arguments)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert message in errors
+    assert "Traceback" not in errors
+    assert not Path("runs").exists()
+
+
+def test_a_killed_run_resumes_where_its_last_checkpoint_was(corpus):
+    run("name=whole", "total_tokens=51200")
+    process = start(*SMALL, "name=killed", "total_tokens=51200")
+    deadline = time.monotonic() + 60
+    checkpoints = Path("runs/killed/checkpoints")
+    while not (checkpoints / "step_00000020.pt").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert len(losses("killed")) < 100, "it was killed too late to show anything"
+    run("name=killed", "total_tokens=51200")
+    assert losses("killed") == losses("whole")
+    for key, value in weights("whole", 100).items():
+        assert torch.equal(weights("killed", 100)[key], value), key
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_flash_sdpa_and_reference_train_alike_on_the_gpu(corpus, precision):
+    on_gpu = ["device=cuda", f"precision={precision}", "model.n_embd=128", "compile=true"]
+    for name in ("flash", "sdpa", "reference"):
+        run(f"name={name}", f"attention={name}", *on_gpu)
+    for other in ("sdpa", "reference"):
+        assert losses("flash") == pytest.approx(losses(other), abs=1e-2)

@@ -1,6 +1,7 @@
 """Result files: measured rows with the card, versions, command and date that they came from."""
 
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -29,7 +30,9 @@ def provenance(n_gpus: int) -> dict:
         "triton": _triton_version(),
         "command": shlex.join(sys.orig_argv),
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
+        # a tree that was copied without its history is told its commit
+        "commit": os.environ.get("GIT_COMMIT")
+        or _output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
     }
 
 

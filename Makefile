@@ -28,6 +28,9 @@ $(DEVELOPMENT): requirements-dev.txt $(RUNTIME)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
+# glibc gives each large tensor back to the kernel and fetches it anew, a third of a CPU step's time
+KEEP_MEMORY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184
+
 # without a GPU the run is a small one; an experiment named in ARGS wins
 train: $(RUNTIME)  ## prepare the text, train, draw the loss curve, print a sample
 	@arguments="$(ARGS)"; \
@@ -36,6 +39,7 @@ train: $(RUNTIME)  ## prepare the text, train, draw the loss curve, print a samp
 	else case " $$arguments" in *" experiment="*) ;; *) \
 		echo "no GPU found: a small GPT on the CPU (experiment=laptop)"; \
 		arguments="experiment=laptop $$arguments";; esac; \
+		export $(KEEP_MEMORY); \
 	fi; \
 	if [ "$(NGPU)" -gt 1 ]; then \
 		$(VENV)/bin/torchrun --standalone --nproc-per-node=$(NGPU) -m train $$arguments; \

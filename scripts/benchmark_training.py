@@ -21,7 +21,7 @@ from train.throughput import StepTimer, peak_flops, peak_memory_bytes
 
 # layers, heads, channels
 SIZES = {
-    "tiny": (4, 4, 128),
+    "tiny": (4, 4, 64),
     "gpt2": (12, 12, 768),
     "gpt2_medium": (24, 16, 1024),
     "gpt2_large": (36, 20, 1280),

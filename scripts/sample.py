@@ -17,7 +17,7 @@ from train.sample import SampleConfig, sample_text
 class Arguments:
     run: str = argument("", "run folder: its newest checkpoint is read")
     checkpoint: str = argument("", "a checkpoint file, in place of run")
-    prompt: str = argument("def ", "text to continue")
+    prompt: str = argument("def", "text to continue")
     tokens: int = argument(200, "tokens to generate")
     samples: int = argument(1, "how many continuations")
     temperature: float = argument(0.8, "0 takes the likeliest token")

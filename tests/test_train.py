@@ -72,7 +72,7 @@ def test_a_run_leaves_its_metrics_pictures_sample_checkpoints_and_summary(corpus
     assert [m["step"] for m in metrics if m["val_loss"]] == [0, 5, 10, 12]
     assert metrics[-1]["val_loss"] == val_loss < metrics[0]["val_loss"]
     assert (folder / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert (folder / "sample.txt").read_text().startswith("def ")
+    assert (folder / "sample.txt").read_text().startswith("def")
     assert (folder / "config.yaml").exists()
     assert [p.name for p in sorted((folder / "checkpoints").iterdir())] == [
         "step_00000010.pt", "step_00000012.pt",

@@ -1,5 +1,6 @@
 """python -m train seq_len=8192 model=gpt2_medium …: composes conf/ with these overrides and trains."""
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -16,6 +17,9 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def main(cfg: DictConfig) -> None:
     rank = int(os.environ.get("RANK", "0"))
+    # data preparation says what it does; once, not once a process
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("data").setLevel(logging.INFO if rank == 0 else logging.ERROR)
     try:
         train(parse(cfg))
     except (ValueError, FloatingPointError) as error:

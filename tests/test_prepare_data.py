@@ -1,0 +1,74 @@
+"""scripts/prepare_data.py and conf/data/: every shipped corpus composes, mistakes are told in one line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.prepare_data import CONF, parse
+
+ROOT = Path(__file__).resolve().parent.parent
+CORPORA = sorted(path.stem for path in (CONF / "data").glob("*.yaml"))
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "scripts.prepare_data", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("corpus", CORPORA)
+def test_every_shipped_corpus_composes_with_a_folder_of_its_own(corpus):
+    paths = ["data.paths=[a]"] if corpus == "text" else []
+    config = parse([f"data={corpus}", "data.tokenizer=bytes", *paths])
+    assert config.folder == f"datasets/{corpus}-bytes"
+
+
+def test_the_corpora_are_the_five_that_are_promised():
+    assert CORPORA == ["fineweb_edu", "openwebtext", "pypackages", "pystdlib", "text"]
+
+
+def test_text_is_prepared_from_the_command_line(tmp_path):
+    for i in range(20):
+        (tmp_path / f"{i}.txt").write_text(f"text {i}")
+    folder = tmp_path / "shards"
+    arguments = ("data=text", f"data.paths=[{tmp_path}]", f"data.folder={folder}", "data.tokenizer=bytes")
+    done = run(*arguments, "data.workers=1")
+    assert done.returncode == 0, done.stderr
+    assert f"{folder} train: 143 tokens, 19 documents" in done.stdout
+    assert "prepared" in done.stderr
+
+
+def test_help_prints_every_key():
+    done = run("--help")
+    assert done.returncode == 0
+    for key in (
+        "source",
+        "paths",
+        "text_field",
+        "folder",
+        "tokenizer",
+        "validation_fraction",
+        "workers",
+        "seed",
+    ):
+        assert f"\n{key}: " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["data=text"], "error: data.paths must name files or folders, as in 'data.paths=[my_folder]'"),
+        (["data=text", "data.paths=[/nowhere]"], "error: data.paths names '/nowhere', which does not exist"),
+        (["data.seed=x"], "error: data.seed: Value 'x' of type 'str' could not be converted to Integer"),
+        (["data.sede=1"], "error: Could not override 'data.sede'"),
+        (["data=nope"], "error: In 'config': Could not find 'data/nope'"),
+        (["data.tokenizer=gpt9"], "error: data.tokenizer must be one of ('gpt2', 'bytes'), got 'gpt9'"),
+        (["seed=1"], "error: 'seed=1' is no argument of this script: use data=NAME and data.KEY=VALUE"),
+    ],
+)
+def test_a_mistake_is_told_without_a_traceback(arguments, message):
+    done = run(*arguments)
+    assert done.returncode == 1
+    assert done.stderr.startswith(message)
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,172 @@
+"""data/sources.py: every document once, in the same order, whatever else lies around."""
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from data import sources
+from data.sources import HuggingFace, PythonFiles, TextFiles, installed_packages, standard_library
+
+
+def texts(source) -> list[str]:
+    return [text for _, text in source.documents(Counter())]
+
+
+def write(folder: Path, **files: str) -> None:
+    for name, text in files.items():
+        path = folder / name.replace("__", "/").replace("_dot_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_the_standard_library_is_there_without_installed_packages():
+    paths = [path for _, path in PythonFiles(standard_library())._files()]
+    names = {path.name for path in paths}
+    assert {"argparse.py", "decoder.py"} <= names
+    assert len(paths) > 500
+    assert not any("site-packages" in path.parts for path in paths)
+
+
+def test_every_installed_package_is_found():
+    source = PythonFiles(installed_packages())
+    groups = {path.relative_to(root).parts[0] for root, path in source._files()}
+    assert {"numpy", "torch", "json", "argparse.py"} <= groups
+
+
+def test_python_files_are_grouped_by_top_level_package(tmp_path):
+    write(
+        tmp_path,
+        b__x_dot_py="1",
+        b__c__y_dot_py="2",
+        a_dot_py="3",
+        b__notes_dot_txt="no",
+        **{".h__z_dot_py": "no"},
+    )
+    assert list(PythonFiles([tmp_path]).documents(Counter())) == [("a", "3"), ("b", "1"), ("b", "2")]
+
+
+def test_text_comes_from_every_kind_of_file_in_sorted_order(tmp_path):
+    write(
+        tmp_path, a_dot_txt="A", b__c_dot_md="C", b__a_dot_py="B", z_dot_csv="no", **{".hidden_dot_txt": "no"}
+    )
+    (tmp_path / "j.jsonl").write_text(json.dumps({"text": "J1"}) + "\n\n" + json.dumps({"text": "J2"}) + "\n")
+    parquet.write_table(pyarrow.table({"text": ["P1", "P2"], "n": [1, 2]}), tmp_path / "p.parquet")
+    source = TextFiles([str(tmp_path)], "text")
+    assert texts(source) == ["A", "J1", "J2", "P1", "P2", "B", "C"]
+    assert texts(source) == texts(source)
+
+
+def test_single_files_can_be_named(tmp_path):
+    write(tmp_path, a_dot_txt="A", b_dot_txt="B")
+    assert texts(TextFiles([str(tmp_path / "b.txt")], "text")) == ["B"]
+
+
+def test_the_text_field_can_be_named(tmp_path):
+    (tmp_path / "j.jsonl").write_text('{"text": 1, "body": "yes"}')
+    assert texts(TextFiles([str(tmp_path)], "body")) == ["yes"]
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfyes\r\n")
+    assert texts(TextFiles([str(tmp_path)], "text")) == ["yes\r\n"]
+
+
+def test_what_cannot_be_decoded_is_left_out_and_counted(tmp_path):
+    write(tmp_path, good_dot_txt="yes")
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    (tmp_path / "bad.jsonl").write_bytes(b'{"text": "one"}\n{"text": "cut\n\xff\n{"text": null}\n')
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 is what it is not")
+    os.symlink(tmp_path / "nowhere", tmp_path / "link.txt")
+    counts = Counter()
+    found = [text for _, text in TextFiles([str(tmp_path)], "text").documents(counts)]
+    assert found == ["one", "yes"]
+    assert counts == {"undecodable": 4, "unreadable": 1, "empty": 1}
+
+
+def test_a_long_file_comes_in_parts_that_end_with_a_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "LONGEST_DOCUMENT", 100)
+    text = "".join(f"line {i} é\n" for i in range(100)) + "x" * 500
+    write(tmp_path, a_dot_txt=text)
+    parts = texts(TextFiles([str(tmp_path)], "text"))
+    assert "".join(parts) == text
+    assert all(len(part) <= 200 for part in parts)
+    assert all(part.endswith("\n") for part in parts[:8])
+
+
+def test_a_missing_path_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"data\.paths names '.*nowhere', which does not exist"):
+        TextFiles([str(tmp_path / "nowhere")], "text").check()
+
+
+def test_a_file_of_another_kind_is_refused_by_name(tmp_path):
+    write(tmp_path, a_dot_pdf="")
+    with pytest.raises(ValueError, match=r"data\.paths names '.*a\.pdf': a file's suffix must be one of"):
+        TextFiles([str(tmp_path / "a.pdf")], "text").check()
+
+
+def test_a_folder_without_text_files_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"data\.paths .* hold no file ending in"):
+        TextFiles([str(tmp_path)], "text").check()
+
+
+@pytest.mark.parametrize("line", ['{"body": "x"}', '["x"]'])
+def test_a_wrong_text_field_is_refused_with_place_and_fields(tmp_path, line):
+    (tmp_path / "j.jsonl").write_text(line)
+    with pytest.raises(ValueError, match=r"data\.text_field='text' is not in .*j\.jsonl line 1, which has"):
+        texts(TextFiles([str(tmp_path)], "text"))
+
+
+def test_a_wrong_column_is_refused_with_the_columns(tmp_path):
+    parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "p.parquet")
+    with pytest.raises(
+        ValueError, match=r"data\.text_field='text' is not in .*p\.parquet, which has \['body'\]"
+    ):
+        texts(TextFiles([str(tmp_path)], "text"))
+
+
+def test_a_field_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "j.jsonl").write_text('{"text": 3}')
+    with pytest.raises(ValueError, match=r"data\.text_field='text' must name text, got int"):
+        texts(TextFiles([str(tmp_path)], "text"))
+
+
+def test_the_fingerprint_changes_with_the_files_alone(tmp_path):
+    write(tmp_path, a_dot_txt="A")
+    source = TextFiles([str(tmp_path)], "text")
+    before = source.fingerprint()
+    assert source.fingerprint() == before
+    write(tmp_path, b_dot_txt="B")
+    assert source.fingerprint() != before
+
+
+def test_a_hugging_face_data_set_is_streamed_from_a_local_folder(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for shard in range(2):
+        table = pyarrow.table({"text": [f"document {shard} {i}" for i in range(50)], "score": [0.5] * 50})
+        parquet.write_table(table, folder / f"train-{shard:05d}-of-00002.parquet")
+    source = HuggingFace(str(tmp_path), "", "text")
+    source.check()
+    assert texts(source) == [f"document {shard} {i}" for shard in range(2) for i in range(50)]
+
+
+def test_a_configuration_of_a_hugging_face_data_set_can_be_named(tmp_path):
+    for name in ("small", "large"):
+        write(tmp_path, **{f"{name}__train_dot_jsonl": json.dumps({"content": name})})
+    card = "".join(f"- config_name: {name}\n  data_files: {name}/*.jsonl\n" for name in ("small", "large"))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{card}---\n")
+    assert texts(HuggingFace(str(tmp_path), "large", "content")) == ["large"]
+    with pytest.raises(
+        ValueError, match=r"data\.text_field='text' is not in .* row 1, which has \['content'\]"
+    ):
+        texts(HuggingFace(str(tmp_path), "large", "text"))
+
+
+def test_a_data_set_that_is_not_there_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"data\.dataset='.*nowhere' cannot be opened"):
+        HuggingFace(str(tmp_path / "nowhere"), "", "text").check()

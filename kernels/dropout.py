@@ -1,15 +1,16 @@
 """The dropout mask of the kernels, bit for bit, as a PyTorch function.
 
 Whether probability (batch b, head h, row i, column j) is kept depends on these four numbers and the seed
-alone: not on tile shapes, GPU, or pass. One Philox4x32 call, keyed by the seed, serves 16 neighbouring
-columns:
+alone: not on tile shapes, GPU, or pass. One Philox4x32 call, keyed by the seed, serves 16 probabilities, in
+two rows and eight columns, which the matrix units leave in the registers of one thread, so that no word has
+to travel:
 
-    words = philox(seed, counter=(j // 16, i, h, b))              # four words of 32 bits
-    kept  = rotate_right(words[j % 16 // 4], 8 * (j % 4)) < (1 - p) * 2**32
+    words = philox(seed, counter=(j // 32 * 4 + j % 8 // 2, i // 16 * 8 + i % 8, h, b))   # four of 32 bits
+    kept  = rotate_right(words[j // 8 % 4], 16 * (i // 8 % 2) + 8 * (j % 2)) < (1 - p) * 2**32
 
-Four columns read one word, each from its own byte on, so every bit of a call is the leading byte of some
-decision. Each column alone is kept with the exact rate; two columns that share a word are correlated by less
-than 0.4%, because their decisions meet only where the leading byte falls on the threshold, once in 256.
+Four probabilities read one word, each from its own byte on, so every bit of a call is in the leading byte of
+some decision. Each is kept with the exact rate; two that share a word are correlated by less than 0.4%,
+because their decisions meet only where the leading byte falls on the threshold, once in 256.
 
 Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011); 7 rounds pass BigCrush.
 """
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 
 PHILOX_ROUNDS = 7
-COLUMNS_PER_CALL = 16
 
 ROUND_A, ROUND_B = 0xD2511F53, 0xCD9E8D57
 KEY_A, KEY_B = 0x9E3779B9, 0xBB67AE85
@@ -32,6 +32,7 @@ def keep_threshold(dropout_p: float) -> int:
 
 def philox(seed: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, ...]:
     """Four words of 32 random bits for each counter (c0, c1, c2, c3); int64 tensors that broadcast."""
+    c0, c1, c2, c3 = torch.broadcast_tensors(c0, c1, c2, c3)
     k0, k1 = seed & WORD, seed >> 32 & WORD
     for _ in range(PHILOX_ROUNDS):
         product_a, product_b = multiply_words(c0, ROUND_A), multiply_words(c2, ROUND_B)
@@ -54,13 +55,12 @@ def dropout_keep_mask(
     seed: int | Tensor, dropout_p: float, batch: int, n_head: int, seq_q: int, seq_k: int, device=None
 ) -> Tensor:
     """True where a probability is kept: (B, H, Tq, Tk) bool, for tests and the reference."""
-
-    def counter(n: int, dim: int) -> Tensor:
-        return torch.arange(n, device=device).view([-1 if i == dim else 1 for i in range(4)])
-
-    n_calls = -(-seq_k // COLUMNS_PER_CALL)
-    words = philox(int(seed), counter(n_calls, 3), counter(seq_q, 2), counter(n_head, 1), counter(batch, 0))
-    words = torch.stack([word.expand(batch, n_head, seq_q, n_calls) for word in words], dim=-1)
-    # (B, H, Tq, n_calls, 4 words, 4 bytes)
-    words = torch.stack([(words >> shift | words << (32 - shift)) & WORD for shift in (0, 8, 16, 24)], dim=-1)
-    return words.flatten(3)[..., :seq_k] < keep_threshold(dropout_p)
+    i = torch.arange(seq_q, device=device)[:, None]
+    j = torch.arange(seq_k, device=device)[None, :]
+    head = torch.arange(n_head, device=device).view(-1, 1, 1)
+    of_batch = torch.arange(batch, device=device).view(-1, 1, 1, 1)
+    words = philox(int(seed), j // 32 * 4 + j % 8 // 2, i // 16 * 8 + i % 8, head, of_batch)
+    word = torch.stack(words).gather(0, (j // 8 % 4).expand(1, batch, n_head, seq_q, seq_k))[0]
+    shift = 16 * (i // 8 % 2) + 8 * (j % 2)
+    rotated = (word >> shift | word << (32 - shift)) & WORD
+    return rotated < keep_threshold(dropout_p)

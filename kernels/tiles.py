@@ -16,6 +16,8 @@ class Tile(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
+    # read by TMA where the GPU and the strides allow it
+    tma: bool = False
 
     def options(self) -> dict[str, int]:
         """As the keyword arguments of a kernel launch."""
@@ -29,31 +31,31 @@ class Tile(NamedTuple):
 
 # H200, torch 2.11, triton 3.6, bf16, causal and full, T 1024 to 16384; not measured yet
 HOPPER = {
-    ("forward", 2, 16): Tile(128, 64, 4, 3),
-    ("forward", 2, 32): Tile(128, 64, 4, 3),
-    ("forward", 2, 64): Tile(128, 64, 4, 3),
-    ("forward", 2, 128): Tile(128, 64, 8, 3),
-    ("forward", 2, 256): Tile(64, 64, 8, 2),
+    ("forward", 2, 16): Tile(128, 64, 4, 3, True),
+    ("forward", 2, 32): Tile(128, 64, 4, 3, True),
+    ("forward", 2, 64): Tile(128, 64, 4, 3, True),
+    ("forward", 2, 128): Tile(64, 64, 4, 3, True),
+    ("forward", 2, 256): Tile(64, 64, 4, 2, True),
     ("forward", 4, 16): Tile(64, 32, 4, 2),
     ("forward", 4, 32): Tile(64, 32, 4, 2),
     ("forward", 4, 64): Tile(64, 32, 4, 2),
     ("forward", 4, 128): Tile(32, 32, 4, 2),
-    ("forward", 4, 256): Tile(32, 16, 4, 2),
-    ("dq", 2, 16): Tile(64, 64, 4, 3),
-    ("dq", 2, 32): Tile(64, 64, 4, 3),
-    ("dq", 2, 64): Tile(64, 64, 4, 3),
-    ("dq", 2, 128): Tile(64, 64, 4, 2),
-    ("dq", 2, 256): Tile(64, 32, 8, 2),
+    ("forward", 4, 256): Tile(32, 32, 4, 1),
+    ("dq", 2, 16): Tile(128, 64, 8, 3, True),
+    ("dq", 2, 32): Tile(128, 64, 8, 3, True),
+    ("dq", 2, 64): Tile(128, 64, 8, 3, True),
+    ("dq", 2, 128): Tile(128, 64, 8, 3, True),
+    ("dq", 2, 256): Tile(64, 32, 8, 2, True),
     ("dq", 4, 16): Tile(32, 32, 4, 2),
     ("dq", 4, 32): Tile(32, 32, 4, 2),
     ("dq", 4, 64): Tile(32, 32, 4, 2),
     ("dq", 4, 128): Tile(32, 32, 4, 1),
-    ("dq", 4, 256): Tile(32, 16, 8, 1),
-    ("dkdv", 2, 16): Tile(64, 64, 4, 3),
-    ("dkdv", 2, 32): Tile(64, 64, 4, 3),
-    ("dkdv", 2, 64): Tile(64, 64, 4, 3),
-    ("dkdv", 2, 128): Tile(64, 64, 4, 2),
-    ("dkdv", 2, 256): Tile(32, 64, 8, 2),
+    ("dq", 4, 256): Tile(32, 32, 8, 1),
+    ("dkdv", 2, 16): Tile(128, 64, 4, 2, True),
+    ("dkdv", 2, 32): Tile(128, 64, 4, 2, True),
+    ("dkdv", 2, 64): Tile(64, 64, 4, 2, True),
+    ("dkdv", 2, 128): Tile(64, 64, 4, 2, True),
+    ("dkdv", 2, 256): Tile(32, 64, 8, 2, True),
     ("dkdv", 4, 16): Tile(32, 32, 4, 2),
     ("dkdv", 4, 32): Tile(32, 32, 4, 2),
     ("dkdv", 4, 64): Tile(32, 32, 4, 2),
@@ -61,7 +63,7 @@ HOPPER = {
     ("dkdv", 4, 256): Tile(16, 32, 8, 1),
 }
 # small, and neither square nor alike, so that short sequences have several blocks of every kind
-INTERPRETER = {"forward": Tile(64, 32, 4, 1), "dq": Tile(32, 64, 4, 1), "dkdv": Tile(64, 32, 4, 1)}
+INTERPRETER = {"forward": Tile(64, 32, 4, 1), "dq": Tile(32, 64, 4, 1), "dkdv": Tile(32, 64, 4, 1)}
 
 
 def choose_tile(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tile:

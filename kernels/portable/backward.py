@@ -19,9 +19,9 @@ from torch import Tensor
 
 from kernels.portable.dkdv import dkdv_kernel
 from kernels.portable.dq import dq_kernel
-from kernels.portable.tile_io import load_tile
+from kernels.portable.tile_io import head_descriptor, load_tile, tma_reads
 from kernels.problem import Problem, dot_precision
-from kernels.tiles import choose_tile, padded_head_dim
+from kernels.tiles import Tile, choose_tile, padded_head_dim
 
 LOG2E = tl.constexpr(1.4426950408889634)
 PREPROCESS_BLOCK_M = 64
@@ -41,8 +41,23 @@ def preprocess_kernel(
     batch, head = head_of_batch // n_head, head_of_batch % n_head
     out_ptr += batch * stride_ob + head * stride_oh
     dout_ptr += batch * stride_dob + head * stride_doh
-    out = load_tile(out_ptr, first_row, seq_q, stride_ot, stride_od, HEAD_DIM, BLOCK_M, BLOCK_D, True)
-    dout = load_tile(dout_ptr, first_row, seq_q, stride_dot, stride_dod, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+    out = load_tile(
+        out_ptr, batch, head, first_row, seq_q, stride_ot, stride_od, False, HEAD_DIM, BLOCK_M, BLOCK_D, True
+    )
+    dout = load_tile(
+        dout_ptr,
+        batch,
+        head,
+        first_row,
+        seq_q,
+        stride_dot,
+        stride_dod,
+        False,
+        HEAD_DIM,
+        BLOCK_M,
+        BLOCK_D,
+        True,
+    )
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)  # (BLOCK_M,)
 
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -79,7 +94,6 @@ def attention_backward(
         HEAD_DIM=head_dim, BLOCK_M=PREPROCESS_BLOCK_M, BLOCK_D=block_d,
     )  # fmt: skip
 
-    inputs = (q, k, v, dout, lse_log2, delta)
     strides = (*q.stride(), *k.stride(), *v.stride(), *dout.stride())
     scalars = (
         problem.window or 0, problem.softmax_scale, problem.softmax_scale * math.log2(math.e),
@@ -92,16 +106,26 @@ def attention_backward(
         "HEAD_DIM": head_dim,
         "BLOCK_D": block_d,
     }
+
+    def sources(tile: Tile) -> tuple:
+        """q, k, v and dout as the kernels read them, and whether that is by TMA."""
+        if not (tile.tma and tma_reads(q, k, v, dout)):
+            return q, k, v, dout, False
+        rows = (tile.block_m, tile.block_n, tile.block_n, tile.block_m)
+        return *(head_descriptor(x, n, block_d) for x, n in zip((q, k, v, dout), rows, strict=True)), True
+
     tile = choose_tile("dkdv", head_dim, q.dtype, q.device)
+    *inputs, tma = sources(tile)
     dkdv_kernel[triton.cdiv(seq_k, tile.block_n) * batch * n_kv_head,](
-        *inputs, dk, dv, problem.query_bounds, problem.dropout_seed,
+        *inputs, lse_log2, delta, dk, dv, problem.query_bounds, problem.dropout_seed,
         *strides, *dk.stride()[:3], seq_q, seq_k, n_kv_head, n_head // n_kv_head, *scalars,
-        **constants, **tile.options(),
+        TMA=tma, **constants, **tile.options(),
     )  # fmt: skip
     tile = choose_tile("dq", head_dim, q.dtype, q.device)
+    *inputs, tma = sources(tile)
     dq_kernel[triton.cdiv(seq_q, tile.block_m) * batch * n_head,](
-        *inputs, dq, problem.key_bounds, problem.dropout_seed,
+        *inputs, lse_log2, delta, dq, problem.key_bounds, problem.dropout_seed,
         *strides, *dq.stride()[:3], seq_q, seq_k, n_head, n_head // n_kv_head, *scalars,
-        **constants, **tile.options(),
+        TMA=tma, **constants, **tile.options(),
     )  # fmt: skip
     return dq, dk, dv

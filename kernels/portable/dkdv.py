@@ -1,75 +1,78 @@
 """dk and dv: one program owns BLOCK_N keys of one key head and walks the queries that see them.
 
-The queries of every head in the group are added in the same order in every run. Tiles are transposed, keys by
-queries, so that p and ds are the left operands of the two products that add them up.
+The queries of every head in the group are added in the same order in every run. Tiles are queries by keys, as
+in the other kernels, so that lse, delta and the dropout mask lie as the products leave them; p and ds pass
+through shared memory to become left operands.
 """
 
 import triton
 import triton.language as tl
 
 from kernels.portable.dropout import keep_tile
-from kernels.portable.masks import queries_of_keys, split_range
+from kernels.portable.masks import block_at, n_blocks, queries_of_keys, split_blocks
 from kernels.portable.tile_io import load_tile, store_tile
 
 
 @triton.jit
 def add_queries(
     dk, dv, k, v,
-    q_ptr, dout_ptr, lse_ptr, delta_ptr,
-    start, end, first_query, end_query, seq_q,
+    q_source, dout_source, lse_ptr, delta_ptr,
+    start, full_start, full_end, end, first_query, end_query, seq_q,
     stride_qt, stride_qd,
     stride_dot, stride_dod,
     scale_log2, seed, threshold, keep_scale, batch, head, first_column,
-    CUT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    CUT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Adds the queries in [start, end) to dk and dv; CUT where the mask or the last query cuts a block."""
-    for m in tl.range(start, end, BLOCK_M):
+    for i in tl.range(0, n_blocks(start, full_start, full_end, end, CUT)):
+        m = block_at(i, start, full_start, full_end, CUT) * BLOCK_M
         rows = m + tl.arange(0, BLOCK_M)
-        q = load_tile(q_ptr, m, seq_q, stride_qt, stride_qd, HEAD_DIM, BLOCK_M, BLOCK_D, CUT)
+        q = load_tile(
+            q_source, batch, head, m, seq_q, stride_qt, stride_qd, TMA, HEAD_DIM, BLOCK_M, BLOCK_D, CUT
+        )
+        lse = tl.load(lse_ptr + rows, mask=rows < seq_q, other=float("inf"))
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
+        p = tl.exp2(scores * scale_log2 - lse[:, None])
         if CUT:
-            lse = tl.load(lse_ptr + rows, mask=rows < seq_q, other=float("inf"))
-            delta = tl.load(delta_ptr + rows, mask=rows < seq_q, other=0.0)
-        else:
-            lse = tl.load(lse_ptr + rows)
-            delta = tl.load(delta_ptr + rows)
-        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
-        p = tl.exp2(scores * scale_log2 - lse[None, :])
-        if CUT:
-            visible = (rows[None, :] >= first_query[:, None]) & (rows[None, :] < end_query[:, None])
+            visible = (rows[:, None] >= first_query[None, :]) & (rows[:, None] < end_query[None, :])
             p = tl.where(visible, p, 0.0)
-        dout = load_tile(dout_ptr, m, seq_q, stride_dot, stride_dod, HEAD_DIM, BLOCK_M, BLOCK_D, CUT)
-        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
+        dout = load_tile(
+            dout_source, batch, head, m, seq_q, stride_dot, stride_dod, TMA, HEAD_DIM, BLOCK_M, BLOCK_D, CUT
+        )
+        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
         kept = p
         if DROPOUT:
-            keep = tl.trans(keep_tile(seed, threshold, batch, head, m, first_column, BLOCK_M, BLOCK_N))
+            keep = keep_tile(seed, threshold, batch, head, m, first_column, BLOCK_M, BLOCK_N)
             kept = tl.where(keep, p, 0.0)
             dp = tl.where(keep, dp * keep_scale, 0.0)
-        dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision=PRECISION)  # (BLOCK_N, BLOCK_D)
-        ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)  # (BLOCK_N, BLOCK_D)
+        dv = tl.dot(tl.trans(kept.to(dout.dtype)), dout, dv, input_precision=PRECISION)  # (BLOCK_N, BLOCK_D)
+        delta = tl.load(delta_ptr + rows, mask=rows < seq_q, other=0.0)
+        ds = p * (dp - delta[:, None])
+        dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)  # (BLOCK_N, BLOCK_D)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=["seq_q", "seq_k", "window", "threshold"])
 def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, bounds_ptr, seed_ptr,
+    q_source, k_source, v_source, dout_source, lse_ptr, delta_ptr, dk_ptr, dv_ptr, bounds_ptr, seed_ptr,
     stride_qb, stride_qt, stride_qh, stride_qd,
     stride_kb, stride_kt, stride_kh, stride_kd,
     stride_vb, stride_vt, stride_vh, stride_vd,
     stride_dob, stride_dot, stride_doh, stride_dod,
     stride_dkb, stride_dkt, stride_dkh,
     seq_q, seq_k, n_kv_head, group_size, window, softmax_scale, scale_log2, threshold, keep_scale,
-    MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     n_tiles = tl.cdiv(seq_k, BLOCK_N)
     # the first keys of a causal mask are seen by the most queries: longest first
     first_column = tl.program_id(0) % n_tiles * BLOCK_N
     kv_head_of_batch = tl.program_id(0) // n_tiles
     batch, kv_head = (kv_head_of_batch // n_kv_head).to(tl.int64), (kv_head_of_batch % n_kv_head).to(tl.int64)
-    k_ptr += batch * stride_kb + kv_head * stride_kh
-    v_ptr += batch * stride_vb + kv_head * stride_vh
+    if not TMA:
+        k_source += batch * stride_kb + kv_head * stride_kh
+        v_source += batch * stride_vb + kv_head * stride_vh
     if MASK == "intervals":
         bounds_ptr += batch * 2 * seq_k
     seed = 0
@@ -80,30 +83,57 @@ def dkdv_kernel(
     first_query, end_query = queries_of_keys(columns, seq_q, seq_k, window, bounds_ptr, MASK)
     first_a, end_a = queries_of_keys(first_column, seq_q, seq_k, window, bounds_ptr, MASK)
     first_b, end_b = queries_of_keys(first_column + BLOCK_N - 1, seq_q, seq_k, window, bounds_ptr, MASK)
-    start, full_start, full_end, end = split_range(first_a, end_a, first_b, end_b, BLOCK_M)
+    start, full_start, full_end, end = split_blocks(first_a, end_a, first_b, end_b, BLOCK_M)
 
-    k = load_tile(k_ptr, first_column, seq_k, stride_kt, stride_kd, HEAD_DIM, BLOCK_N, BLOCK_D, True)
-    v = load_tile(v_ptr, first_column, seq_k, stride_vt, stride_vd, HEAD_DIM, BLOCK_N, BLOCK_D, True)
+    k = load_tile(
+        k_source,
+        batch,
+        kv_head,
+        first_column,
+        seq_k,
+        stride_kt,
+        stride_kd,
+        TMA,
+        HEAD_DIM,
+        BLOCK_N,
+        BLOCK_D,
+        True,
+    )
+    v = load_tile(
+        v_source,
+        batch,
+        kv_head,
+        first_column,
+        seq_k,
+        stride_vt,
+        stride_vd,
+        TMA,
+        HEAD_DIM,
+        BLOCK_N,
+        BLOCK_D,
+        True,
+    )
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for member in tl.range(0, group_size, num_stages=1):
         head = kv_head * group_size + member
+        q_of_head, dout_of_head = q_source, dout_source
+        if not TMA:
+            q_of_head += batch * stride_qb + head * stride_qh
+            dout_of_head += batch * stride_dob + head * stride_doh
         row_of_head = (batch * n_kv_head * group_size + head) * seq_q
-        for part in tl.static_range(3):
-            if part > 0 or MASK != "full":
-                dk, dv = add_queries(
-                    dk, dv, k, v,
-                    q_ptr + batch * stride_qb + head * stride_qh,
-                    dout_ptr + batch * stride_dob + head * stride_doh,
-                    lse_ptr + row_of_head, delta_ptr + row_of_head,
-                    start if part == 0 else (full_start if part == 1 else full_end),
-                    full_start if part == 0 else (full_end if part == 1 else end),
-                    first_query, end_query, seq_q,
-                    stride_qt, stride_qd,
-                    stride_dot, stride_dod,
-                    scale_log2, seed, threshold, keep_scale, batch, head,
-                    first_column, part != 1, DROPOUT, PRECISION, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D,
-                )  # fmt: skip
+        for CUT in tl.static_range(2):
+            dk, dv = add_queries(
+                dk, dv, k, v,
+                q_of_head, dout_of_head,
+                lse_ptr + row_of_head, delta_ptr + row_of_head,
+                start, full_start, full_end, end,
+                first_query, end_query, seq_q,
+                stride_qt, stride_qd,
+                stride_dot, stride_dod,
+                scale_log2, seed, threshold, keep_scale, batch, head,
+                first_column, CUT, DROPOUT, PRECISION, TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
     dk_ptr += batch * stride_dkb + kv_head * stride_dkh
     dv_ptr += batch * stride_dkb + kv_head * stride_dkh
     store_tile(dk_ptr, dk * softmax_scale, first_column, seq_k, stride_dkt, 1, HEAD_DIM, BLOCK_N, BLOCK_D)

@@ -4,25 +4,30 @@ import triton
 import triton.language as tl
 
 from kernels.portable.dropout import keep_tile
-from kernels.portable.masks import keys_of_queries, split_range
+from kernels.portable.masks import block_at, keys_of_queries, n_blocks, split_blocks
 from kernels.portable.tile_io import load_tile, store_tile
 
 
 @triton.jit
 def add_keys(
     dq, q, dout, lse, delta,
-    k_ptr, v_ptr,
-    start, end, first_key, end_key, seq_k,
+    k_source, v_source,
+    start, full_start, full_end, end, first_key, end_key, seq_k,
     stride_kt, stride_kd,
     stride_vt, stride_vd,
-    scale_log2, seed, threshold, keep_scale, batch, head, first_row,
-    CUT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    scale_log2, seed, threshold, keep_scale, batch, head, kv_head, first_row,
+    CUT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys in [start, end) to dq; CUT where the mask or the last key cuts a block."""
-    for n in tl.range(start, end, BLOCK_N):
-        k = load_tile(k_ptr, n, seq_k, stride_kt, stride_kd, HEAD_DIM, BLOCK_N, BLOCK_D, CUT)
-        v = load_tile(v_ptr, n, seq_k, stride_vt, stride_vd, HEAD_DIM, BLOCK_N, BLOCK_D, CUT)
+    for i in tl.range(0, n_blocks(start, full_start, full_end, end, CUT)):
+        n = block_at(i, start, full_start, full_end, CUT) * BLOCK_N
+        k = load_tile(
+            k_source, batch, kv_head, n, seq_k, stride_kt, stride_kd, TMA, HEAD_DIM, BLOCK_N, BLOCK_D, CUT
+        )
+        v = load_tile(
+            v_source, batch, kv_head, n, seq_k, stride_vt, stride_vd, TMA, HEAD_DIM, BLOCK_N, BLOCK_D, CUT
+        )
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
         p = tl.exp2(scores * scale_log2 - lse[:, None])
         if CUT:
@@ -40,24 +45,26 @@ def add_keys(
 
 @triton.jit(do_not_specialize=["seq_q", "seq_k", "window", "threshold"])
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, bounds_ptr, seed_ptr,
+    q_source, k_source, v_source, dout_source, lse_ptr, delta_ptr, dq_ptr, bounds_ptr, seed_ptr,
     stride_qb, stride_qt, stride_qh, stride_qd,
     stride_kb, stride_kt, stride_kh, stride_kd,
     stride_vb, stride_vt, stride_vh, stride_vd,
     stride_dob, stride_dot, stride_doh, stride_dod,
     stride_dqb, stride_dqt, stride_dqh,
     seq_q, seq_k, n_head, group_size, window, softmax_scale, scale_log2, threshold, keep_scale,
-    MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     n_tiles = tl.cdiv(seq_q, BLOCK_M)
     first_row = (n_tiles - 1 - tl.program_id(0) % n_tiles) * BLOCK_M
     head_of_batch = tl.program_id(0) // n_tiles
     batch, head = (head_of_batch // n_head).to(tl.int64), (head_of_batch % n_head).to(tl.int64)
-    q_ptr += batch * stride_qb + head * stride_qh
-    dout_ptr += batch * stride_dob + head * stride_doh
-    k_ptr += batch * stride_kb + head // group_size * stride_kh
-    v_ptr += batch * stride_vb + head // group_size * stride_vh
+    kv_head = head // group_size
+    if not TMA:
+        q_source += batch * stride_qb + head * stride_qh
+        dout_source += batch * stride_dob + head * stride_doh
+        k_source += batch * stride_kb + kv_head * stride_kh
+        v_source += batch * stride_vb + kv_head * stride_vh
     dq_ptr += batch * stride_dqb + head * stride_dqh
     if MASK == "intervals":
         bounds_ptr += batch * 2 * seq_q
@@ -69,25 +76,38 @@ def dq_kernel(
     first_key, end_key = keys_of_queries(rows, seq_q, seq_k, window, bounds_ptr, MASK)
     first_a, end_a = keys_of_queries(first_row, seq_q, seq_k, window, bounds_ptr, MASK)
     first_b, end_b = keys_of_queries(first_row + BLOCK_M - 1, seq_q, seq_k, window, bounds_ptr, MASK)
-    start, full_start, full_end, end = split_range(first_a, end_a, first_b, end_b, BLOCK_N)
+    start, full_start, full_end, end = split_blocks(first_a, end_a, first_b, end_b, BLOCK_N)
 
-    q = load_tile(q_ptr, first_row, seq_q, stride_qt, stride_qd, HEAD_DIM, BLOCK_M, BLOCK_D, True)
-    dout = load_tile(dout_ptr, first_row, seq_q, stride_dot, stride_dod, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+    q = load_tile(
+        q_source, batch, head, first_row, seq_q, stride_qt, stride_qd, TMA, HEAD_DIM, BLOCK_M, BLOCK_D, True
+    )
+    dout = load_tile(
+        dout_source,
+        batch,
+        head,
+        first_row,
+        seq_q,
+        stride_dot,
+        stride_dod,
+        TMA,
+        HEAD_DIM,
+        BLOCK_M,
+        BLOCK_D,
+        True,
+    )
     row_of_head = head_of_batch.to(tl.int64) * seq_q
     lse = tl.load(lse_ptr + row_of_head + rows, mask=rows < seq_q, other=float("inf"))
     delta = tl.load(delta_ptr + row_of_head + rows, mask=rows < seq_q, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for part in tl.static_range(3):
-        if part > 0 or MASK == "window" or MASK == "intervals":
-            dq = add_keys(
-                dq, q, dout, lse, delta,
-                k_ptr, v_ptr,
-                start if part == 0 else (full_start if part == 1 else full_end),
-                full_start if part == 0 else (full_end if part == 1 else end),
-                first_key, end_key, seq_k,
-                stride_kt, stride_kd,
-                stride_vt, stride_vd,
-                scale_log2, seed, threshold, keep_scale, batch, head, first_row,
-                part != 1, DROPOUT, PRECISION, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D,
-            )  # fmt: skip
+    for CUT in tl.static_range(2):
+        dq = add_keys(
+            dq, q, dout, lse, delta,
+            k_source, v_source,
+            start, full_start, full_end, end,
+            first_key, end_key, seq_k,
+            stride_kt, stride_kd,
+            stride_vt, stride_vd,
+            scale_log2, seed, threshold, keep_scale, batch, head, kv_head, first_row,
+            CUT, DROPOUT, PRECISION, TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
     store_tile(dq_ptr, dq * softmax_scale, first_row, seq_q, stride_dqt, 1, HEAD_DIM, BLOCK_M, BLOCK_D)

@@ -15,13 +15,18 @@ def keep_tile(
     """True where a probability is kept. threshold: int32, 2**31 below the word that is compared."""
     # counters are words of 32 bits
     batch, head = tl.cast(batch, tl.int32), tl.cast(head, tl.int32)
-    rows = first_row + tl.arange(0, BLOCK_M)[:, None]
-    calls = first_column // 16 + tl.arange(0, BLOCK_N // 16)[None, :]
-    counter = rows * 0 + calls  # (BLOCK_M, BLOCK_N / 16)
-    w0, w1, w2, w3 = tl.philox(seed, counter, rows, head, batch, PHILOX_ROUNDS)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # (BLOCK_M, BLOCK_N / 16, 2, 2)
-    words = tl.reshape(words, (BLOCK_M, BLOCK_N // 4, 1))
-    shift = (8 * tl.arange(0, 4)).to(tl.uint32)[None, None, :]
-    rotated = (words >> shift) | (words << ((32 - shift) & 31))  # (BLOCK_M, BLOCK_N / 4, 4)
+    rows = first_row // 2 + tl.arange(0, BLOCK_M // 2)[:, None]
+    columns = first_column // 8 + tl.arange(0, BLOCK_N // 8)[None, :]
+    w0, w1, w2, w3 = tl.philox(seed, columns + rows * 0, rows, head, batch, PHILOX_ROUNDS)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # (BLOCK_M / 2, BLOCK_N / 8, 2, 2)
+
+    # row = 16 * dim 0 + 8 * dim 1 + dim 2, column = 32 * dim 3 + 8 * dim 4 + 2 * dim 5 + dim 6:
+    # dims 1, 4 and 6 lie in one thread's registers, as they do in the result of a matrix product
+    words = tl.reshape(words, (BLOCK_M // 16, 1, 8, BLOCK_N // 32, 4, 4, 1))
+    words = tl.permute(words, (0, 1, 2, 3, 5, 4, 6))
+    of_row = tl.reshape(tl.arange(0, 2), (1, 2, 1, 1, 1, 1, 1))
+    of_column = tl.reshape(tl.arange(0, 2), (1, 1, 1, 1, 1, 1, 2))
+    shift = (16 * of_row + 8 * of_column).to(tl.uint32)
+    rotated = (words >> shift) | (words << ((32 - shift) & 31))
     limit = threshold.to(tl.uint32, bitcast=True) + 2147483648
     return tl.reshape(rotated, (BLOCK_M, BLOCK_N)) < limit.to(tl.uint32)

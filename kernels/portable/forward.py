@@ -24,8 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.portable.dropout import keep_tile
-from kernels.portable.masks import keys_of_queries, split_range
-from kernels.portable.tile_io import load_tile, store_tile
+from kernels.portable.masks import block_at, keys_of_queries, n_blocks, split_blocks
+from kernels.portable.tile_io import head_descriptor, load_tile, store_tile, tma_reads
 from kernels.problem import Problem, dot_precision
 from kernels.tiles import choose_tile, padded_head_dim
 
@@ -37,17 +37,20 @@ GOLDEN_RATIO = tl.constexpr(0.6180339887498949)
 @triton.jit
 def attend_blocks(
     acc, l_i, m_i, q,
-    k_ptr, v_ptr,
-    start, end, shift, first_key, end_key, seq_k,
+    k_source, v_source,
+    start, full_start, full_end, end, shift, first_key, end_key, seq_k,
     stride_kt, stride_kd,
     stride_vt, stride_vd,
-    scale_log2, seed, threshold, batch, head, first_row,
-    CUT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    scale_log2, seed, threshold, batch, head, kv_head, first_row,
+    CUT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Takes in the keys of [start, end); CUT where the mask or the last key cuts a block."""
-    for n in tl.range(start, end, BLOCK_N):
-        k = load_tile(k_ptr, n, seq_k, stride_kt, stride_kd, HEAD_DIM, BLOCK_N, BLOCK_D, CUT)
+    for i in tl.range(0, n_blocks(start, full_start, full_end, end, CUT)):
+        n = block_at(i, start, full_start, full_end, CUT) * BLOCK_N
+        k = load_tile(
+            k_source, batch, kv_head, n, seq_k, stride_kt, stride_kd, TMA, HEAD_DIM, BLOCK_N, BLOCK_D, CUT
+        )
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
         if CUT:
             columns = n + tl.arange(0, BLOCK_N)[None, :]
@@ -65,7 +68,9 @@ def attend_blocks(
             keep = keep_tile(seed, threshold, batch, head, first_row, n, BLOCK_M, BLOCK_N)
             p = tl.where(keep, p, 0.0)
         acc = acc * alpha[:, None]
-        v = load_tile(v_ptr, n, seq_k, stride_vt, stride_vd, HEAD_DIM, BLOCK_N, BLOCK_D, CUT)
+        v = load_tile(
+            v_source, batch, kv_head, n, seq_k, stride_vt, stride_vd, TMA, HEAD_DIM, BLOCK_N, BLOCK_D, CUT
+        )
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # (BLOCK_M, BLOCK_D)
         m_i = m_new
     return acc, l_i, m_i
@@ -73,23 +78,25 @@ def attend_blocks(
 
 @triton.jit(do_not_specialize=["seq_q", "seq_k", "window", "threshold"])
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bounds_ptr, seed_ptr,
+    q_source, k_source, v_source, out_ptr, lse_ptr, bounds_ptr, seed_ptr,
     stride_qb, stride_qt, stride_qh, stride_qd,
     stride_kb, stride_kt, stride_kh, stride_kd,
     stride_vb, stride_vt, stride_vh, stride_vd,
     stride_ob, stride_ot, stride_oh,
     seq_q, seq_k, n_head, group_size, window, scale_log2, threshold, keep_scale,
-    MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     n_tiles = tl.cdiv(seq_q, BLOCK_M)
     # the last queries of a causal mask see the most keys: longest first fills the GPU best
     first_row = (n_tiles - 1 - tl.program_id(0) % n_tiles) * BLOCK_M
     head_of_batch = tl.program_id(0) // n_tiles
     batch, head = (head_of_batch // n_head).to(tl.int64), (head_of_batch % n_head).to(tl.int64)
-    q_ptr += batch * stride_qb + head * stride_qh
-    k_ptr += batch * stride_kb + head // group_size * stride_kh
-    v_ptr += batch * stride_vb + head // group_size * stride_vh
+    kv_head = head // group_size
+    if not TMA:
+        q_source += batch * stride_qb + head * stride_qh
+        k_source += batch * stride_kb + kv_head * stride_kh
+        v_source += batch * stride_vb + kv_head * stride_vh
     out_ptr += batch * stride_ob + head * stride_oh
     if MASK == "intervals":
         bounds_ptr += batch * 2 * seq_q
@@ -101,30 +108,29 @@ def forward_kernel(
     first_key, end_key = keys_of_queries(rows, seq_q, seq_k, window, bounds_ptr, MASK)
     first_a, end_a = keys_of_queries(first_row, seq_q, seq_k, window, bounds_ptr, MASK)
     first_b, end_b = keys_of_queries(first_row + BLOCK_M - 1, seq_q, seq_k, window, bounds_ptr, MASK)
-    start, full_start, full_end, end = split_range(first_a, end_a, first_b, end_b, BLOCK_N)
+    start, full_start, full_end, end = split_blocks(first_a, end_a, first_b, end_b, BLOCK_N)
 
-    q = load_tile(q_ptr, first_row, seq_q, stride_qt, stride_qd, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+    q = load_tile(
+        q_source, batch, head, first_row, seq_q, stride_qt, stride_qd, TMA, HEAD_DIM, BLOCK_M, BLOCK_D, True
+    )
     shift = tl.zeros([BLOCK_M], tl.float32)
-    if q_ptr.dtype.element_ty != tl.float32:
+    if q.dtype != tl.float32:
         shift = rows * GOLDEN_RATIO
         shift -= tl.floor(shift)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for part in tl.static_range(3):
-        # only windows and intervals cut blocks on the left
-        if part > 0 or MASK == "window" or MASK == "intervals":
-            acc, l_i, m_i = attend_blocks(
-                acc, l_i, m_i, q,
-                k_ptr, v_ptr,
-                start if part == 0 else (full_start if part == 1 else full_end),
-                full_start if part == 0 else (full_end if part == 1 else end),
-                shift, first_key, end_key, seq_k,
-                stride_kt, stride_kd,
-                stride_vt, stride_vd,
-                scale_log2, seed, threshold, batch, head, first_row, part != 1,
-                DROPOUT, PRECISION, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D,
-            )  # fmt: skip
+    for CUT in tl.static_range(2):
+        acc, l_i, m_i = attend_blocks(
+            acc, l_i, m_i, q,
+            k_source, v_source,
+            start, full_start, full_end, end,
+            shift, first_key, end_key, seq_k,
+            stride_kt, stride_kd,
+            stride_vt, stride_vd,
+            scale_log2, seed, threshold, batch, head, kv_head, first_row, CUT,
+            DROPOUT, PRECISION, TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
 
     # a row that sees nothing: out 0, and lse stays -inf
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
@@ -140,12 +146,21 @@ def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tupl
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, n_head, seq_q, dtype=torch.float32, device=q.device)
     tile = choose_tile("forward", head_dim, q.dtype, q.device)
+    tma = tile.tma and tma_reads(q, k, v)
+    sources = (q, k, v)
+    if tma:
+        block_d = padded_head_dim(head_dim)
+        sources = (
+            head_descriptor(q, tile.block_m, block_d),
+            head_descriptor(k, tile.block_n, block_d),
+            head_descriptor(v, tile.block_n, block_d),
+        )
     forward_kernel[triton.cdiv(seq_q, tile.block_m) * batch * n_head,](
-        q, k, v, out, lse, problem.key_bounds, problem.dropout_seed,
+        *sources, out, lse, problem.key_bounds, problem.dropout_seed,
         *q.stride(), *k.stride(), *v.stride(), *out.stride()[:3],
         seq_q, k.shape[1], n_head, n_head // k.shape[2], problem.window or 0,
         problem.softmax_scale * math.log2(math.e), problem.signed_threshold, problem.keep_scale,
-        MASK=problem.mask, DROPOUT=problem.dropout_p > 0.0, PRECISION=dot_precision(),
+        MASK=problem.mask, DROPOUT=problem.dropout_p > 0.0, PRECISION=dot_precision(), TMA=tma,
         HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim), **tile.options(),
     )  # fmt: skip
     return out, lse

@@ -48,13 +48,27 @@ def queries_of_keys(columns, seq_q, seq_k, window, bounds_ptr, MASK: tl.constexp
 
 
 @triton.jit
-def split_range(first_of_first, end_of_first, first_of_last, end_of_last, BLOCK: tl.constexpr):
-    """Where a loop over blocks starts, where its wholly visible blocks start and end, and where it ends."""
-    start = first_of_first // BLOCK * BLOCK
-    full_start = tl.cdiv(first_of_last, BLOCK) * BLOCK
-    full_end = end_of_first // BLOCK * BLOCK
-    # no wholly visible block: all of them are left to the loop that follows
-    any_full = full_end > full_start
-    full_start = tl.where(any_full, full_start, start)
-    full_end = tl.where(any_full, full_end, start)
-    return start, full_start, full_end, end_of_last
+def split_blocks(first_of_first, end_of_first, first_of_last, end_of_last, BLOCK: tl.constexpr):
+    """The blocks that a tile meets, [start, end), and the wholly visible ones, [full_start, full_end)."""
+    start, end = first_of_first // BLOCK, tl.cdiv(end_of_last, BLOCK)
+    full_start = tl.minimum(tl.cdiv(first_of_last, BLOCK), end)
+    full_end = tl.maximum(end_of_first // BLOCK, full_start)
+    return start, full_start, full_end, end
+
+
+@triton.jit
+def n_blocks(start, full_start, full_end, end, CUT: tl.constexpr):
+    """How many blocks the mask cuts, before and after the wholly visible ones; or how many it does not."""
+    n_full = full_end - full_start
+    return end - start - n_full if CUT else n_full
+
+
+@triton.jit
+def block_at(i, start, full_start, full_end, CUT: tl.constexpr):
+    """The i-th of the blocks that `n_blocks` counts."""
+    if CUT:
+        block = start + i
+        block += tl.where(block >= full_start, full_end - full_start, 0)
+    else:
+        block = full_start + i
+    return block

@@ -1,7 +1,18 @@
-"""Loading and storing (ROWS, BLOCK_D) tiles of one head of a (B, T, H, D) tensor, by strides."""
+"""Loading and storing (ROWS, BLOCK_D) tiles of one head of a (B, T, H, D) tensor.
 
+A source is a pointer to the head, read by strides, or, where TMA is True, a tensor descriptor of the whole
+tensor: then one thread asks the copy engine of an NVIDIA GPU (sm_90 and later) for the tile, which costs no
+registers for addresses, and what lies outside of the tensor arrives as zeros.
+"""
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+# of addresses and strides, in bytes
+TMA_ALIGNMENT = 16
 
 
 @triton.jit
@@ -17,26 +28,26 @@ def tile_pointers(ptr, first_row, stride_t, stride_d, ROWS: tl.constexpr, BLOCK_
 
 @triton.jit
 def load_tile(
-    ptr,
-    first_row,
-    n_rows,
-    stride_t,
-    stride_d,
-    HEAD_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CHECK_ROWS: tl.constexpr,
-):
+    source, batch, head, first_row, n_rows, stride_t, stride_d,
+    TMA: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, CHECK_ROWS:
+    tl.constexpr,
+):  # fmt: skip
     """Rows of a head; zeros outside of the tensor."""
-    pointers = tile_pointers(ptr, first_row, stride_t, stride_d, ROWS, BLOCK_D)
-    inside = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
-    if CHECK_ROWS:
-        inside = inside & (first_row + tl.arange(0, ROWS) < n_rows)[:, None]
-    if CHECK_ROWS or HEAD_DIM != BLOCK_D:
-        tile = tl.load(pointers, mask=inside, other=0.0)  # (ROWS, BLOCK_D)
+    if TMA:
+        tile = source.load(
+            [tl.cast(batch, tl.int32), tl.cast(head, tl.int32), tl.cast(first_row, tl.int32), 0]
+        )
+        tile = tl.reshape(tile, (ROWS, BLOCK_D))
     else:
-        tile = tl.load(pointers)  # (ROWS, BLOCK_D)
-    return tile
+        pointers = tile_pointers(source, first_row, stride_t, stride_d, ROWS, BLOCK_D)
+        inside = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
+        if CHECK_ROWS:
+            inside = inside & (first_row + tl.arange(0, ROWS) < n_rows)[:, None]
+        if CHECK_ROWS or HEAD_DIM != BLOCK_D:
+            tile = tl.load(pointers, mask=inside, other=0.0)
+        else:
+            tile = tl.load(pointers)
+    return tile  # (ROWS, BLOCK_D)
 
 
 @triton.jit
@@ -55,3 +66,22 @@ def store_tile(
     pointers = tile_pointers(ptr, first_row, stride_t, stride_d, ROWS, BLOCK_D)
     inside = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :] & (first_row + tl.arange(0, ROWS) < n_rows)[:, None]
     tl.store(pointers, tile.to(ptr.dtype.element_ty), mask=inside)
+
+
+def tma_reads(*tensors: Tensor) -> bool:
+    """Whether this GPU has TMA, and it can read all these tensors in place."""
+    device = tensors[0].device
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    return all(
+        x.stride(3) == 1
+        and x.data_ptr() % TMA_ALIGNMENT == 0
+        and all(s > 0 and s * x.itemsize % TMA_ALIGNMENT == 0 for s in x.stride()[:3])
+        for x in tensors
+    )
+
+
+def head_descriptor(x: Tensor, rows: int, block_d: int) -> TensorDescriptor:
+    """(B, T, H, D) as (B, H, T, D) in tiles of `rows` rows of one head."""
+    x = x.transpose(1, 2)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, block_d])

@@ -1,0 +1,129 @@
+"""Compiles the portable kernels for GPUs that are not there, and says what each asks of its GPU.
+
+Run by test_ahead_of_time.py in a process of its own, because the other tests run Triton's interpreter:
+    python -m tests.ahead_of_time arch=sm_90 kernel=forward head_dim=64 dtype=bf16 mask=causal dropout=0
+prints one JSON line for each combination; every argument takes a comma-separated list.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.portable.dkdv import dkdv_kernel
+from kernels.portable.dq import dq_kernel
+from kernels.portable.forward import forward_kernel
+from kernels.tiles import padded_head_dim, tile_table
+
+KERNELS = {"forward": forward_kernel, "dkdv": dkdv_kernel, "dq": dq_kernel}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# what one block may use
+SHARED_MEMORY = {
+    "sm_80": 166912,
+    "sm_89": 101376,
+    "sm_90": 232448,
+    "sm_100": 232448,
+    "sm_120": 101376,
+    "gfx942": 65536,
+}
+POINTERS = {
+    "lse_ptr": "*fp32",
+    "lse_log2_ptr": "*fp32",
+    "delta_ptr": "*fp32",
+    "bounds_ptr": "*i32",
+    "seed_ptr": "*i64",
+}
+
+
+def compile_kernel(
+    kernel: str, arch: str, head_dim: int, dtype: str, mask: str, dropout: bool, tile=None
+) -> dict:
+    """What the compiled kernel uses: shared memory, registers and spilled bytes (None for AMD)."""
+    function = KERNELS[kernel]
+    tile = tile or tile_table(arch)[kernel, DTYPES[dtype].itemsize, padded_head_dim(head_dim)]
+    constants = {
+        "MASK": mask,
+        "DROPOUT": dropout,
+        "PRECISION": "ieee",
+        "TMA": tile.tma and arch in ("sm_90", "sm_100", "sm_120"),
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": padded_head_dim(head_dim),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+    }
+    # as at run time: an absent pointer is None, a one is known
+    constants |= {} if mask == "intervals" else {"bounds_ptr": None}
+    constants |= {} if dropout else {"seed_ptr": None}
+    constants |= {
+        name: 1 for name in function.arg_names if re.fullmatch(r"stride_(q|k|v|do)d|group_size", name)
+    }
+    signature, attributes = {}, {}
+    for index, name in enumerate(function.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_source") and constants["TMA"]:
+            rows = tile.block_n if name in ("k_source", "v_source") else tile.block_m
+            signature[name] = f"tensordesc<{dtype}[1, 1, {rows}, {constants['BLOCK_D']}]>"
+        elif name.endswith(("_ptr", "_source")):
+            signature[name] = POINTERS.get(name, f"*{dtype}")
+        elif "scale" in name:
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32"
+        if signature[name].startswith("*") or (name.startswith("stride_") and name not in constants):
+            attributes[index,] = [["tt.divisibility", 16]]
+    source = ASTSource(
+        function, signature, {(function.arg_names.index(k),): v for k, v in constants.items()}, attributes
+    )
+    target = (
+        GPUTarget("hip", arch, 64)
+        if arch.startswith("gfx")
+        else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    )
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    compiled = triton.compile(source, target=target, options=options)
+    used = {"shared": compiled.metadata.shared, "registers": None, "spilled": None, "warnings": []}
+    if target.backend == "cuda":
+        used |= assemble(compiled.asm["ptx"])
+    return used
+
+
+def assemble(ptx: str) -> dict:
+    """Registers and spilled bytes, from the assembler's own report."""
+    arch = re.search(r"\.target (sm_\w+)", ptx).group(1)
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    newer = tools / "ptxas-blackwell"
+    assembler = newer if arch.startswith(("sm_10", "sm_12")) and newer.exists() else tools / "ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [assembler, "-v", f"--gpu-name={arch}", source, "-o", Path(folder) / "kernel.cubin"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return {
+        "registers": int(re.search(r"Used (\d+) registers", report).group(1)),
+        "spilled": sum(int(x) for x in re.findall(r"(\d+) bytes spill", report)),
+        "warnings": re.findall(r".*C75\d\d.*", report),
+    }
+
+
+def main(arguments: list[str]) -> None:
+    chosen = {name: values.split(",") for name, _, values in (a.partition("=") for a in arguments)}
+    names = ("arch", "kernel", "head_dim", "dtype", "mask", "dropout")
+    for combination in product(*(chosen[name] for name in names)):
+        row = dict(zip(names, combination, strict=True))
+        used = compile_kernel(
+            row["kernel"], row["arch"], int(row["head_dim"]), row["dtype"], row["mask"], row["dropout"] == "1"
+        )
+        print(json.dumps(row | {"triton": triton.__version__} | used), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -19,7 +19,7 @@ class TokenLoader:
     and shards. Step s takes the sequences s * sequences_per_step .. (s + 1) * sequences_per_step - 1 of the
     endless row of epochs, each a permutation drawn from (seed, epoch); rank r takes the r-th of world_size
     equal parts of them. So any number of ranks, and micro-batches of any size, consume the same tokens at the
-    same step; an epoch holds each sequence once; and a resumed run needs no saved state.
+    same step; an epoch holds each sequence once; a resumed run, with the same numpy, needs no saved state.
 
     folder: what prepare returned. split: "train" or "val". tokenizer: the name that the shards must carry.
     shuffle=False keeps the order of the text, for validation. sequences_per_epoch and tokens_per_epoch count

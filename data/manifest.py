@@ -1,6 +1,7 @@
 """manifest.json: what a prepared folder holds and what it was prepared from; it is written last."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,11 @@ SPLITS = ("train", "val")
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
     """Write content, with format and version, as the manifest of folder."""
     content = {"format": FORMAT, "version": VERSION, **content}
-    Path(folder, FILE).write_text(json.dumps(content, indent=2) + "\n")
+    with Path(folder, FILE).open("w") as file:
+        file.write(json.dumps(content, indent=2) + "\n")
+        file.flush()
+        # as the shards: a folder that got its name is whole, whenever the power fails
+        os.fsync(file.fileno())
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

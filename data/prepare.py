@@ -106,18 +106,20 @@ def prepare(config: DataConfig) -> Path:
     with _lock(partial):
         try:
             # another process may have finished it while this one waited
-            if _is_prepared(folder, config):
-                _remove(partial)
-            else:
-                # what a run that was killed left
-                _clear(partial)
+            finished = _is_prepared(folder, config)
+            # what a run that was killed left
+            _clear(partial)
+            if not finished:
                 _write_corpus(partial, config)
-                # where the folder exists it is empty, which rename replaces; it refuses any other
-                partial.rename(folder)
-                sync_folder(folder.parent)
         except BaseException:
             _remove(partial)
             raise
+        if finished:
+            _remove(partial)
+        else:
+            # where the folder exists it is empty, which rename replaces; it refuses any other
+            partial.rename(folder)
+            sync_folder(folder.parent)
     return folder
 
 

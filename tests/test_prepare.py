@@ -19,6 +19,7 @@ from data.prepare import DataConfig, prepare
 from data.shards import HEADER_BYTES, read_shard
 from data.tokenizer import load_tokenizer
 
+NEWER = ('{"format": "nanoflash corpus", "version": 9}', "must have version 1, got 9")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -173,7 +174,7 @@ def test_a_folder_of_the_user_is_refused_and_left_alone(config):
 def test_another_manifest_is_refused_and_left_alone(config):
     folder = Path(config.folder)
     folder.mkdir()
-    for text, match in (('{"name": "a web app"}', "is no manifest of ours"), ("{", "is damaged")):
+    for text, match in (('{"name": "a web app"}', "is no manifest of ours"), ("{", "is damaged"), NEWER):
         (folder / "manifest.json").write_text(text)
         with pytest.raises(ValueError, match=match):
             prepare(config)

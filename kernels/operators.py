@@ -6,11 +6,16 @@ An operator is opaque to torch.compile: what is decided inside is decided at run
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from kernels.problem import Problem
+
+# packages of kernels/, fastest first; the last one takes every problem, each other says what it refuses by
+# refusal(problem, q, k, v) -> str | None
+IMPLEMENTATIONS = ("portable",)
 
 FORCED: ContextVar[str | None] = ContextVar("forced_implementation", default=None)
 
@@ -113,30 +118,25 @@ attention_backward.register_autograd(refuse_second_derivative)
 def implementation(problem: Problem, q: Tensor, k: Tensor, v: Tensor):
     """The module that runs a problem: it has attention_forward and attention_backward."""
     name, _ = choose_implementation(problem, q, k, v)
-    if name == "hopper":
-        from kernels import hopper
-
-        return hopper
-    from kernels import portable
-
-    return portable
+    return import_module(f"kernels.{name}")
 
 
 def choose_implementation(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, str]:
     """The name of the implementation that runs a problem, "hopper" or "portable", and the reason."""
-    forced = FORCED.get()
-    if forced == "portable":
-        return "portable", "asked for by use_implementation"
-    if forced == "hopper":
-        return "hopper", "asked for by use_implementation"
-    return "portable", "the only implementation that is built"
+    if FORCED.get() is not None:
+        return FORCED.get(), "asked for by use_implementation"
+    for name in IMPLEMENTATIONS[:-1]:
+        refusal = import_module(f"kernels.{name}").refusal(problem, q, k, v)
+        if refusal is None:
+            return name, "the first in IMPLEMENTATIONS that takes this problem"
+    return IMPLEMENTATIONS[-1], "takes every problem"
 
 
 @contextmanager
-def use_implementation(name: str) -> Iterator[None]:
-    """Inside, every problem runs on the named implementation, for tests and benchmarks."""
-    if name not in ("hopper", "portable"):
-        raise ValueError(f"implementation must be hopper or portable, got {name}")
+def use_implementation(name: str | None) -> Iterator[None]:
+    """Inside, every problem runs on the named implementation, for tests and benchmarks; None means choose."""
+    if name not in (None, *IMPLEMENTATIONS):
+        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {name!r}")
     token = FORCED.set(name)
     try:
         yield

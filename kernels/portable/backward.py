@@ -25,51 +25,42 @@ from kernels.tiles import Tile, choose_tile, padded_head_dim
 
 LOG2E = tl.constexpr(1.4426950408889634)
 PREPROCESS_BLOCK_M = 64
+# every BLOCK_M of tiles.py divides it
+MAX_BLOCK_M = 128
 
 
-@triton.jit(do_not_specialize=["seq_q"])
+@triton.jit(do_not_specialize=["seq_q", "seq_padded"])
 def preprocess_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_log2_ptr,
     stride_ob, stride_ot, stride_oh, stride_od,
     stride_dob, stride_dot, stride_doh, stride_dod,
-    seq_q, n_head,
+    seq_q, seq_padded, n_head,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    n_tiles = tl.cdiv(seq_q, BLOCK_M)
+    n_tiles = seq_padded // BLOCK_M
     first_row = tl.program_id(0) % n_tiles * BLOCK_M
     head_of_batch = (tl.program_id(0) // n_tiles).to(tl.int64)
     batch, head = head_of_batch // n_head, head_of_batch % n_head
-    out_ptr += batch * stride_ob + head * stride_oh
-    dout_ptr += batch * stride_dob + head * stride_doh
     out = load_tile(
-        out_ptr, batch, head, first_row, seq_q, stride_ot, stride_od, False, HEAD_DIM, BLOCK_M, BLOCK_D, True
-    )
+        out_ptr + batch * stride_ob + head * stride_oh, batch, head, first_row, seq_q, stride_ot, stride_od,
+        False, HEAD_DIM, BLOCK_M, BLOCK_D, True,
+    )  # fmt: skip
     dout = load_tile(
-        dout_ptr,
-        batch,
-        head,
-        first_row,
-        seq_q,
-        stride_dot,
-        stride_dod,
-        False,
-        HEAD_DIM,
-        BLOCK_M,
-        BLOCK_D,
-        True,
-    )
+        dout_ptr + batch * stride_dob + head * stride_doh, batch, head, first_row, seq_q, stride_dot, stride_dod,
+        False, HEAD_DIM, BLOCK_M, BLOCK_D, True,
+    )  # fmt: skip
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)  # (BLOCK_M,)
 
     rows = first_row + tl.arange(0, BLOCK_M)
     offsets = head_of_batch * seq_q + rows
-    inside = rows < seq_q
     if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + offsets, mask=inside, other=0.0)
-    lse = tl.load(lse_ptr + offsets, mask=inside, other=0.0)
-    # a row that sees nothing: 2^(s - inf) is 0, so that all its gradients are
+        delta -= tl.load(dlse_ptr + offsets, mask=rows < seq_q, other=0.0)
+    lse = tl.load(lse_ptr + offsets, mask=rows < seq_q, other=float("-inf"))
+    # a row that sees nothing, or is not there: 2^(s - inf) is 0, and so are all its gradients
     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-    tl.store(delta_ptr + offsets, delta, mask=inside)
-    tl.store(lse_log2_ptr + offsets, lse, mask=inside)
+    offsets = head_of_batch * seq_padded + rows
+    tl.store(delta_ptr + offsets, delta)
+    tl.store(lse_log2_ptr + offsets, lse)
 
 
 def attention_backward(
@@ -86,11 +77,13 @@ def attention_backward(
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    delta, lse_log2 = torch.empty_like(lse), torch.empty_like(lse)
+    # padded to whole tiles, so that the other two kernels need no masks for them
+    seq_padded = triton.cdiv(seq_q, MAX_BLOCK_M) * MAX_BLOCK_M
+    delta, lse_log2 = (lse.new_empty(batch, n_head, seq_padded) for _ in range(2))
     block_d = padded_head_dim(head_dim)
-    preprocess_kernel[triton.cdiv(seq_q, PREPROCESS_BLOCK_M) * batch * n_head,](
+    preprocess_kernel[seq_padded // PREPROCESS_BLOCK_M * batch * n_head,](
         out, dout, lse, None if dlse is None else dlse.contiguous(), delta, lse_log2,
-        *out.stride(), *dout.stride(), seq_q, n_head,
+        *out.stride(), *dout.stride(), seq_q, seq_padded, n_head,
         HEAD_DIM=head_dim, BLOCK_M=PREPROCESS_BLOCK_M, BLOCK_D=block_d,
     )  # fmt: skip
 
@@ -118,14 +111,14 @@ def attention_backward(
     *inputs, tma = sources(tile)
     dkdv_kernel[triton.cdiv(seq_k, tile.block_n) * batch * n_kv_head,](
         *inputs, lse_log2, delta, dk, dv, problem.query_bounds, problem.dropout_seed,
-        *strides, *dk.stride()[:3], seq_q, seq_k, n_kv_head, n_head // n_kv_head, *scalars,
+        *strides, *dk.stride()[:3], seq_q, seq_k, seq_padded, n_kv_head, n_head // n_kv_head, *scalars,
         TMA=tma, **constants, **tile.options(),
     )  # fmt: skip
     tile = choose_tile("dq", head_dim, q.dtype, q.device)
     *inputs, tma = sources(tile)
     dq_kernel[triton.cdiv(seq_q, tile.block_m) * batch * n_head,](
         *inputs, lse_log2, delta, dq, problem.key_bounds, problem.dropout_seed,
-        *strides, *dq.stride()[:3], seq_q, seq_k, n_head, n_head // n_kv_head, *scalars,
+        *strides, *dq.stride()[:3], seq_q, seq_k, seq_padded, n_head, n_head // n_kv_head, *scalars,
         TMA=tma, **constants, **tile.options(),
     )  # fmt: skip
     return dq, dk, dv

@@ -31,7 +31,7 @@ def add_queries(
         q = load_tile(
             q_source, batch, head, m, seq_q, stride_qt, stride_qd, TMA, HEAD_DIM, BLOCK_M, BLOCK_D, CUT
         )
-        lse = tl.load(lse_ptr + rows, mask=rows < seq_q, other=float("inf"))
+        lse = tl.load(lse_ptr + rows)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
         p = tl.exp2(scores * scale_log2 - lse[:, None])
         if CUT:
@@ -47,13 +47,13 @@ def add_queries(
             kept = tl.where(keep, p, 0.0)
             dp = tl.where(keep, dp * keep_scale, 0.0)
         dv = tl.dot(tl.trans(kept.to(dout.dtype)), dout, dv, input_precision=PRECISION)  # (BLOCK_N, BLOCK_D)
-        delta = tl.load(delta_ptr + rows, mask=rows < seq_q, other=0.0)
+        delta = tl.load(delta_ptr + rows)
         ds = p * (dp - delta[:, None])
         dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)  # (BLOCK_N, BLOCK_D)
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["seq_q", "seq_k", "window", "threshold"])
+@triton.jit(do_not_specialize=["seq_q", "seq_k", "seq_padded", "window", "threshold"])
 def dkdv_kernel(
     q_source, k_source, v_source, dout_source, lse_ptr, delta_ptr, dk_ptr, dv_ptr, bounds_ptr, seed_ptr,
     stride_qb, stride_qt, stride_qh, stride_qd,
@@ -61,7 +61,7 @@ def dkdv_kernel(
     stride_vb, stride_vt, stride_vh, stride_vd,
     stride_dob, stride_dot, stride_doh, stride_dod,
     stride_dkb, stride_dkt, stride_dkh,
-    seq_q, seq_k, n_kv_head, group_size, window, softmax_scale, scale_log2, threshold, keep_scale,
+    seq_q, seq_k, seq_padded, n_kv_head, group_size, window, softmax_scale, scale_log2, threshold, keep_scale,
     MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -121,7 +121,7 @@ def dkdv_kernel(
         if not TMA:
             q_of_head += batch * stride_qb + head * stride_qh
             dout_of_head += batch * stride_dob + head * stride_doh
-        row_of_head = (batch * n_kv_head * group_size + head) * seq_q
+        row_of_head = (batch * n_kv_head * group_size + head) * seq_padded
         for CUT in tl.static_range(2):
             dk, dv = add_queries(
                 dk, dv, k, v,

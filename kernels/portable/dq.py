@@ -43,7 +43,7 @@ def add_keys(
     return dq
 
 
-@triton.jit(do_not_specialize=["seq_q", "seq_k", "window", "threshold"])
+@triton.jit(do_not_specialize=["seq_q", "seq_k", "seq_padded", "window", "threshold"])
 def dq_kernel(
     q_source, k_source, v_source, dout_source, lse_ptr, delta_ptr, dq_ptr, bounds_ptr, seed_ptr,
     stride_qb, stride_qt, stride_qh, stride_qd,
@@ -51,7 +51,7 @@ def dq_kernel(
     stride_vb, stride_vt, stride_vh, stride_vd,
     stride_dob, stride_dot, stride_doh, stride_dod,
     stride_dqb, stride_dqt, stride_dqh,
-    seq_q, seq_k, n_head, group_size, window, softmax_scale, scale_log2, threshold, keep_scale,
+    seq_q, seq_k, seq_padded, n_head, group_size, window, softmax_scale, scale_log2, threshold, keep_scale,
     MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -95,9 +95,9 @@ def dq_kernel(
         BLOCK_D,
         True,
     )
-    row_of_head = head_of_batch.to(tl.int64) * seq_q
-    lse = tl.load(lse_ptr + row_of_head + rows, mask=rows < seq_q, other=float("inf"))
-    delta = tl.load(delta_ptr + row_of_head + rows, mask=rows < seq_q, other=0.0)
+    row_of_head = head_of_batch.to(tl.int64) * seq_padded
+    lse = tl.load(lse_ptr + row_of_head + rows)
+    delta = tl.load(delta_ptr + row_of_head + rows)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for CUT in tl.static_range(2):
         dq = add_keys(

@@ -1,0 +1,85 @@
+"""Dropout inside the kernels: the mask of kernels/dropout.py, bit for bit, in every pass and every tile."""
+
+import pytest
+import torch
+
+from kernels import tiles
+from kernels.dropout import dropout_keep_mask, philox
+from kernels.flash_attention import flash_attention
+from tests.accuracy import assert_as_accurate_as_torch, random_qkv
+
+
+def test_philox_gives_the_published_words():
+    """Known answers of Random123's kat_vectors, for philox4x32 with 7 rounds."""
+    zero = torch.zeros((), dtype=torch.int64)
+    ones = torch.full((), 0xFFFFFFFF, dtype=torch.int64)
+    assert [int(x) for x in philox(0, zero, zero, zero, zero)] == [
+        0x5F6FB709,
+        0x0D893F64,
+        0x4F121F81,
+        0x4F730A48,
+    ]
+    words = philox(0xFFFFFFFFFFFFFFFF, ones, ones, ones, ones)
+    assert [int(x) for x in words] == [0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662]
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 20}])
+def test_forward_and_backward_drop_what_the_mask_says(options, device):
+    q, k, v = random_qkv(2, 70, 70, 4, 2, 16, torch.float32, device)
+    assert_as_accurate_as_torch(flash_attention, q, k, v, dropout_p=0.25, dropout_seed=2**40 + 3, **options)
+
+
+@pytest.mark.parametrize("tile", [tiles.Tile(16, 32, 4, 1), tiles.Tile(64, 64, 4, 1)])
+def test_the_mask_does_not_depend_on_the_tile(tile, device, monkeypatch):
+    q, k, v = random_qkv(1, 70, 70, 1, 1, 16, torch.float32, device)
+    monkeypatch.setattr("kernels.portable.forward.choose_tile", lambda *_, **__: tile)
+    monkeypatch.setattr("kernels.portable.backward.choose_tile", lambda *_, **__: tile)
+    assert_as_accurate_as_torch(flash_attention, q, k, v, dropout_p=0.5, dropout_seed=11)
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.37, 0.5, 0.9])
+def test_the_keep_rate_is_exact(dropout_p):
+    keep = dropout_keep_mask(5, dropout_p, 4, 8, 256, 256)
+    n = keep.numel()
+    deviation = (n * dropout_p * (1 - dropout_p)) ** 0.5
+    # words are shared: their decisions add up to a little more than independent ones would
+    assert abs(int(keep.sum()) - n * (1 - dropout_p)) < 4 * deviation
+
+
+def test_heads_batches_rows_and_seeds_are_independent():
+    a = dropout_keep_mask(5, 0.5, 2, 2, 128, 128)
+    b = dropout_keep_mask(6, 0.5, 2, 2, 128, 128)
+    pairs = [
+        (a, b),
+        (a[0], a[1]),
+        (a[:, 0], a[:, 1]),
+        (a[..., 1:, :], a[..., :-1, :]),
+        (a[..., 1:], a[..., :-1]),
+    ]
+    for x, y in pairs:
+        agree = (x == y).double().mean().item()
+        assert abs(agree - 0.5) < 5 * 0.5 / x.numel() ** 0.5 + 0.004
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_seed_others(device):
+    q, k, v = random_qkv(1, 40, 40, 1, 1, 16, torch.float32, device)
+    runs = [flash_attention(q, k, v, dropout_p=0.5, dropout_seed=seed) for seed in (1, 1, 2)]
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+
+
+def test_a_seed_may_be_a_tensor(device):
+    q, k, v = random_qkv(1, 40, 40, 1, 1, 16, torch.float32, device)
+    seed = torch.tensor([9], device=device)
+    number = flash_attention(q, k, v, dropout_p=0.5, dropout_seed=9)
+    assert torch.equal(flash_attention(q, k, v, dropout_p=0.5, dropout_seed=seed), number)
+
+
+def test_without_a_seed_dropout_follows_the_generator_of_torch(device):
+    q, k, v = random_qkv(1, 40, 40, 1, 1, 16, torch.float32, device)
+    outs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(flash_attention(q, k, v, dropout_p=0.5))
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])

@@ -1,0 +1,94 @@
+"""What the public functions refuse: a ValueError that names the argument, what it was and what it must be."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kernels.flash_attention import flash_attention, flash_attention_varlen
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+X = torch.zeros(2, 8, 4, 16, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": X[0]}, r"q must have 4 dimensions.*\(8, 4, 16\)"),
+        ({"q": X.double(), "k": X.double(), "v": X.double()}, "q must be bfloat16.*float64"),
+        ({"k": X.half()}, "one dtype.*float32.*float16"),
+        ({"v": X.to("meta")}, "one device.*meta"),
+        ({"q": X[:, :0]}, "q must not be empty"),
+        ({"q": X[..., :12], "k": X[..., :12], "v": X[..., :12]}, "head_dim must be a multiple of 8.*12"),
+        ({"v": X[:, :4]}, "k and v must have one shape"),
+        ({"q": X[..., :8]}, "head_dim of q, 8, got 16"),
+        ({"k": X[:1], "v": X[:1]}, "batch of q, 2, got 1"),
+        ({"k": X[:, :, :3], "v": X[:, :, :3]}, "4 heads of q must be a multiple.*3"),
+        ({"softmax_scale": 0.0}, "softmax_scale must be positive.*0.0"),
+        ({"window": 0}, "window must be at least 1.*got 0"),
+        ({"window": 4, "causal": False}, "window=4 with causal=False"),
+        ({"dropout_p": 1.0}, "dropout_p must be at least 0 and below 1, got 1.0"),
+        ({"dropout_p": -0.1}, "dropout_p"),
+        ({"dropout_p": 0.1, "dropout_seed": -1}, "dropout_seed must be at least 0.*-1"),
+        (
+            {"dropout_p": 0.1, "dropout_seed": torch.zeros(2, dtype=torch.int64, device=DEVICE)},
+            "dropout_seed.*one element",
+        ),
+        ({"block_mask": object()}, "block_mask"),
+        (
+            {"document_ids": torch.zeros(2, 7, dtype=torch.int32, device=DEVICE)},
+            r"document_ids.*\(2, 8\).*\(2, 7\)",
+        ),
+        ({"document_ids": torch.zeros(2, 8, device=DEVICE)}, "document_ids must be int32, got torch.float32"),
+        (
+            {"document_ids": torch.tensor([[0, 1, 0, 1] * 2] * 2).int().to(DEVICE)},
+            "document_ids must not decrease",
+        ),
+    ],
+)
+def test_flash_attention_names_what_is_wrong(change, message):
+    arguments = {"q": X, "k": X, "v": X} | change
+    with pytest.raises(ValueError, match=message):
+        flash_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "cu_seqlens_k", "message"),
+    [
+        ([1, 8], None, "cu_seqlens must start at 0, got 1"),
+        ([0, 7], None, "cu_seqlens must end at the total number of tokens, 8, got 7"),
+        ([0, 5, 4, 8], None, "cu_seqlens must not decrease"),
+        ([0], None, r"cu_seqlens must have shape"),
+        ([0, 8], [0, 4, 8], "cu_seqlens_k must be as long as cu_seqlens, 2, got 3"),
+        ([0, 8], [0, 9], "cu_seqlens_k must end at the total number of tokens, 8, got 9"),
+    ],
+)
+def test_flash_attention_varlen_names_what_is_wrong(cu_seqlens, cu_seqlens_k, message):
+    x = X[0]
+    cu_seqlens_k = None if cu_seqlens_k is None else torch.tensor(cu_seqlens_k).int().to(DEVICE)
+    with pytest.raises(ValueError, match=message):
+        flash_attention_varlen(x, x, x, torch.tensor(cu_seqlens).int().to(DEVICE), cu_seqlens_k=cu_seqlens_k)
+
+
+def test_changed_document_ids_are_checked_again():
+    x, ids = X, torch.zeros(2, 8, dtype=torch.int32, device=DEVICE)
+    flash_attention(x, x, x, document_ids=ids)
+    ids[:, 0] = 1
+    with pytest.raises(ValueError, match="document_ids must not decrease"):
+        flash_attention(x, x, x, document_ids=ids)
+
+
+def test_without_a_gpu_the_error_says_what_to_do():
+    program = (
+        "import torch; from kernels.flash_attention import flash_attention; x = torch.zeros(1, 8, 1, 16)\n"
+        "try: flash_attention(x, x, x)\nexcept ValueError as error: print(error)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert "q must be on a GPU, got cpu" in result.stdout, result.stderr
+    assert "TRITON_INTERPRET=1" in result.stdout

@@ -1,0 +1,153 @@
+"""Windows, documents, padding, packed sequences: each mask against its definition, forward and backward."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kernels.flash_attention import flash_attention, flash_attention_varlen
+from kernels.intervals import document_bounds, varlen_bounds
+from kernels.reference import attention_reference, visible_keys
+from tests.accuracy import assert_as_accurate_as_torch, random_qkv, run
+
+
+@pytest.mark.parametrize("window", [1, 7, 32, 64, 1000])
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(100, 100), (40, 97), (97, 40)])
+def test_window_keeps_the_last_keys(window, seq_q, seq_k, device):
+    q, k, v = random_qkv(1, seq_q, seq_k, 1, 1, 16, torch.float32, device)
+    assert_as_accurate_as_torch(flash_attention, q, k, v, window=window)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 9}])
+@pytest.mark.parametrize("seq_q", [100, 37])
+def test_a_token_sees_its_own_document_only(options, seq_q, device):
+    q, k, v = random_qkv(2, seq_q, 100, 2, 1, 16, torch.float32, device)
+    ids = torch.stack([documents(3, 60, 1, 36), documents(100)]).to(device)
+    assert_as_accurate_as_torch(flash_attention, q, k, v, document_ids=ids, **options)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_sees_nothing_or_only_itself(side, device):
+    q, k, v = random_qkv(1, 70, 70, 1, 1, 16, torch.float32, device)
+    # a negative id must come first; behind the text, padding is one more document
+    ids = torch.zeros(1, 70, dtype=torch.int32, device=device)
+    ids[:, :33] = -1 if side == "left" else 0
+    ids[:, 33:] = 0 if side == "left" else 1
+    assert_as_accurate_as_torch(flash_attention, q, k, v, document_ids=ids, causal=False)
+    if side == "left":
+        assert not flash_attention(q, k, v, document_ids=ids)[:, :33].any()
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 5}])
+def test_packed_sequences_equal_each_sequence_alone(options, device):
+    lengths_q, lengths_k = [40, 1, 0, 30], [33, 20, 5, 0]
+    q, _, _ = random_qkv(1, sum(lengths_q), 1, 2, 1, 16, torch.float32, device)
+    _, k, v = random_qkv(1, 1, sum(lengths_k), 2, 1, 16, torch.float32, device)
+    dout, dlse = torch.randn_like(q), torch.randn(1, 2, sum(lengths_q), device=device)
+
+    def packed(q, k, v, return_lse):
+        starts = cumulative(lengths_q, device), cumulative(lengths_k, device)
+        out, lse = flash_attention_varlen(
+            q[0], k[0], v[0], starts[0], cu_seqlens_k=starts[1], return_lse=True, **options
+        )
+        return out[None], lse[None]
+
+    def one_by_one(q, k, v, return_lse):
+        parts = zip(q.split(lengths_q, 1), k.split(lengths_k, 1), v.split(lengths_k, 1), strict=True)
+        results = [
+            attention_reference(*part, return_lse=True, **options) for part in parts if part[0].shape[1]
+        ]
+        return torch.cat([out for out, _ in results], 1), torch.cat([lse for _, lse in results], 2)
+
+    ours = run(packed, q, k, v, dout, dlse)
+    alone = run(one_by_one, *(x.double() for x in (q, k, v, dout, dlse)))
+    for a, b in zip(ours, alone, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_new_set_of_documents_reuses_the_compiled_kernel(device):
+    q, k, v = random_qkv(1, 64, 64, 1, 1, 16, torch.float32, device)
+    for lengths in ((64,), (1, 63), (20, 20, 24)):
+        ids = documents(*lengths)[None].to(device)
+        assert_as_accurate_as_torch(flash_attention, q, k, v, document_ids=ids)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    n_query=st.integers(1, 40),
+    padding=st.integers(0, 6),
+    causal=st.booleans(),
+    window=st.none() | st.integers(1, 15),
+)
+def test_document_intervals_are_the_mask_from_both_sides(lengths, n_query, padding, causal, window):
+    ids = torch.cat([torch.full((padding,), -1, dtype=torch.int32), documents(*lengths)])[None]
+    seq_k = ids.shape[1]
+    seq_q = min(n_query, seq_k)
+    window = window if causal else None
+    rows, columns = document_bounds(ids, seq_q, causal=causal, window=window)
+    expected = visible_keys(seq_q, seq_k, causal=causal, window=window, document_ids=ids)[0, 0]
+    assert_intervals_are(expected, rows[0], columns[0])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    pairs=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=6),
+    causal=st.booleans(),
+    window=st.none() | st.integers(1, 15),
+)
+def test_varlen_intervals_are_the_mask_from_both_sides(pairs, causal, window):
+    lengths_q, lengths_k = zip(*pairs, strict=True)
+    window = window if causal else None
+    blocks = [visible_keys(n, m, causal=causal, window=window)[0, 0] for n, m in pairs]
+    rows, columns = varlen_bounds(
+        cumulative(lengths_q),
+        cumulative(lengths_k),
+        sum(lengths_q),
+        sum(lengths_k),
+        causal=causal,
+        window=window,
+    )
+    assert_intervals_are(torch.block_diag(*blocks).bool(), rows[0], columns[0])
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    seq_q=st.integers(1, 70),
+    seq_k=st.integers(1, 70),
+    group=st.integers(1, 2),
+    head_dim=st.sampled_from([8, 16, 24]),
+    causal=st.booleans(),
+    window=st.none() | st.integers(1, 80),
+    cuts=st.none() | st.lists(st.integers(0, 70), max_size=4),
+    dropout_p=st.sampled_from([0.0, 0.3]),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+)
+def test_any_combination_is_as_accurate_as_torch(
+    device, seq_q, seq_k, group, head_dim, causal, window, cuts, dropout_p, dtype
+):
+    options = {"causal": causal, "window": window if causal else None, "dropout_p": dropout_p}
+    if dropout_p:
+        options["dropout_seed"] = 7
+    if cuts is not None and seq_q <= seq_k:
+        ids = sum((torch.arange(seq_k) >= cut).int() for cut in cuts) + torch.zeros(seq_k, dtype=torch.int32)
+        options["document_ids"] = ids[None].int().to(device)
+    q, k, v = random_qkv(1, seq_q, seq_k, group, 1, head_dim, dtype, device)
+    assert_as_accurate_as_torch(flash_attention, q, k, v, **options)
+
+
+def documents(*lengths: int) -> torch.Tensor:
+    """Document ids 0, 1, ... of these lengths, int32."""
+    return torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), torch.tensor(lengths))
+
+
+def cumulative(lengths, device=None) -> torch.Tensor:
+    return torch.tensor([0, *lengths], device=device).cumsum(0).int()
+
+
+def assert_intervals_are(expected: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> None:
+    """The mask is what the row intervals say, and what the column intervals say, and no bound decreases."""
+    i, j = torch.arange(expected.shape[0])[:, None], torch.arange(expected.shape[1])[None, :]
+    assert torch.equal((j >= rows[0][:, None]) & (j < rows[1][:, None]), expected)
+    assert torch.equal((i >= columns[0][None, :]) & (i < columns[1][None, :]), expected)
+    assert all((bound.diff() >= 0).all() for bound in (*rows, *columns))

@@ -1,0 +1,90 @@
+"""Gluon for sm_90, the fast path for 16-bit heads of 64 and 128. Importing it needs no GPU and no Gluon."""
+
+import warnings
+from functools import cache
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from kernels.problem import Problem
+
+HEAD_DIMS = (64, 128)
+DTYPES = (torch.bfloat16, torch.float16)
+# row and tile numbers are int32 in the kernels
+MOST_ROWS = 2**30
+
+
+def refusal(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why these kernels do not take a problem, or None if they do."""
+    batch, seq_q, n_head, head_dim = q.shape
+    if not is_hopper(q.device):
+        return f"needs a GPU of compute capability 9.0, the tensors are on {q.device}"
+    if q.dtype not in DTYPES:
+        return f"dtype {q.dtype} is not one of {DTYPES}"
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim {head_dim} is not one of {HEAD_DIMS}"
+    if problem.dropout_p > 0.0:
+        return "has no dropout"
+    if problem.deterministic:
+        return "sums dq in any order, and deterministic=True was asked for"
+    if problem.softmax_scale < 1e-20:
+        return f"divides by softmax_scale, which is {problem.softmax_scale}"
+    if min(batch, seq_q, k.shape[1]) == 0 or batch * n_head * (max(seq_q, k.shape[1]) + 128) > MOST_ROWS:
+        return f"takes 1 to {MOST_ROWS} rows over all heads"
+    if not all(is_readable(x) for x in (q, k, v)):
+        return "reads tensors whose rows are unbroken and whose start and strides are multiples of 16 bytes"
+    return build_error()
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether a bulk copy can read x (B, T, H, D) in place."""
+    strides = (stride for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1)
+    aligned = x.data_ptr() % 16 == 0 and all(s > 0 and s * x.element_size() % 16 == 0 for s in strides)
+    return x.stride(3) == 1 and aligned
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
+def build_error() -> str | None:
+    """Why the kernels cannot be built with this Triton; says so once."""
+    try:
+        import_module("kernels.hopper.launch")
+    except (ImportError, AttributeError) as error:
+        reason = f"Gluon of the installed Triton lacks what they use: {error}"
+        warnings.warn(f"kernels/hopper does not run, kernels/portable does: {reason}", stacklevel=2)
+        return reason
+    return None
+
+
+def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out (B, Tq, H, D) in q's dtype, lse (B, H, Tq) float32. Raises ValueError where `refusal` refuses."""
+    check(problem, q, k, v)
+    return import_module("kernels.hopper.launch").attention_forward(problem, q, k, v)
+
+
+def attention_backward(
+    problem: Problem,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, contiguous. Raises ValueError where `refusal` refuses."""
+    check(problem, q, k, v)
+    if not is_readable(dout):
+        dout = dout.contiguous()
+    return import_module("kernels.hopper.launch").attention_backward(problem, dout, dlse, q, k, v, out, lse)
+
+
+def check(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> None:
+    reason = refusal(problem, q, k, v)
+    if reason is not None:
+        raise ValueError(f"kernels/hopper does not take this problem: it {reason}. Use kernels/portable")

@@ -1,0 +1,160 @@
+"""Launches the Hopper kernels: descriptors, grids, buffers; the kernels themselves import no torch."""
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.hopper.backward import BLOCK_N, CONSUMERS, backward_kernel
+from kernels.hopper.forward import ROWS, forward_kernel
+from kernels.hopper.prologue import prepare_kernel, round_kernel
+from kernels.hopper.tiles import (
+    BackwardTile,
+    ForwardTile,
+    backward_tile,
+    division,
+    float32_descriptor,
+    forward_tile,
+    head_descriptor,
+    section_heads,
+)
+from kernels.problem import Problem
+
+LOG2E = 1.4426950408889634
+# rows of one program of the kernels before and behind, and what lse, delta and the sum of dq are padded to
+PREPARE_ROWS = 128
+# of one thread when all warpgroups start: 65536 over the consumers' threads and the producer's
+REGISTERS = {2: 168, 3: 128}
+
+
+def attention_forward(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, tile: ForwardTile | None = None
+) -> tuple[Tensor, Tensor]:
+    """out (B, Tq, H, D) in q's dtype and lse (B, H, Tq) float32, in one launch."""
+    batch, seq_q, n_head, head_dim = q.shape
+    seq_k, n_kv_head = k.shape[1:3]
+    tile = tile or forward_tile(head_dim, problem.mask, seq_q)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(batch, n_head, seq_q, dtype=torch.float32, device=q.device)
+    group = n_head // n_kv_head
+    n_tiles = triton.cdiv(seq_q, tile.consumers * ROWS.value)
+    section = section_heads(seq_k, head_dim, group, batch * n_head)
+    n_sm = torch.cuda.get_device_properties(q.device).multi_processor_count
+    forward_kernel[(min(batch * n_head * n_tiles, n_sm),)](
+        head_descriptor(q, ROWS.value),
+        head_descriptor(k, tile.block_n),
+        head_descriptor(v, tile.block_n),
+        head_descriptor(out, ROWS.value),
+        lse,
+        lse if problem.key_bounds is None else problem.key_bounds,
+        batch,
+        n_head,
+        group,
+        seq_q,
+        seq_k,
+        problem.window or 0,
+        section,
+        division(section * n_tiles),
+        division(section),
+        division(batch * n_head % section or section),
+        division(n_head),
+        problem.softmax_scale * LOG2E,
+        MASK=problem.mask,
+        BLOCK_N=tile.block_n,
+        HEAD_DIM=head_dim,
+        CONSUMERS=tile.consumers,
+        Q_STAGES=tile.q_stages,
+        STAGES=tile.stages,
+        PINGPONG=tile.pingpong,
+        CONSUMER_REGISTERS=tile.consumer_registers,
+        PRODUCER_REGISTERS=tile.producer_registers,
+        num_warps=4,
+        maxnreg=REGISTERS[tile.consumers],
+    )
+    return out, lse
+
+
+def attention_backward(
+    problem: Problem,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tile: BackwardTile | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, contiguous, in three launches: lse and delta, the gradients, dq rounded."""
+    batch, seq_q, n_head, head_dim = q.shape
+    seq_k, n_kv_head = k.shape[1:3]
+    group = n_head // n_kv_head
+    tile = tile or backward_tile(head_dim)
+    padded = triton.cdiv(seq_q, PREPARE_ROWS) * PREPARE_ROWS
+    minus_lse, minus_delta = torch.empty(
+        2, batch * n_head * padded, dtype=torch.float32, device=q.device
+    ).unbind()
+    dq_sum = torch.empty(batch * n_head * padded, head_dim, dtype=torch.float32, device=q.device)
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dk = torch.empty_like(k, memory_format=torch.contiguous_format)
+    dv = torch.empty_like(v, memory_format=torch.contiguous_format)
+    rows_grid = (padded // PREPARE_ROWS, batch * n_head)
+    prepare_kernel[rows_grid](
+        out,
+        dout,
+        lse,
+        lse if dlse is None else dlse.contiguous(),
+        minus_lse,
+        minus_delta,
+        dq_sum,
+        *out.stride()[:3],
+        *dout.stride()[:3],
+        n_head,
+        seq_q,
+        padded,
+        problem.softmax_scale,
+        HEAD_DIM=head_dim,
+        BLOCK_M=PREPARE_ROWS,
+        HAS_DLSE=dlse is not None,
+        num_warps=4,
+    )
+    n_tiles = triton.cdiv(seq_k, BLOCK_N.value)
+    backward_kernel[(n_tiles, n_kv_head, batch)](
+        head_descriptor(q, tile.block_m),
+        head_descriptor(dout, tile.block_m),
+        head_descriptor(k, BLOCK_N.value),
+        head_descriptor(v, BLOCK_N.value),
+        float32_descriptor(minus_lse, [tile.block_m]),
+        float32_descriptor(minus_delta, [tile.block_m]),
+        float32_descriptor(dq_sum, [ROWS.value, ROWS.value]),
+        head_descriptor(dk, ROWS.value),
+        head_descriptor(dv, ROWS.value),
+        lse if problem.query_bounds is None else problem.query_bounds,
+        group,
+        seq_q,
+        seq_k,
+        problem.window or 0,
+        padded,
+        problem.softmax_scale * LOG2E,
+        problem.softmax_scale,
+        MASK=problem.mask,
+        BLOCK_M=tile.block_m,
+        HEAD_DIM=head_dim,
+        KV_STAGES=tile.kv_stages,
+        STAGES=tile.stages,
+        CONSUMER_REGISTERS=240,
+        PRODUCER_REGISTERS=24,
+        num_warps=4,
+        maxnreg=REGISTERS[CONSUMERS.value],
+    )
+    round_kernel[rows_grid](
+        dq_sum,
+        dq,
+        n_head,
+        seq_q,
+        padded,
+        problem.softmax_scale,
+        HEAD_DIM=head_dim,
+        BLOCK_M=PREPARE_ROWS,
+        num_warps=4,
+    )
+    return dq, dk, dv

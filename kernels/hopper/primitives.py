@@ -1,0 +1,130 @@
+"""What the Hopper kernels need beyond Gluon's own names: rings, barriers, bulk reduce-add, renames."""
+
+import triton.experimental.gluon.language as gl
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.core import _aggregate
+
+# gl.thread_barrier until Triton 3.6, gl.barrier from 3.7
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+@builtin
+def reduce_add_to_global(desc, coordinates, source, _semantic=None):
+    """Adds a tile in shared memory to global memory: only Triton's C++ has a name for it so far."""
+    handles = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, handles, source.handle
+    )
+
+
+@gluon.jit
+def settle(x):
+    """x, float32, each element in a register of its own here, where a product may begin from it later."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def opaque(x):
+    """x, int32, made anew here: the compiler cannot compute what follows before the loop and keep it."""
+    return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def pack_asm(dtype):
+    return f"cvt.rn.{'bf16' if dtype == gl.bfloat16 else 'f16'}x2.f32 $0, $2, $1;"
+
+
+@gluon.jit
+def pack_pairs(x, dtype: gl.constexpr):
+    """(M, N) float32 rounded to 16 bits, neighbours in one int32: (M, N // 2).
+
+    A tensor of 16 bits that lives across a loop is taken apart and packed anew in each step.
+    """
+    low, high = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    ASM: gl.constexpr = pack_asm(dtype)
+    return gl.inline_asm_elementwise(ASM, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def unpack_pairs(x, dtype: gl.constexpr, layout: gl.constexpr):
+    """The (M, N) tensor of 16 bits that pack_pairs made of its float32 form."""
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    pairs = gl.reshape(gl.join(low, high), [x.shape[0], x.shape[1] * 2])
+    return gl.convert_layout(pairs.to(dtype, bitcast=True), layout)
+
+
+@gluon.constexpr_function
+def barrier_asm(verb, barrier, threads):
+    return f"bar.{verb} {barrier}, {threads}; mov.u32 $0, $1;"
+
+
+@gluon.jit
+def named_barrier_sync(token, ID: gl.constexpr, THREADS: gl.constexpr):
+    """Waits until THREADS threads have reached barrier ID. Triton itself uses 0 to 4; token is any scalar."""
+    ASM: gl.constexpr = barrier_asm("sync", ID, THREADS)
+    gl.inline_asm_elementwise(ASM, "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def named_barrier_arrive(token, ID: gl.constexpr, THREADS: gl.constexpr):
+    """Counts this warpgroup in at barrier ID without waiting."""
+    ASM: gl.constexpr = barrier_asm("arrive", ID, THREADS)
+    gl.inline_asm_elementwise(ASM, "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1)
+
+
+def record(cls):
+    """A kernel's value of several fields, made from them in their order."""
+    names = tuple(cls.__annotations__)
+    constants = tuple(kind is gl.constexpr for kind in cls.__annotations__.values())
+
+    @gluon.constexpr_function
+    def __init__(self, *values):  # noqa: N807
+        for i in range(len(names)):
+            setattr(self, names[i], gl.constexpr(values[i]) if constants[i] else values[i])
+
+    cls.__init__ = __init__
+    return _aggregate(cls)
+
+
+@record
+class Ring:
+    """Full and empty barriers of STAGES buffers, used in turn: use number i has buffer i % STAGES."""
+
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+
+    @gluon.jit
+    def fill(self, i):
+        """The buffer of use i and its full barrier, once every consumer has released use i - STAGES."""
+        stage = i % self.STAGES
+        mbarrier.wait(self.empty.index(stage), ((i // self.STAGES) & 1) ^ 1)
+        return stage, self.full.index(stage)
+
+    @gluon.jit
+    def take(self, i):
+        """The buffer of use i, once its bytes have arrived."""
+        stage = i % self.STAGES
+        mbarrier.wait(self.full.index(stage), (i // self.STAGES) & 1)
+        return stage
+
+    @gluon.jit
+    def release(self, i):
+        """Hands the buffer of use i back: every warp of the partition is done with it."""
+        thread_barrier()
+        mbarrier.arrive(self.empty.index(i % self.STAGES), count=1)
+
+
+@gluon.jit
+def make_ring(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=CONSUMERS)
+    return Ring(full, empty, STAGES)

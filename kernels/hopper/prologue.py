@@ -1,0 +1,61 @@
+"""What stands before and behind the backward kernel, in plain Triton: lse and delta, and dq rounded."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def prepare_kernel(
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, dq_sum_ptr,
+    stride_ob, stride_ot, stride_oh, stride_db, stride_dt, stride_dh,
+    n_head, seq_q, padded, softmax_scale,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, HAS_DLSE: tl.constexpr,
+):  # fmt: skip
+    """One block of rows: -lse / softmax_scale, dlse - rowsum(out * dout), and zeros for the sum of dq.
+
+    A row that does not exist, or sees nothing, gets -inf, and so the probability 0.
+    """
+    head = tl.program_id(1)
+    b = (head // n_head).to(tl.int64)
+    h = head % n_head
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, HEAD_DIM)
+    inside = rows < seq_q
+    out = tl.load(
+        out_ptr + b * stride_ob + h * stride_oh + rows[:, None].to(tl.int64) * stride_ot + columns[None, :],
+        mask=inside[:, None],
+        other=0.0,
+    )  # (BLOCK_M, D)
+    dout = tl.load(
+        dout_ptr + b * stride_db + h * stride_dh + rows[:, None].to(tl.int64) * stride_dt + columns[None, :],
+        mask=inside[:, None],
+        other=0.0,
+    )  # (BLOCK_M, D)
+    minus_delta = -tl.sum(out.to(tl.float32) * dout.to(tl.float32), axis=1)
+    line = head.to(tl.int64) * seq_q + rows
+    if HAS_DLSE:
+        minus_delta += tl.load(dlse_ptr + line, mask=inside, other=0.0)
+    lse = tl.load(lse_ptr + line, mask=inside, other=float("-inf"))
+    minus_lse = tl.where(lse == float("-inf"), float("-inf"), -lse / softmax_scale)
+    padded_line = head.to(tl.int64) * padded + rows
+    tl.store(minus_lse_ptr + padded_line, minus_lse)
+    tl.store(minus_delta_ptr + padded_line, minus_delta)
+    zeros = tl.zeros((BLOCK_M, HEAD_DIM), dtype=tl.float32)
+    tl.store(dq_sum_ptr + padded_line[:, None] * HEAD_DIM + columns[None, :], zeros)
+
+
+@triton.jit
+def round_kernel(
+    dq_sum_ptr, dq_ptr, n_head, seq_q, padded, softmax_scale, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """One block of rows of dq (B, Tq, H, D), contiguous, from its float32 sum (B, H, padded, D)."""
+    head = tl.program_id(1)
+    b = (head // n_head).to(tl.int64)
+    h = head % n_head
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, HEAD_DIM)
+    line = head.to(tl.int64) * padded + rows
+    dq = tl.load(dq_sum_ptr + line[:, None] * HEAD_DIM + columns[None, :]) * softmax_scale  # (BLOCK_M, D)
+    line = (b * seq_q + rows) * n_head + h
+    dq_ptrs = dq_ptr + line[:, None] * HEAD_DIM + columns[None, :]
+    tl.store(dq_ptrs, dq.to(dq_ptr.dtype.element_ty), mask=(rows < seq_q)[:, None])

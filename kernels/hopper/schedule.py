@@ -1,0 +1,117 @@
+"""Which tile a block computes next, and which blocks of keys or queries that tile visits."""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+from kernels.hopper.primitives import record
+
+
+@gluon.jit
+def quotient(n, division):
+    """n // d, for division = tiles.division(d): dividing at run time takes 30 instructions."""
+    multiplier = division.to(gl.int32)
+    shift = (division >> 32).to(gl.int32) & 31
+    return (gl.umulhi(n, multiplier) + n) >> shift
+
+
+@record
+class TileOrder:
+    """All tiles of all heads, in sections of heads whose keys and values fit L2 together.
+
+    In a section the tile index is the slow one: neighbours in time read the same heads. LAST_FIRST begins
+    with the last tile of each head, the longest under a causal mask, so that short ones fill the end.
+    """
+
+    n_heads: gl.tensor  # of all batches
+    n_tiles: gl.tensor  # of one head
+    section: gl.tensor  # heads
+    # divisions by the tiles of a section, its heads, and the heads of the last one
+    by_section_tiles: gl.tensor
+    by_section: gl.tensor
+    by_last_section: gl.tensor
+    LAST_FIRST: gl.constexpr
+
+    @gluon.jit
+    def total(self):
+        return self.n_heads * self.n_tiles
+
+    @gluon.jit
+    def find(self, i):
+        """Head over all batches, and tile in it, of the i-th in order."""
+        first_head = quotient(i, self.by_section_tiles) * self.section
+        i -= first_head * self.n_tiles
+        if first_head + self.section <= self.n_heads:
+            heads = self.section
+            tile = quotient(i, self.by_section)
+        else:
+            heads = self.n_heads - first_head
+            tile = quotient(i, self.by_last_section)
+        head = first_head + i - tile * heads
+        if self.LAST_FIRST:
+            tile = self.n_tiles - 1 - tile
+        return head, tile
+
+
+@record
+class Mask:
+    """Which keys a query sees: an interval that never moves back from one query to the next.
+
+    KIND: "full", "causal" (the last query stands at the last key), "window" (of these, the last `window`) or
+    "intervals" (bounds from memory, see kernels/intervals.py).
+    """
+
+    seq_q: gl.tensor
+    seq_k: gl.tensor
+    window: gl.tensor
+    bounds_ptr: gl.tensor
+    KIND: gl.constexpr
+
+    @gluon.jit
+    def keys_of(self, batch, rows):
+        """[first, end) of the keys that each query sees."""
+        rows = gl.minimum(rows, self.seq_q - 1)
+        if self.KIND == "intervals":
+            # bounds_ptr: (B, 2, Tq)
+            pointers = self.bounds_ptr + 2 * batch * self.seq_q + rows
+            first = gl.load(pointers)
+            end = gl.load(pointers + self.seq_q)
+        else:
+            first = rows * 0
+            end = first + self.seq_k
+            if self.KIND != "full":
+                end = gl.minimum(rows + (self.seq_k - self.seq_q) + 1, self.seq_k)
+            if self.KIND == "window":
+                first = end - self.window
+        return gl.maximum(first, 0), gl.maximum(end, 0)
+
+    @gluon.jit
+    def queries_of(self, batch, columns):
+        """[first, end) of the queries that see each key."""
+        columns = gl.minimum(columns, self.seq_k - 1)
+        if self.KIND == "intervals":
+            # bounds_ptr: (B, 2, Tk)
+            pointers = self.bounds_ptr + 2 * batch * self.seq_k + columns
+            first = gl.load(pointers)
+            end = gl.load(pointers + self.seq_k)
+        else:
+            first = columns * 0
+            end = first + self.seq_q
+            if self.KIND != "full":
+                first = columns - (self.seq_k - self.seq_q)
+            if self.KIND == "window":
+                end = gl.minimum(first + self.window, self.seq_q)
+        return gl.maximum(first, 0), gl.maximum(end, 0)
+
+
+@gluon.jit
+def blocks_between(first_of_first, end_of_first, first_of_last, end_of_last, BLOCK: gl.constexpr):
+    """[begin, end) of the blocks that a tile visits, and [whole_begin, whole_end) that need no mask.
+
+    From the intervals of the tile's first and last line. Never empty: what sees nothing visits one masked
+    block.
+    """
+    begin = first_of_first // BLOCK
+    end = gl.maximum((end_of_last + BLOCK - 1) // BLOCK, begin + 1)
+    whole_end = gl.minimum(gl.maximum(end_of_first // BLOCK, begin), end)
+    whole_begin = gl.minimum(gl.maximum((first_of_last + BLOCK - 1) // BLOCK, begin), whole_end)
+    return begin, whole_begin, whole_end, end

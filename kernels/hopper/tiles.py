@@ -1,0 +1,82 @@
+"""Block sizes of the Hopper kernels, measured on an H200: the only tuning file here."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# what keys and values of one section of heads may take of the 50 MB of L2
+SECTION_BYTES = 32 * 2**20
+
+
+class ForwardTile(NamedTuple):
+    """consumers: warpgroups of 64 query rows; stages: buffers in the rings of Q, and of K and V.
+
+    pingpong: the warpgroups issue their products in turn.
+    """
+
+    consumers: int
+    block_n: int
+    q_stages: int
+    stages: int
+    pingpong: bool
+    consumer_registers: int
+    producer_registers: int
+
+
+def forward_tile(head_dim: int, mask: str, seq_q: int) -> ForwardTile:
+    if head_dim == 128:
+        return ForwardTile(2, 128, 2, 2, False, 240, 24)
+    # three warpgroups share a block of keys, but compute more of what a causal mask hides: that pays late
+    if mask == "full" or (mask == "causal" and seq_q >= 8192):
+        return ForwardTile(3, 128, 2, 3, True, 160, 32)
+    return ForwardTile(2, 128, 2, 3, False, 240, 24)
+
+
+class BackwardTile(NamedTuple):
+    """block_m: queries of one step."""
+
+    block_m: int
+    kv_stages: int
+    stages: int
+
+
+def backward_tile(head_dim: int) -> BackwardTile:
+    return BackwardTile(128 if head_dim == 64 else 64, 1, 2)
+
+
+def float32_descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
+    swizzle = 128 if len(block) == 2 else 0
+    layout = NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=32, rank=len(block))
+    return TensorDescriptor.from_tensor(x, block, layout)
+
+
+def head_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """Tiles of `rows` tokens of one head of (B, T, H, D), by strides: T is clipped batch by batch."""
+    batch, seq, n_head, head_dim = x.shape
+    stride_b, stride_t, stride_h, _ = x.stride()
+    # the stride of a dimension of one element is never used, but its alignment is checked
+    strides = [
+        stride if size > 1 else head_dim
+        for size, stride in ((batch, stride_b), (n_head, stride_h), (seq, stride_t))
+    ]
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    return TensorDescriptor(x, [batch, n_head, seq, head_dim], [*strides, 1], [1, 1, rows, head_dim], layout)
+
+
+def section_heads(seq: int, head_dim: int, group: int, n_heads: int) -> int:
+    """Query heads whose keys and values, or queries and gradients, stay in L2 together."""
+    bytes_per_head = 2 * seq * head_dim * 2
+    return min(max(1, SECTION_BYTES // bytes_per_head) * group, n_heads)
+
+
+def division(divisor: int) -> int:
+    """What `quotient` takes instead of a divisor: a multiplier in 32 bits, a shift above them.
+
+    Exact for 0 <= n < 2**30. Source: Granlund and Montgomery, Division by invariant integers, 1994.
+    """
+    shift = (divisor - 1).bit_length()
+    multiplier = 2**32 * (2**shift - divisor) // divisor + 1
+    # the highest bit makes every one an int64, so that no divisor compiles a kernel of its own
+    return 1 << 62 | shift << 32 | multiplier

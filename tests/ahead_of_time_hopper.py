@@ -1,0 +1,147 @@
+"""Compiles every shipped configuration of the Hopper kernels without a GPU, and says what each asks of it.
+
+Run by test_hopper.py in a process of its own, because Triton's interpreter cannot run Gluon:
+    python -m tests.ahead_of_time_hopper mask=causal,full
+prints one JSON line for each kernel, head_dim and mask.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from kernels.hopper.backward import backward_kernel
+from kernels.hopper.forward import ROWS, forward_kernel
+from kernels.hopper.launch import REGISTERS
+from kernels.hopper.tiles import backward_tile, forward_tile
+
+MASKS = ("full", "causal", "window", "intervals")
+
+
+def descriptor(dtype: str, *shape: int, swizzle: int = 128) -> str:
+    bits = 32 if dtype == "fp32" else 16
+    return (
+        f"tensordesc<{dtype}{list(shape)},NVMMASharedLayout("
+        f"swizzle_byte_width={swizzle}, element_bitwidth={bits}, "
+        f"rank={len(shape)}, transposed=False, fp4_padded=False, cga_layout=[])>"
+    )
+
+
+def forward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int) -> tuple[dict, dict, int]:
+    """Descriptors by argument, constants, registers of one thread, as launch.attention_forward has them."""
+    tile = forward_tile(head_dim, mask, seq_q)
+    rows = {"q_desc": ROWS.value, "out_desc": ROWS.value, "k_desc": tile.block_n, "v_desc": tile.block_n}
+    descriptors = {name: descriptor(dtype, 1, 1, n, head_dim) for name, n in rows.items()}
+    constants = {
+        "MASK": mask,
+        "BLOCK_N": tile.block_n,
+        "HEAD_DIM": head_dim,
+        "CONSUMERS": tile.consumers,
+        "Q_STAGES": tile.q_stages,
+        "STAGES": tile.stages,
+        "PINGPONG": tile.pingpong,
+        "CONSUMER_REGISTERS": tile.consumer_registers,
+        "PRODUCER_REGISTERS": tile.producer_registers,
+    }
+    return descriptors, constants, REGISTERS[tile.consumers]
+
+
+def backward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int) -> tuple[dict, dict, int]:
+    """The same for launch.attention_backward."""
+    tile = backward_tile(head_dim)
+    rows = {"q_desc": tile.block_m, "dout_desc": tile.block_m, "k_desc": 128, "v_desc": 128}
+    rows |= {"dk_desc": 64, "dv_desc": 64}
+    descriptors = {name: descriptor(dtype, 1, 1, n, head_dim) for name, n in rows.items()}
+    descriptors["minus_lse_desc"] = descriptor("fp32", tile.block_m, swizzle=0)
+    descriptors["minus_delta_desc"] = descriptor("fp32", tile.block_m, swizzle=0)
+    descriptors["dq_desc"] = descriptor("fp32", 64, 64)
+    constants = {
+        "MASK": mask,
+        "BLOCK_M": tile.block_m,
+        "HEAD_DIM": head_dim,
+        "KV_STAGES": tile.kv_stages,
+        "STAGES": tile.stages,
+        "CONSUMER_REGISTERS": 240,
+        "PRODUCER_REGISTERS": 24,
+    }
+    return descriptors, constants, REGISTERS[2]
+
+
+KERNELS = {
+    "forward": (forward_kernel, forward_configuration),
+    "backward": (backward_kernel, backward_configuration),
+}
+
+
+def compile_kernel(kernel: str, head_dim: int, dtype: str, mask: str, seq_q: int) -> dict:
+    """What the compiled kernel uses: shared memory, spilled bytes, warnings, tensor core instructions."""
+    function, configuration = KERNELS[kernel]
+    descriptors, constants, registers = configuration(head_dim, dtype, mask, seq_q)
+    signature, attributes = {}, {}
+    for index, name in enumerate(function.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in descriptors:
+            signature[name] = descriptors[name]
+        elif name.endswith("_ptr"):
+            signature[name] = "*i32" if name == "bounds_ptr" else "*fp32"
+            attributes[index,] = [["tt.divisibility", 16]]
+        elif name.startswith("by_"):
+            signature[name] = "i64"
+        else:
+            signature[name] = "fp32" if "scale" in name else "i32"
+    values = {(function.arg_names.index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(function, signature, values, attributes)
+    options = {"num_warps": 4, "maxnreg": registers}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return {"shared": compiled.metadata.shared} | assemble(compiled.asm["ptx"])
+
+
+def assemble(ptx: str) -> dict:
+    """From the assembler's report and the machine code."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    arch = re.search(r"\.target (sm_\w+)", ptx).group(1)
+    with tempfile.TemporaryDirectory() as folder:
+        source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_text(ptx)
+        command = [tools / "ptxas", "-v", f"--gpu-name={arch}", source, "-o", binary]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        command = [tools / "nvdisasm", "-c", binary]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {
+        "spilled": int(re.search(r"(\d+) bytes spill stores", report).group(1)),
+        "warnings": re.findall(r".*\((?:C7510|C7512|C7514|C7517)\).*", report),
+        "hgmma": code.count("HGMMA"),
+    }
+
+
+def main(arguments: list[str]) -> None:
+    chosen = {name: values.split(",") for name, _, values in (a.partition("=") for a in arguments)}
+    for mask in chosen.get("mask", MASKS):
+        for head_dim in (64, 128):
+            for dtype in chosen.get("dtype", ["bf16"]):
+                for kernel in KERNELS:
+                    # the forward tile changes with the length
+                    tiles = {forward_tile(head_dim, mask, n): n for n in (1024, 65536)}
+                    for seq_q in tiles.values() if kernel == "forward" else [1024]:
+                        name = {
+                            "kernel": kernel,
+                            "head_dim": head_dim,
+                            "dtype": dtype,
+                            "mask": mask,
+                            "seq_q": seq_q,
+                        }
+                        print(
+                            json.dumps(name | compile_kernel(kernel, head_dim, dtype, mask, seq_q)),
+                            flush=True,
+                        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,170 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kernels import flash_attention, hopper
+from kernels.hopper.tiles import division
+from kernels.operators import use_implementation
+from kernels.problem import Problem
+from tests.accuracy import assert_as_accurate_as_torch, random_qkv
+
+# what one block may use of a multiprocessor
+SHARED_MEMORY = 232448
+# bytes of scalars that the assembler keeps in local memory; every other configuration spills nothing
+SPILLED = {
+    ("forward", 64, "full"): 144,
+    ("backward", 64, "full"): 64,
+    ("backward", 64, "causal"): 64,
+    ("backward", 64, "window"): 88,
+    ("backward", 64, "intervals"): 88,
+    ("backward", 128, "window"): 8,
+    ("backward", 128, "intervals"): 8,
+}
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
+)
+
+
+def problem(**changes) -> Problem:
+    fields = {
+        "softmax_scale": 0.125,
+        "causal": True,
+        "window": None,
+        "key_bounds": None,
+        "query_bounds": None,
+        "dropout_p": 0.0,
+        "dropout_seed": None,
+        "deterministic": False,
+    }
+    return Problem(**fields | changes)
+
+
+def hopper_attention(*arguments, **options):
+    with use_implementation("hopper"):
+        return flash_attention(*arguments, **options)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "intervals"])
+def test_every_configuration_compiles_ahead_of_time_without_waste(mask):
+    command = [sys.executable, "-m", "tests.ahead_of_time_hopper", f"mask={mask}"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    lines = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    configurations = [json.loads(line) for line in lines.splitlines()]
+    assert {(c["kernel"], c["head_dim"]) for c in configurations} == {
+        (kernel, head_dim) for kernel in ("forward", "backward") for head_dim in (64, 128)
+    }
+    for c in configurations:
+        assert c["shared"] <= SHARED_MEMORY, c
+        # serialized products: a silent loss of half the speed
+        assert c["warnings"] == [], c
+        assert c["hgmma"] > 0, c
+        assert c["spilled"] <= SPILLED.get((c["kernel"], c["head_dim"], c["mask"]), 0), c
+
+
+def test_division_by_multiplication_is_exact():
+    for divisor in (1, 2, 3, 5, 7, 12, 96, 128, 1000, 2**20 - 1, 2**20, 2**20 + 1):
+        packed = division(divisor)
+        multiplier, shift = packed & (2**32 - 1), packed >> 32 & 31
+        assert 2**31 <= packed < 2**63
+        for n in (0, 1, divisor - 1, divisor, divisor + 1, 7 * divisor - 1, 7 * divisor, 2**30 - 1):
+            assert (n * multiplier >> 32) + n >> shift == n // divisor
+
+
+def test_refuses_what_it_does_not_cover_and_says_why():
+    q = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)
+    reason = hopper.refusal(problem(), q, q, q)
+    assert "compute capability 9.0" in reason
+    with pytest.raises(ValueError, match="does not take this problem"):
+        hopper.attention_forward(problem(), q, q, q)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(
+    ("change", "shape", "dtype", "words"),
+    [
+        ({"dropout_p": 0.1}, (1, 8, 2, 64), torch.bfloat16, "dropout"),
+        ({"deterministic": True}, (1, 8, 2, 64), torch.bfloat16, "deterministic"),
+        ({}, (1, 8, 2, 96), torch.bfloat16, "head_dim"),
+        ({}, (1, 8, 2, 64), torch.float32, "dtype"),
+        ({"softmax_scale": 0.0}, (1, 8, 2, 64), torch.bfloat16, "softmax_scale"),
+    ],
+)
+def test_refuses_each_feature_by_name(change, shape, dtype, words):
+    q = torch.zeros(shape, dtype=dtype, device="cuda")
+    assert words in hopper.refusal(problem(**change), q, q, q)
+    assert (
+        hopper.refusal(problem(), *[torch.zeros(1, 8, 2, 64, dtype=torch.float16, device="cuda")] * 3) is None
+    )
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("seq_len", [1, 63, 64, 65, 127, 128, 129, 191, 193, 777, 1024])
+def test_is_as_accurate_as_torch_at_any_length(seq_len, head_dim, causal, dtype):
+    q, k, v = random_qkv(2, seq_len, seq_len, 3, 3, head_dim, dtype, "cuda")
+    assert_as_accurate_as_torch(hopper_attention, q, k, v, causal=causal)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(1, 513), (64, 300), (300, 100), (513, 1), (200, 1000)])
+def test_causal_is_aligned_to_the_last_query_and_key(seq_q, seq_k, causal, head_dim):
+    q, k, v = random_qkv(2, seq_q, seq_k, 4, 2, head_dim, torch.bfloat16, "cuda")
+    assert_as_accurate_as_torch(hopper_attention, q, k, v, causal=causal)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("window", [1, 100, 512])
+def test_windows_and_documents_cut_the_same_keys_as_the_reference(window, head_dim):
+    q, k, v = random_qkv(2, 1000, 1000, 4, 2, head_dim, torch.bfloat16, "cuda")
+    assert_as_accurate_as_torch(hopper_attention, q, k, v, window=window)
+    ids = (torch.randint(0, 2, (2, 1000), device="cuda").cumsum(1) // 30).int() - 1
+    assert_as_accurate_as_torch(hopper_attention, q, k, v, document_ids=ids)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rings_wrap_and_blocks_take_several_tiles(head_dim):
+    # more tiles than multiprocessors, uneven, and more steps than ring stages
+    q, k, v = random_qkv(3, 1300, 1300, 36, 12, head_dim, torch.bfloat16, "cuda")
+    assert_as_accurate_as_torch(hopper_attention, q, k, v)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_long_tiles_of_three_warpgroups_are_exact():
+    q, k, v = random_qkv(1, 9000, 9000, 1, 1, 64, torch.bfloat16, "cuda")
+    assert_as_accurate_as_torch(hopper_attention, q, k, v)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_two_hundred_runs_give_the_same_bits(head_dim):
+    q, k, v = (x.detach() for x in random_qkv(4, 1111, 1111, 8, 4, head_dim, torch.bfloat16, "cuda"))
+    dout = torch.randn_like(q)
+    now = problem(softmax_scale=head_dim**-0.5)
+    out, lse = hopper.attention_forward(now, q, k, v)
+    dq, dk, dv = hopper.attention_backward(now, dout, None, q, k, v, out, lse)
+    for _ in range(200):
+        again = hopper.attention_forward(now, q, k, v)
+        gradients = hopper.attention_backward(now, dout, None, q, k, v, *again)
+        assert torch.equal(again[0], out)
+        assert torch.equal(again[1], lse)
+        # dq is summed in any order
+        assert (gradients[0] - dq).abs().max() < 0.05
+        assert torch.equal(gradients[1], dk)
+        assert torch.equal(gradients[2], dv)

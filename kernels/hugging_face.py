@@ -1,0 +1,88 @@
+"""Hugging Face models on these kernels: attn_implementation="nanoflash", after register().
+
+Padding masks of shape (B, T), packed position_ids, sliding windows, grouped heads and dropout are taken over;
+what these kernels do not compute (soft caps, sinks, attention weights) is refused. Only `register` imports
+transformers.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.flash_attention import flash_attention, flash_attention_varlen
+
+NAME = "nanoflash"
+
+
+def register() -> None:
+    """Makes "nanoflash" an attention implementation of transformers; a second call changes nothing."""
+    from transformers import AttentionInterface, AttentionMaskInterface, modeling_flash_attention_utils
+    from transformers.masking_utils import flash_attention_mask
+
+    if NAME in AttentionInterface():
+        return
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, flash_attention_mask)
+
+    # transformers takes every name with "flash" in it for a package of its own, and loads that package's
+    # functions before it looks at what is registered: give it functions under our name
+    load = modeling_flash_attention_utils._lazy_imports
+
+    def load_ours_too(implementation, *args, **kwargs):
+        if implementation != NAME:
+            return load(implementation, *args, **kwargs)
+        utils = modeling_flash_attention_utils
+        return flash_attention, flash_attention_varlen, None, utils._pad_input, utils._unpad_input
+
+    modeling_flash_attention_utils._lazy_imports = load_ours_too
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    position_ids: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """What transformers calls: query (B, H, Tq, D), key and value (B, Hkv, Tk, D); out (B, Tq, H, D)."""
+    for refused in ("softcap", "s_aux", "position_bias", "output_attentions"):
+        if kwargs.get(refused) is not None and kwargs[refused] is not False:
+            raise ValueError(f"{refused} is not computed by nanoflash: use attn_implementation='eager'")
+    causal = module.is_causal if is_causal is None else is_causal
+    out = flash_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        causal=causal,
+        softmax_scale=scaling,
+        # a window as long as the keys hides nothing
+        window=sliding_window if causal and sliding_window and sliding_window < key.shape[2] else None,
+        document_ids=document_ids(attention_mask, position_ids, key),
+        dropout_p=dropout,
+    )
+    return out, None
+
+
+def document_ids(attention_mask: Tensor | None, position_ids: Tensor | None, key: Tensor) -> Tensor | None:
+    """Documents that hide padding or keep packed sequences apart; None where there is nothing to hide."""
+    if attention_mask is not None:
+        if attention_mask.dim() != 2:
+            raise ValueError(f"attention_mask must have shape (B, T), got {tuple(attention_mask.shape)}")
+        mask = attention_mask.bool()
+        # text and padding take turns: each run is a document
+        ids = (mask[:, 1:] != mask[:, :-1]).cumsum(1)
+        if not torch.compiler.is_compiling() and bool((ids + mask[:, :1] > 2).any()):
+            raise ValueError("attention_mask must keep one unbroken run of tokens in each row")
+        return torch.nn.functional.pad(ids, (1, 0)).int()
+    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != key.shape[2]:
+        return None
+    starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    if not torch.compiler.is_compiling() and not bool(starts.any()):
+        return None
+    ids = torch.nn.functional.pad(starts.cumsum(1), (1, 0)).int()
+    return ids.expand(key.shape[0], -1)

@@ -1,0 +1,87 @@
+"""Other people's code on these kernels: Hugging Face models, and F.scaled_dot_product_attention."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
+
+import kernels.sdpa  # noqa: F401  registers "nanoflash"
+from kernels import hugging_face
+from kernels.reference import attention_reference
+from tests.accuracy import assert_as_accurate_as_torch, random_qkv
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 32}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+CONFIGS = {
+    "gpt2": lambda: transformers.GPT2Config(n_layer=1, n_embd=64, n_head=4, n_positions=64, vocab_size=32),
+    "llama": lambda: transformers.LlamaConfig(**SMALL, **HEADS),
+    "qwen": lambda: transformers.Qwen3Config(**SMALL, **HEADS),
+    "mistral with a window": lambda: transformers.MistralConfig(**SMALL, **HEADS, sliding_window=9),
+}
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right", "packed"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_hugging_face_models_agree_with_sdpa(name, padding, device):
+    hugging_face.register()
+    tokens = torch.randint(32, (2, 40), device=device)
+    inputs, real = {}, torch.ones(2, 40, dtype=torch.bool, device=device)
+    if padding == "packed":
+        inputs["position_ids"] = (
+            torch.cat([torch.arange(15), torch.arange(25)])[None].expand(2, -1).to(device)
+        )
+        inputs["use_cache"] = False
+    elif padding != "none":
+        real[0, :7] = padding == "right"
+        real[0, 33:] = padding == "left"
+        inputs["attention_mask"] = real.long()
+    results = []
+    for implementation in ("sdpa", "nanoflash"):
+        torch.manual_seed(0)
+        config = CONFIGS[name]()
+        config._attn_implementation = implementation
+        model = transformers.AutoModelForCausalLM.from_config(config).eval().to(device)
+        logits = model(tokens, **inputs).logits
+        logits[real].square().mean().backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        results.append([logits[real].detach(), *gradients])
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_hugging_face_masks_with_holes_are_refused():
+    with pytest.raises(ValueError, match="one unbroken run"):
+        hugging_face.document_ids(torch.tensor([[1, 0, 1]]), None, torch.zeros(1, 1, 3, 8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scaled_dot_product_attention_runs_on_our_kernels(dtype, causal, device):
+    q, k, v = random_qkv(2, 200, 200, 4, 4, 64, dtype, device)
+    calls = []
+
+    def sdpa(q, k, v, return_lse, causal):
+        if q.dtype == torch.float64:
+            return attention_reference(q, k, v, causal=causal, return_lse=True)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            heads_first = (x.transpose(1, 2) for x in (q, k, v))
+            out = F.scaled_dot_product_attention(*heads_first, is_causal=causal)
+        calls.append(out.grad_fn)
+        # PyTorch returns no lse: take it, and its gradients, from the definition
+        _, lse = attention_reference(q, k, v, causal=causal, return_lse=True)
+        return out.transpose(1, 2), lse
+
+    activate_flash_attention_impl("nanoflash")
+    try:
+        assert_as_accurate_as_torch(sdpa, q, k, v, causal=causal)
+    finally:
+        restore_flash_attention_impl()
+    assert calls

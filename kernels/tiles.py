@@ -66,11 +66,20 @@ HOPPER = {
 INTERPRETER = {"forward": Tile(64, 32, 4, 1), "dq": Tile(32, 64, 4, 1), "dkdv": Tile(32, 64, 4, 1)}
 
 
-def choose_tile(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tile:
+def choose_tile(
+    kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device, dropout: bool = False
+) -> Tile:
     """The tile of kernel "forward", "dq" or "dkdv" on this device."""
     if device.type == "cpu":
         return INTERPRETER[kernel]
-    return tile_table(architecture(device))[kernel, dtype.itemsize, padded_head_dim(head_dim)]
+    return find_tile(architecture(device), kernel, head_dim, dtype.itemsize, dropout)
+
+
+def find_tile(arch: str, kernel: str, head_dim: int, itemsize: int, dropout: bool) -> Tile:
+    """The row of the architecture's table: its row for dropout, if it has one."""
+    table, width = tile_table(arch), padded_head_dim(head_dim)
+    plain = table[kernel, itemsize, width]
+    return table.get((f"{kernel} dropout", itemsize, width), plain) if dropout else plain
 
 
 def tile_table(arch: str) -> dict[tuple[str, int, int], Tile]:

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from kernels.portable.dkdv import dkdv_kernel
 from kernels.portable.dq import dq_kernel
 from kernels.portable.forward import forward_kernel
-from kernels.tiles import padded_head_dim, tile_table
+from kernels.tiles import find_tile, padded_head_dim
 
 KERNELS = {"forward": forward_kernel, "dkdv": dkdv_kernel, "dq": dq_kernel}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -48,7 +48,7 @@ def compile_kernel(
 ) -> dict:
     """What the compiled kernel uses: shared memory, registers and spilled bytes (None for AMD)."""
     function = KERNELS[kernel]
-    tile = tile or tile_table(arch)[kernel, DTYPES[dtype].itemsize, padded_head_dim(head_dim)]
+    tile = tile or find_tile(arch, kernel, head_dim, DTYPES[dtype].itemsize, dropout)
     constants = {
         "MASK": mask,
         "DROPOUT": dropout,

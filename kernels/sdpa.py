@@ -50,15 +50,14 @@ def sdpa_forward(
         raise ValueError("return_debug_mask must be False: nanoflash stores no mask")
     if is_causal and query.shape[2] != key.shape[2]:
         raise ValueError(
-            f"is_causal needs as many queries as keys, got {query.shape[2]} and {key.shape[2]}: PyTorch aligns "
-            "their starts and nanoflash their ends; call flash_attention"
+            f"is_causal needs as many queries as keys, got {query.shape[2]} and {key.shape[2]}: "
+            "PyTorch aligns their starts and nanoflash their ends; call flash_attention"
         )
     seed = torch.zeros(1, dtype=torch.int64, device=query.device)
     if dropout_p > 0.0:
         seed.random_(2**62)
-    out, lse = attention_forward(
-        *heads_last(query, key, value), *options(query, seed, dropout_p, is_causal, scale)
-    )
+    q, k, v = heads_last(query, key, value)
+    out, lse = attention_forward(q, k, v, *options(query, seed, dropout_p, is_causal, scale))
     unused = torch.empty(0, dtype=query.dtype, device=query.device)
     offset = torch.zeros((), dtype=torch.int64, device=query.device)
     return out.transpose(1, 2), lse, None, None, query.shape[2], key.shape[2], seed, offset, unused

@@ -1,7 +1,10 @@
 """Block sizes of the portable kernels: the only tuning file.
 
-A tile is looked up by family of GPUs, kernel, padded head_dim and bytes of one element. "forward" keeps
-BLOCK_M queries and walks keys, "dq" does the same, "dkdv" keeps BLOCK_N keys and walks queries.
+A tile is looked up by GPU, kernel, bytes of one element and padded head_dim. "forward" and "dq" keep
+BLOCK_M queries and walk the keys, "dkdv" keeps BLOCK_N keys and walks the queries; rows for dropout exist
+where its registers call for another tile. scripts/tune_tiles.py measures candidates,
+tests/test_ahead_of_time.py compiles the rows for their GPUs. What is not measured was chosen by the
+compiler's report: large, and without spills.
 """
 
 from functools import cache
@@ -29,39 +32,94 @@ class Tile(NamedTuple):
         }
 
 
-# H200, torch 2.11, triton 3.6, bf16, causal and full, T 1024 to 16384; not measured yet
-HOPPER = {
-    ("forward", 2, 16): Tile(128, 64, 4, 3, True),
-    ("forward", 2, 32): Tile(128, 64, 4, 3, True),
-    ("forward", 2, 64): Tile(128, 64, 4, 3, True),
-    ("forward", 2, 128): Tile(64, 64, 4, 3, True),
-    ("forward", 2, 256): Tile(64, 64, 4, 2, True),
-    ("forward", 4, 16): Tile(64, 32, 4, 2),
-    ("forward", 4, 32): Tile(64, 32, 4, 2),
-    ("forward", 4, 64): Tile(64, 32, 4, 2),
-    ("forward", 4, 128): Tile(32, 32, 4, 2),
-    ("forward", 4, 256): Tile(32, 32, 4, 1),
-    ("dq", 2, 16): Tile(128, 64, 8, 3, True),
-    ("dq", 2, 32): Tile(128, 64, 8, 3, True),
-    ("dq", 2, 64): Tile(128, 64, 8, 3, True),
-    ("dq", 2, 128): Tile(128, 64, 8, 3, True),
-    ("dq", 2, 256): Tile(64, 32, 8, 2, True),
-    ("dq", 4, 16): Tile(32, 32, 4, 2),
-    ("dq", 4, 32): Tile(32, 32, 4, 2),
-    ("dq", 4, 64): Tile(32, 32, 4, 2),
-    ("dq", 4, 128): Tile(32, 32, 4, 1),
-    ("dq", 4, 256): Tile(32, 32, 8, 1),
-    ("dkdv", 2, 16): Tile(128, 64, 4, 2, True),
-    ("dkdv", 2, 32): Tile(128, 64, 4, 2, True),
-    ("dkdv", 2, 64): Tile(64, 64, 4, 2, True),
-    ("dkdv", 2, 128): Tile(64, 64, 4, 2, True),
-    ("dkdv", 2, 256): Tile(32, 64, 8, 2, True),
-    ("dkdv", 4, 16): Tile(32, 32, 4, 2),
-    ("dkdv", 4, 32): Tile(32, 32, 4, 2),
-    ("dkdv", 4, 64): Tile(32, 32, 4, 2),
-    ("dkdv", 4, 128): Tile(32, 32, 4, 1),
-    ("dkdv", 4, 256): Tile(16, 32, 8, 1),
-}
+Table = dict[tuple[str, int, int], Tile]
+
+
+def rows(kernel: str, itemsize: int, *, to_64: Tile, to_128: Tile, to_256: Tile) -> Table:
+    """The rows of a kernel for head_dim up to 64, to 128 and to 256."""
+    tiles = {16: to_64, 32: to_64, 64: to_64, 128: to_128, 256: to_256}
+    return {(kernel, itemsize, width): tile for width, tile in tiles.items()}
+
+
+# exact rather than fast: products run without matrix units, and at head_dim 256 registers spill everywhere
+FLOAT32 = (
+    rows("forward", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(32, 32, 8, 1), to_256=Tile(16, 32, 8, 1))
+    | rows("dq", 4, to_64=Tile(32, 32, 4, 2), to_128=Tile(32, 32, 8, 1), to_256=Tile(16, 32, 8, 1))
+    | rows("dkdv", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(16, 32, 8, 1), to_256=Tile(16, 32, 8, 1))
+)
+# head_dim 64 and 128 measured on an H200: torch 2.11, triton 3.6, bf16, 2026-11-21, docs/kernels.md
+HOPPER = (
+    FLOAT32
+    | rows(
+        "forward",
+        2,
+        to_64=Tile(128, 64, 4, 3, True),
+        to_128=Tile(64, 64, 4, 3, True),
+        to_256=Tile(64, 64, 8, 2, True),
+    )
+    | rows(
+        "dq",
+        2,
+        to_64=Tile(64, 64, 4, 3, True),
+        to_128=Tile(128, 64, 8, 3, True),
+        to_256=Tile(64, 64, 8, 2, True),
+    )
+    | rows(
+        "dkdv",
+        2,
+        to_64=Tile(128, 64, 4, 2, True),
+        to_128=Tile(64, 64, 4, 2, True),
+        to_256=Tile(32, 64, 8, 2, True),
+    )
+    | {
+        ("forward dropout", 2, 64): Tile(64, 64, 4, 2, True),
+        ("dkdv dropout", 2, 64): Tile(64, 64, 4, 2, True),
+    }
+)
+BLACKWELL = (
+    FLOAT32
+    | rows(
+        "forward",
+        2,
+        to_64=Tile(128, 64, 4, 3, True),
+        to_128=Tile(64, 64, 4, 3, True),
+        to_256=Tile(64, 32, 8, 2, True),
+    )
+    | rows(
+        "dq",
+        2,
+        to_64=Tile(128, 64, 4, 3, True),
+        to_128=Tile(64, 64, 4, 3, True),
+        to_256=Tile(64, 64, 8, 2, True),
+    )
+    | rows(
+        "dkdv",
+        2,
+        to_64=Tile(64, 64, 4, 2, True),
+        to_128=Tile(64, 64, 4, 2, True),
+        to_256=Tile(32, 64, 8, 2, True),
+    )
+)
+AMPERE = (
+    FLOAT32
+    | rows("forward", 2, to_64=Tile(128, 64, 8, 3), to_128=Tile(64, 64, 8, 2), to_256=Tile(64, 64, 8, 2))
+    | rows("dq", 2, to_64=Tile(64, 64, 4, 3), to_128=Tile(64, 64, 8, 2), to_256=Tile(64, 64, 8, 2))
+    | rows("dkdv", 2, to_64=Tile(64, 64, 8, 2), to_128=Tile(64, 64, 8, 2), to_256=Tile(32, 32, 8, 2))
+)
+# GPUs with 99 KiB of shared memory
+ADA = (
+    FLOAT32
+    | rows("forward", 2, to_64=Tile(128, 64, 8, 3), to_128=Tile(128, 64, 8, 2), to_256=Tile(64, 32, 8, 2))
+    | rows("dq", 2, to_64=Tile(64, 64, 4, 3), to_128=Tile(64, 64, 8, 2), to_256=Tile(32, 32, 4, 1))
+    | rows("dkdv", 2, to_64=Tile(32, 32, 4, 2), to_128=Tile(64, 64, 8, 2), to_256=Tile(32, 32, 8, 2))
+)
+CDNA = (
+    FLOAT32
+    | rows("forward", 2, to_64=Tile(128, 64, 4, 2), to_128=Tile(64, 64, 4, 2), to_256=Tile(64, 32, 8, 2))
+    | rows("dq", 2, to_64=Tile(128, 64, 4, 2), to_128=Tile(64, 64, 4, 2), to_256=Tile(64, 32, 8, 2))
+    | rows("dkdv", 2, to_64=Tile(64, 64, 4, 2), to_128=Tile(64, 64, 4, 2), to_256=Tile(64, 64, 8, 2))
+)
+TABLES = {"sm_80": AMPERE, "sm_90": HOPPER, "sm_100": BLACKWELL, "sm_103": BLACKWELL}
 # small, and neither square nor alike, so that short sequences have several blocks of every kind
 INTERPRETER = {"forward": Tile(64, 32, 4, 1), "dq": Tile(32, 64, 4, 1), "dkdv": Tile(32, 64, 4, 1)}
 
@@ -76,15 +134,15 @@ def choose_tile(
 
 
 def find_tile(arch: str, kernel: str, head_dim: int, itemsize: int, dropout: bool) -> Tile:
-    """The row of the architecture's table: its row for dropout, if it has one."""
+    """The row of the architecture's table; its row for dropout, if it has one."""
     table, width = tile_table(arch), padded_head_dim(head_dim)
     plain = table[kernel, itemsize, width]
     return table.get((f"{kernel} dropout", itemsize, width), plain) if dropout else plain
 
 
-def tile_table(arch: str) -> dict[tuple[str, int, int], Tile]:
-    """The tiles of an architecture such as "sm_90" or "gfx942"."""
-    return HOPPER
+def tile_table(arch: str) -> Table:
+    """The tiles of an architecture such as "sm_90" or "gfx942"; small ones for a GPU without a table."""
+    return CDNA if arch.startswith("gfx") else TABLES.get(arch, ADA)
 
 
 @cache

@@ -1,0 +1,39 @@
+"""Every kernel compiles for every GPU that has tiles, without the GPU: it fits, and does not spill.
+
+Here for the commonest heads; all rows of the tables, some minutes of compiling:
+    python -m tests.ahead_of_time
+TRITON_3_6=FOLDER, where pip install --target FOLDER triton==3.6.0 put it, adds that version to both.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.ahead_of_time import MAY_SPILL, SHARED_MEMORY
+
+VERSIONS = [None, *([os.environ["TRITON_3_6"]] if os.environ.get("TRITON_3_6") else [])]
+
+
+@pytest.mark.parametrize("version", VERSIONS, ids=["pinned", "3.6.0"][: len(VERSIONS)])
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+def test_kernels_fit_their_gpus_without_spilling(arch, version):
+    # a process of its own: here Triton is the interpreter
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    if version:
+        environment["PYTHONPATH"] = version
+    arguments = [f"arch={arch}", "kernel=forward,dkdv,dq", "head_dim=64,128", "dtype=bf16"]
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.ahead_of_time", *arguments, "mask=causal", "dropout=0"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(rows) == 6
+    for row in rows:
+        assert row["shared"] <= SHARED_MEMORY[arch], row
+        assert row["spilled"] in (0, None) or (arch, row["kernel"], int(row["head_dim"])) in MAY_SPILL, row

@@ -1,0 +1,140 @@
+"""Measures candidate tiles of the portable kernels on this GPU, one kernel at a time, best first.
+
+    python -m scripts.tune_tiles kernels=[dkdv] head_dims=[64] out=tiles.json
+
+Candidates are compiled in parallel. A row gives TFLOP/s of that kernel alone at each length; a kernel counts
+the matrix products that it does: forward 2, dq 3, dkdv 4. kernels/tiles.py is edited by hand from this.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+import triton
+
+from kernels.portable import backward, forward
+from kernels.problem import Problem
+from kernels.tiles import Tile, choose_tile
+from scripts.arguments import argument, run_script
+
+PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}
+BLOCKS = [(64, 32), (64, 64), (128, 32), (128, 64), (64, 128), (128, 128), (32, 64)]
+WARPS, STAGES = (4, 8), (2, 3)
+
+
+@dataclass(kw_only=True, slots=True)
+class Arguments:
+    kernels: list[str] = argument(["forward", "dq", "dkdv"], "of forward dq dkdv")
+    head_dims: list[int] = argument([64, 128], "D")
+    seq_lens: list[int] = argument([1024, 4096, 16384], "T")
+    causal: list[bool] = argument([True, False], "masks: causal, full or both")
+    tma: list[bool] = argument([True], "reading by TMA, by pointers or both")
+    dropout_p: float = argument(0.0, "dropout")
+    tokens: int = argument(16384, "B * T")
+    width: int = argument(2048, "H * D")
+    best: int = argument(5, "rows to print for each kernel, head_dim and mask")
+    out: str = argument("tiles.json", "result file")
+
+
+def main(arguments: Arguments) -> None:
+    if not torch.cuda.is_available():
+        raise ValueError("tune_tiles needs a CUDA GPU; none was found")
+    tiles = [
+        Tile(*blocks, warps, stages, tma)
+        for blocks, warps, stages, tma in product(BLOCKS, WARPS, STAGES, arguments.tma)
+    ]
+    jobs = [
+        (arguments, kernel, head_dim, causal, tile)
+        for kernel, head_dim, causal in product(arguments.kernels, arguments.head_dims, arguments.causal)
+        for tile in tiles
+    ]
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        runs = list(pool.map(compiles, jobs))
+    rows = []
+    for job, ran in zip(jobs, runs, strict=True):
+        if ran:
+            rows.append(measure(*job))
+    Path(arguments.out).write_text(json.dumps(rows, indent=1) + "\n")
+    for kernel, head_dim, causal in product(arguments.kernels, arguments.head_dims, arguments.causal):
+        print(f"{kernel} head_dim {head_dim} {'causal' if causal else 'full'}")
+        chosen = [r for r in rows if (r["kernel"], r["head_dim"], r["causal"]) == (kernel, head_dim, causal)]
+        for row in sorted(chosen, key=lambda row: -math.prod(row["tflops"]))[: arguments.best]:
+            print("   ", Tile(*row["tile"]), [round(speed) for speed in row["tflops"]])
+
+
+def compiles(job: tuple) -> bool:
+    """Whether a candidate runs; leaves it compiled in Triton's cache."""
+    arguments, kernel, head_dim, causal, tile = job
+    try:
+        launcher(arguments, kernel, head_dim, causal, tile, 1024)()
+        torch.cuda.synchronize()
+    except triton.runtime.errors.OutOfResources:
+        return False
+    return True
+
+
+def measure(arguments: Arguments, kernel: str, head_dim: int, causal: bool, tile: Tile) -> dict:
+    """The median speed of one candidate at each length."""
+    speeds = []
+    for seq_len in arguments.seq_lens:
+        run = launcher(arguments, kernel, head_dim, causal, tile, seq_len)
+        milliseconds = triton.testing.do_bench(run, warmup=5, rep=15, return_mode="median")
+        scores = arguments.tokens * seq_len * (0.5 if causal else 1.0)
+        speeds.append(PRODUCTS[kernel] * 2 * scores * arguments.width / milliseconds / 1e9)
+    return {"kernel": kernel, "head_dim": head_dim, "causal": causal, "tile": list(tile), "tflops": speeds}
+
+
+def launcher(
+    arguments: Arguments, kernel: str, head_dim: int, causal: bool, tile: Tile, seq_len: int
+) -> Callable:
+    """A function that runs one kernel with one tile; the other kernel of the backward pass is left out."""
+    torch.manual_seed(0)
+    shape = (arguments.tokens // seq_len, seq_len, arguments.width // head_dim, head_dim)
+    q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    problem = Problem(
+        softmax_scale=head_dim**-0.5,
+        causal=causal,
+        window=None,
+        key_bounds=None,
+        query_bounds=None,
+        dropout_p=arguments.dropout_p,
+        dropout_seed=torch.tensor([1], device="cuda") if arguments.dropout_p else None,
+        deterministic=False,
+    )
+
+    def choose(name: str, *shape) -> Tile:
+        return tile if name == kernel else choose_tile(name, *shape)
+
+    forward.choose_tile = backward.choose_tile = choose
+    if kernel == "forward":
+        return lambda: forward.attention_forward(problem, q, k, v)
+    out, lse = forward.attention_forward(problem, q, k, v)
+    other = "dq_kernel" if kernel == "dkdv" else "dkdv_kernel"
+
+    def run():
+        left_out = getattr(backward, other)
+        setattr(backward, other, NoKernel())
+        try:
+            backward.attention_backward(problem, dout, None, q, k, v, out, lse)
+        finally:
+            setattr(backward, other, left_out)
+
+    return run
+
+
+class NoKernel:
+    """In place of a kernel that is not to run."""
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: None
+
+
+if __name__ == "__main__":
+    run_script(main, Arguments, __doc__)

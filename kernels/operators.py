@@ -15,7 +15,7 @@ from kernels.problem import Problem
 
 # packages of kernels/, fastest first; the last one takes every problem, each other says what it refuses by
 # refusal(problem, q, k, v) -> str | None
-IMPLEMENTATIONS = ("portable",)
+IMPLEMENTATIONS = ("hopper", "portable")
 
 FORCED: ContextVar[str | None] = ContextVar("forced_implementation", default=None)
 

@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from kernels import flash_attention, hopper
+from kernels import hopper
+from kernels.flash_attention import flash_attention
 from kernels.hopper.tiles import division
 from kernels.operators import use_implementation
 from kernels.problem import Problem
@@ -16,7 +17,7 @@ from tests.accuracy import assert_as_accurate_as_torch, random_qkv
 SHARED_MEMORY = 232448
 # bytes of scalars that the assembler keeps in local memory; every other configuration spills nothing
 SPILLED = {
-    ("forward", 64, "full"): 144,
+    ("forward", 64, "full"): 160,
     ("backward", 64, "full"): 64,
     ("backward", 64, "causal"): 64,
     ("backward", 64, "window"): 88,

@@ -95,6 +95,9 @@ class GPT(nn.Module):
         self.embedding_dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.n_layer))
         self.final_norm = nn.LayerNorm(config.n_embd)
+        padding_bias = torch.zeros(config.padded_vocab_size)
+        padding_bias[config.vocab_size :] = float("-inf")
+        self.register_buffer("padding_bias", padding_bias, persistent=False)
         self._initialize()
 
     def forward(
@@ -113,10 +116,9 @@ class GPT(nn.Module):
         hidden = self.hidden_states(tokens, document_ids, positions)
         if targets is None:
             return self._logits(hidden)
-        logits = F.linear(hidden, self.token_embedding.weight).float()  # (B, T, padded V)
-        # the padding takes no probability; cutting it off as below would copy the logits, 4% of a step
-        logits[..., self.config.vocab_size :] = float("-inf")
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        # the padding takes no probability, at no cost: cutting it off as below would copy the logits
+        logits = F.linear(hidden, self.token_embedding.weight, self.padding_bias)  # (B, T, padded V)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def hidden_states(
         self,

@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -81,6 +82,21 @@ def test_refuses_what_it_does_not_cover_and_says_why():
     assert "compute capability 9.0" in reason
     with pytest.raises(ValueError, match="does not take this problem"):
         hopper.attention_forward(problem(), q, q, q)
+
+
+def test_says_once_that_the_installed_triton_cannot_build_it(monkeypatch):
+    def import_module(name):
+        raise ImportError("cannot import name 'warpgroup_mma'")
+
+    monkeypatch.setattr(hopper, "import_module", import_module)
+    hopper.build_error.cache_clear()
+    with pytest.warns(UserWarning, match="kernels/portable does"):
+        reason = hopper.build_error()
+    assert "warpgroup_mma" in reason
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert hopper.build_error() == reason
+    hopper.build_error.cache_clear()
 
 
 @pytest.mark.gpu

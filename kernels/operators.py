@@ -5,7 +5,6 @@ An operator is opaque to torch.compile: what is decided inside is decided at run
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from importlib import import_module
 
 import torch
@@ -17,7 +16,8 @@ from kernels.problem import Problem
 # refusal(problem, q, k, v) -> str | None
 IMPLEMENTATIONS = ("hopper", "portable")
 
-FORCED: ContextVar[str | None] = ContextVar("forced_implementation", default=None)
+# set by use_implementation; of the whole process, because autograd runs backward passes in threads of its own
+forced: str | None = None
 
 
 @torch.library.custom_op("nanoflash::attention_forward", mutates_args=())
@@ -123,8 +123,8 @@ def implementation(problem: Problem, q: Tensor, k: Tensor, v: Tensor):
 
 def choose_implementation(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, str]:
     """The name of the implementation that runs a problem, "hopper" or "portable", and the reason."""
-    if FORCED.get() is not None:
-        return FORCED.get(), "asked for by use_implementation"
+    if forced is not None:
+        return forced, "asked for by use_implementation"
     for name in IMPLEMENTATIONS[:-1]:
         refusal = import_module(f"kernels.{name}").refusal(problem, q, k, v)
         if refusal is None:
@@ -134,11 +134,12 @@ def choose_implementation(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> 
 
 @contextmanager
 def use_implementation(name: str | None) -> Iterator[None]:
-    """Inside, every problem runs on the named implementation, for tests and benchmarks; None means choose."""
+    """Inside, all threads run every problem on this one, for tests and benchmarks; None means choose."""
     if name not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {name!r}")
-    token = FORCED.set(name)
+    global forced
+    before, forced = forced, name
     try:
         yield
     finally:
-        FORCED.reset(token)
+        forced = before

@@ -36,6 +36,13 @@ class Problem:
         return "causal" if self.causal else "full"
 
     @property
+    def tile_variant(self) -> str:
+        """Which rows of kernels/tiles.py apply, where there is a choice: "dropout", "window" or none, ""."""
+        if self.dropout_p > 0.0:
+            return "dropout"
+        return "window" if self.mask in ("window", "intervals") else ""
+
+    @property
     def keep_scale(self) -> float:
         """What a kept probability is multiplied by."""
         return 1.0 / (1.0 - self.dropout_p)

@@ -1,8 +1,8 @@
 """Block sizes of the portable kernels: the only tuning file.
 
 A tile is looked up by GPU, kernel, bytes of one element and padded head_dim. "forward" and "dq" keep
-BLOCK_M queries and walk the keys, "dkdv" keeps BLOCK_N keys and walks the queries; rows for dropout exist
-where its registers call for another tile. scripts/tune_tiles.py measures candidates,
+BLOCK_M queries and walk the keys, "dkdv" keeps BLOCK_N keys and walks the queries; rows for dropout and for
+windows and documents exist where another tile is better there. scripts/tune_tiles.py measures candidates,
 tests/test_ahead_of_time.py compiles the rows for their GPUs. What is not measured was chosen by the
 compiler's report: large, and without spills.
 """
@@ -53,7 +53,7 @@ HOPPER = (
     | rows(
         "forward",
         2,
-        to_64=Tile(128, 64, 4, 3, True),
+        to_64=Tile(64, 128, 4, 2, True),
         to_128=Tile(64, 64, 4, 3, True),
         to_256=Tile(64, 64, 8, 2, True),
     )
@@ -74,6 +74,10 @@ HOPPER = (
     | {
         ("forward dropout", 2, 64): Tile(64, 64, 4, 2, True),
         ("dkdv dropout", 2, 64): Tile(64, 64, 4, 2, True),
+        ("forward window", 2, 64): Tile(64, 64, 4, 2, True),
+        ("dq window", 2, 64): Tile(64, 64, 4, 2, True),
+        ("dkdv window", 2, 64): Tile(64, 64, 4, 3, True),
+        ("dq window", 2, 128): Tile(64, 64, 4, 2, True),
     }
 )
 BLACKWELL = (
@@ -125,19 +129,18 @@ INTERPRETER = {"forward": Tile(64, 32, 4, 1), "dq": Tile(32, 64, 4, 1), "dkdv": 
 
 
 def choose_tile(
-    kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device, dropout: bool = False
+    kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device, variant: str = ""
 ) -> Tile:
-    """The tile of kernel "forward", "dq" or "dkdv" on this device."""
+    """The tile of kernel "forward", "dq" or "dkdv" on this device. variant: see Problem.tile_variant."""
     if device.type == "cpu":
         return INTERPRETER[kernel]
-    return find_tile(architecture(device), kernel, head_dim, dtype.itemsize, dropout)
+    return find_tile(architecture(device), kernel, head_dim, dtype.itemsize, variant)
 
 
-def find_tile(arch: str, kernel: str, head_dim: int, itemsize: int, dropout: bool) -> Tile:
-    """The row of the architecture's table; its row for dropout, if it has one."""
+def find_tile(arch: str, kernel: str, head_dim: int, itemsize: int, variant: str) -> Tile:
+    """The row of the architecture's table; the variant's own row, if it has one."""
     table, width = tile_table(arch), padded_head_dim(head_dim)
-    plain = table[kernel, itemsize, width]
-    return table.get((f"{kernel} dropout", itemsize, width), plain) if dropout else plain
+    return table.get((f"{kernel} {variant}", itemsize, width), table[kernel, itemsize, width])
 
 
 def tile_table(arch: str) -> Table:

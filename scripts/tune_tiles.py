@@ -23,9 +23,10 @@ from kernels.portable import backward, forward
 from kernels.problem import Problem
 from kernels.tiles import Tile, choose_tile
 from scripts.arguments import argument, run_script
+from scripts.benchmark_attention import visible_share
 
 PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}
-BLOCKS = [(64, 32), (64, 64), (128, 32), (128, 64), (64, 128), (128, 128), (32, 64)]
+BLOCKS = [(64, 32), (64, 64), (128, 32), (128, 64), (64, 128), (128, 128)]
 WARPS, STAGES = (4, 8), (2, 3)
 
 
@@ -36,6 +37,7 @@ class Arguments:
     seq_lens: list[int] = argument([1024, 4096, 16384], "T")
     causal: list[bool] = argument([True, False], "masks: causal, full or both")
     tma: list[bool] = argument([True], "reading by TMA, by pointers or both")
+    window: int | None = argument(None, "keys that a query sees")
     dropout_p: float = argument(0.0, "dropout")
     tokens: int = argument(16384, "B * T")
     width: int = argument(2048, "H * D")
@@ -86,7 +88,7 @@ def measure(arguments: Arguments, kernel: str, head_dim: int, causal: bool, tile
     for seq_len in arguments.seq_lens:
         run = launcher(arguments, kernel, head_dim, causal, tile, seq_len)
         milliseconds = triton.testing.do_bench(run, warmup=5, rep=15, return_mode="median")
-        scores = arguments.tokens * seq_len * (0.5 if causal else 1.0)
+        scores = arguments.tokens * seq_len * (visible_share(seq_len, arguments.window) if causal else 1.0)
         speeds.append(PRODUCTS[kernel] * 2 * scores * arguments.width / milliseconds / 1e9)
     return {"kernel": kernel, "head_dim": head_dim, "causal": causal, "tile": list(tile), "tflops": speeds}
 
@@ -101,7 +103,7 @@ def launcher(
     problem = Problem(
         softmax_scale=head_dim**-0.5,
         causal=causal,
-        window=None,
+        window=arguments.window if causal else None,
         key_bounds=None,
         query_bounds=None,
         dropout_p=arguments.dropout_p,

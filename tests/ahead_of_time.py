@@ -50,7 +50,8 @@ def compile_kernel(
 ) -> dict:
     """What the compiled kernel uses: shared memory, registers and spilled bytes (None for AMD)."""
     function = KERNELS[kernel]
-    tile = tile or find_tile(arch, kernel, head_dim, DTYPES[dtype].itemsize, dropout)
+    variant = "dropout" if dropout else "window" if mask in ("window", "intervals") else ""
+    tile = tile or find_tile(arch, kernel, head_dim, DTYPES[dtype].itemsize, variant)
     constants = {
         "MASK": mask,
         "DROPOUT": dropout,

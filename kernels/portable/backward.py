@@ -93,10 +93,9 @@ def attention_backward(
         problem.window or 0, problem.softmax_scale, problem.softmax_scale * math.log2(math.e),
         problem.signed_threshold, problem.keep_scale,
     )  # fmt: skip
-    dropout = problem.dropout_p > 0.0
     constants = {
         "MASK": problem.mask,
-        "DROPOUT": dropout,
+        "DROPOUT": problem.dropout_p > 0.0,
         "PRECISION": dot_precision(),
         "HEAD_DIM": head_dim,
         "BLOCK_D": block_d,
@@ -109,14 +108,14 @@ def attention_backward(
         rows = (tile.block_m, tile.block_n, tile.block_n, tile.block_m)
         return *(head_descriptor(x, n, block_d) for x, n in zip((q, k, v, dout), rows, strict=True)), True
 
-    tile = choose_tile("dkdv", head_dim, q.dtype, q.device, dropout)
+    tile = choose_tile("dkdv", head_dim, q.dtype, q.device, problem.tile_variant)
     *inputs, tma = sources(tile)
     dkdv_kernel[triton.cdiv(seq_k, tile.block_n) * batch * n_kv_head,](
         *inputs, lse_log2, delta, dk, dv, problem.query_bounds, problem.dropout_seed,
         *strides, *dk.stride()[:3], seq_q, seq_k, seq_padded, n_kv_head, n_head // n_kv_head, *scalars,
         TMA=tma, **constants, **tile.options(),
     )  # fmt: skip
-    tile = choose_tile("dq", head_dim, q.dtype, q.device, dropout)
+    tile = choose_tile("dq", head_dim, q.dtype, q.device, problem.tile_variant)
     *inputs, tma = sources(tile)
     dq_kernel[triton.cdiv(seq_q, tile.block_m) * batch * n_head,](
         *inputs, lse_log2, delta, dq, problem.key_bounds, problem.dropout_seed,

@@ -145,7 +145,7 @@ def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tupl
     batch, seq_q, n_head, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, n_head, seq_q, dtype=torch.float32, device=q.device)
-    tile = choose_tile("forward", head_dim, q.dtype, q.device, problem.dropout_p > 0.0)
+    tile = choose_tile("forward", head_dim, q.dtype, q.device, problem.tile_variant)
     tma = tile.tma and tma_reads(q, k, v)
     sources = (q, k, v)
     if tma:

@@ -1,0 +1,189 @@
+"""What only a GPU can show: every feature in bf16, CUDA graphs, repeated runs, huge tensors, compilation."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from kernels.flash_attention import flash_attention, flash_attention_varlen
+from kernels.operators import use_implementation
+from kernels.reference import attention_reference
+from tests.accuracy import assert_as_accurate_as_torch, random_qkv
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(params=[None, "portable"], ids=["chosen", "portable"], autouse=True)
+def implementation(request):
+    with use_implementation(request.param):
+        yield
+
+
+HALF = [torch.bfloat16, torch.float16]
+
+
+def documents(n_documents: int, batch: int, seq_len: int) -> torch.Tensor:
+    return torch.randint(n_documents, (batch, seq_len), device="cuda").sort(dim=1).values.int()
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_every_head_dim(head_dim, dtype, device):
+    q, k, v = random_qkv(1, 129, 129, 2, 1, head_dim, dtype, device)
+    assert_as_accurate_as_torch(flash_attention, q, k, v)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("seq_q", "seq_k"), [(2, 2), (127, 127), (129, 129), (200, 513), (513, 200), (1, 1000)]
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": False},
+        {"window": 100},
+        {"document_ids": 5},
+        {"document_ids": 5, "window": 70},
+        {"document_ids": 5, "causal": False},
+        {"dropout_p": 0.1, "dropout_seed": 3},
+        {"dropout_p": 0.1, "dropout_seed": 3, "document_ids": 5, "window": 70},
+    ],
+    ids=str,
+)
+def test_every_mask_with_dropout_and_grouped_heads(options, seq_q, seq_k, head_dim, dtype, device):
+    options = dict(options)
+    if "document_ids" in options:
+        if seq_q > seq_k:
+            pytest.skip("documents need as many keys as queries")
+        options["document_ids"] = documents(options["document_ids"], 2, seq_k)
+    q, k, v = random_qkv(2, seq_q, seq_k, 6, 2, head_dim, dtype, device)
+    assert_as_accurate_as_torch(flash_attention, q, k, v, **options)
+
+
+@pytest.mark.parametrize("strided", ["packed", "heads first", "odd stride"])
+def test_every_layout(strided, device):
+    if strided == "packed":
+        q, k, v = torch.randn(2, 200, 3, 4, 64, device=device, dtype=torch.bfloat16).unbind(2)
+    elif strided == "heads first":
+        q, k, v = torch.randn(3, 2, 4, 200, 64, device=device, dtype=torch.bfloat16).transpose(2, 3)
+    else:
+        # 2-byte alignment only: TMA cannot read it
+        q, k, v = torch.randn(3, 2, 200, 4, 65, device=device, dtype=torch.bfloat16)[..., 1:]
+    assert_as_accurate_as_torch(flash_attention, q, k, v)
+
+
+def test_varlen_in_bf16(device):
+    lengths = torch.tensor([300, 1, 77, 0, 650])
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(device)
+    ids = torch.repeat_interleave(torch.arange(5), lengths).int()[None].to(device)
+    q, k, v = random_qkv(1, 1028, 1028, 4, 2, 64, torch.bfloat16, device)
+
+    def packed(q, k, v, return_lse, document_ids):
+        out, lse = flash_attention_varlen(q[0], k[0], v[0], starts, return_lse=return_lse)
+        return out[None], lse[None]
+
+    assert_as_accurate_as_torch(packed, q, k, v, document_ids=ids)
+
+
+def test_gradients_are_the_same_bits_in_a_hundred_runs(device):
+    q, k, v = random_qkv(2, 1000, 1000, 8, 2, 64, torch.bfloat16, device)
+    out = flash_attention(q, k, v, deterministic=True)
+    dout = torch.randn_like(out)
+    first = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    for _ in range(100):
+        again = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_tensors_of_more_than_two_to_the_31_elements(device):
+    # the last head of the last tokens lies beyond 2**31
+    shape = (1, 2**20 + 64, 32, 64)
+    storage = torch.empty(shape[1] * shape[2] * shape[3] * 3, device=device, dtype=torch.bfloat16)
+    packed = storage.view(1, shape[1], 3, 32, 64)
+    packed[:, :, :, -1] = torch.randn(1, shape[1], 3, 64, device=device).bfloat16()
+    q, k, v = (x[:, :, -1:] for x in packed.unbind(2))
+    assert q.storage_offset() + q.stride(1) * (shape[1] - 1) > 2**31
+    out = flash_attention(q.requires_grad_(), k, v, window=128)
+    out.sum().backward()
+    tail = [x.detach()[:, -1024:].clone() for x in (q, k, v)]
+    expected = attention_reference(*tail, window=128)
+    torch.testing.assert_close(out[:, -512:], expected[:, -512:], rtol=2e-2, atol=2e-2)
+    assert q.grad.isfinite().all()
+
+
+def test_a_cuda_graph_replays_with_new_seeds_inputs_and_documents(device):
+    q, k, v = random_qkv(2, 200, 200, 4, 2, 64, torch.bfloat16, device)
+    ids, seed = documents(3, 2, 200), torch.tensor([1], device=device)
+
+    def step():
+        out = flash_attention(q, k, v, document_ids=ids, dropout_p=0.2, dropout_seed=seed)
+        return out, *torch.autograd.grad(out.sum(), (q, k, v))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for new in (7, 8):
+        seed.fill_(new)
+        ids.copy_(documents(5, 2, 200))
+        with torch.no_grad():
+            q.normal_()
+        graph.replay()
+        replayed = [x.clone() for x in captured]
+        assert all(torch.equal(a, b) for a, b in zip(replayed, step(), strict=True))
+
+
+def test_inductor_compiles_it_into_a_model_once(device):
+    layer = torch.nn.Linear(64, 192, device=device)
+
+    def block(x, ids):
+        q, k, v = layer(x).unflatten(-1, (3, 2, 32)).unbind(-3)
+        return flash_attention(q, k, v, document_ids=ids).flatten(-2)
+
+    compiled = torch.compile(block, fullgraph=True, dynamic=True)
+    for batch, seq_len in ((3, 200), (2, 133)):
+        x, ids = torch.randn(batch, seq_len, 64, device=device), documents(4, batch, seq_len)
+        with torch.autocast("cuda", torch.bfloat16):
+            torch.testing.assert_close(compiled(x, ids), block(x, ids), rtol=2e-2, atol=2e-2)
+            compiled(x, ids).sum().backward()
+
+
+def test_checkpointing_in_bf16_repeats_the_same_dropout(device):
+    q, k, v = random_qkv(1, 300, 300, 2, 2, 64, torch.bfloat16, device)
+    results = []
+    for recompute in (True, False):
+        torch.manual_seed(1)
+        attention = partial(flash_attention, dropout_p=0.5)
+        out = checkpoint(attention, q, k, v, use_reentrant=False) if recompute else attention(q, k, v)
+        results.append(torch.autograd.grad(out.sum(), (q, k, v)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_tf32_is_used_only_when_asked_for(device):
+    q, k, v = random_qkv(1, 300, 300, 2, 2, 64, torch.float32, device)
+    exact = flash_attention(q, k, v)
+    truth = attention_reference(q.double(), k.double(), v.double())
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        rounded = flash_attention(q, k, v)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert (exact - truth).abs().max() < 5e-6 < (rounded - truth).abs().max() < 5e-3
+
+
+def test_memory_does_not_grow_with_the_square_of_the_length(device):
+    peaks = []
+    for seq_len in (4096, 8192):
+        q, k, v = random_qkv(1, seq_len, seq_len, 4, 4, 64, torch.bfloat16, device)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        flash_attention(q, k, v).sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] < 2.2 * peaks[0]

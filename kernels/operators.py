@@ -6,6 +6,7 @@ An operator is opaque to torch.compile: what is decided inside is decided at run
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -15,6 +16,10 @@ from kernels.problem import Problem
 # packages of kernels/, fastest first; the last one takes every problem, each other says what it refuses by
 # refusal(problem, q, k, v) -> str | None
 IMPLEMENTATIONS = ("hopper", "portable")
+
+# the rows of implementation_table
+TABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TABLE_HEAD_DIMS = (64, 128, 256)
 
 # set by use_implementation; of the whole process, because autograd runs backward passes in threads of its own
 forced: str | None = None
@@ -125,11 +130,33 @@ def choose_implementation(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> 
     """The name of the implementation that runs a problem, "hopper" or "portable", and the reason."""
     if forced is not None:
         return forced, "asked for by use_implementation"
+    refusals = []
     for name in IMPLEMENTATIONS[:-1]:
         refusal = import_module(f"kernels.{name}").refusal(problem, q, k, v)
         if refusal is None:
-            return name, "the first in IMPLEMENTATIONS that takes this problem"
-    return IMPLEMENTATIONS[-1], "takes every problem"
+            return name, "the fastest that takes this problem"
+        refusals.append(f"{name} {refusal}")
+    return IMPLEMENTATIONS[-1], "; ".join(refusals)
+
+
+def implementation_table(device: torch.device | str) -> str:
+    """What runs on a device, one line for each kind of problem, to print: python -m kernels.operators"""
+    lines = []
+    kinds = {"plain": {}, "dropout": {"dropout_p": 0.1}, "deterministic": {"deterministic": True}}
+    for dtype, head_dim, (kind, options) in product(TABLE_DTYPES, TABLE_HEAD_DIMS, kinds.items()):
+        x = torch.empty(1, 128, 1, head_dim, dtype=dtype, device=device)
+        problem = Problem(
+            softmax_scale=1.0,
+            causal=True,
+            window=None,
+            key_bounds=None,
+            query_bounds=None,
+            dropout_seed=None,
+            **{"dropout_p": 0.0, "deterministic": False} | options,
+        )
+        name, reason = choose_implementation(problem, x, x, x)
+        lines.append(f"{str(dtype).removeprefix('torch.'):9} D {head_dim:3} {kind:13} {name:9} {reason}")
+    return "\n".join(lines)
 
 
 @contextmanager
@@ -143,3 +170,7 @@ def use_implementation(name: str | None) -> Iterator[None]:
         yield
     finally:
         forced = before
+
+
+if __name__ == "__main__":
+    print(implementation_table("cuda" if torch.cuda.is_available() else "cpu"))

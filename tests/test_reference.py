@@ -1,0 +1,50 @@
+"""The definition itself, against PyTorch's attention and by hand."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels.reference import attention_reference, visible_keys
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_equals_the_attention_of_torch(causal):
+    q, k, v = (torch.randn(2, 10, 3, 8, dtype=torch.float64) for _ in range(3))
+    expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal)
+    torch.testing.assert_close(attention_reference(q, k, v, causal=causal), expected.transpose(1, 2))
+
+
+def test_lse_is_the_log_of_the_sum_of_exponentials_and_carries_gradients():
+    q, k, v = (torch.randn(1, 5, 1, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    _, lse = attention_reference(q, k, v, causal=False, return_lse=True)
+    scores = (q[0, :, 0] @ k[0, :, 0].T) * 8**-0.5
+    torch.testing.assert_close(lse[0, 0], scores.exp().sum(-1).log())
+    lse.sum().backward()
+    assert q.grad.abs().sum() > 0
+
+
+def test_masks_are_what_they_say():
+    def rows(**options):
+        return ["".join("x" if seen else "." for seen in row) for row in visible_keys(3, 4, **options)[0, 0]]
+
+    assert rows(causal=False) == ["xxxx", "xxxx", "xxxx"]
+    assert rows(causal=True) == ["xx..", "xxx.", "xxxx"]
+    assert rows(causal=True, window=2) == ["xx..", ".xx.", "..xx"]
+    ids = torch.tensor([[-1, 0, 0, 1]])
+    assert rows(causal=False, document_ids=ids) == [".xx.", ".xx.", "...x"]
+
+
+def test_a_row_that_sees_nothing_gives_zero_and_no_gradient():
+    q, k, v = (torch.randn(1, n, 1, 8, requires_grad=True) for n in (4, 2, 2))
+    out, lse = attention_reference(q, k, v, return_lse=True)
+    out.sum().backward()
+    assert not out[:, :2].any()
+    assert (lse[..., :2] == -torch.inf).all()
+    assert not q.grad[:, :2].any()
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
+
+
+def test_dropout_needs_a_seed():
+    x = torch.randn(1, 4, 1, 8)
+    with pytest.raises(ValueError, match="dropout_seed must be given"):
+        attention_reference(x, x, x, dropout_p=0.1)

@@ -227,7 +227,7 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
                 speeds = {
                     row["seq_len"]: row[f"{direction}_tflops"]
                     for row in chosen
-                    if row["implementation"] == name
+                    if row["implementation"] == name and row[f"{direction}_tflops"] is not None
                 }
                 x = [
                     lengths.index(length) + (index - (len(names) - 1) / 2) * 0.8 / len(names)
@@ -238,8 +238,8 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
             axis.set_title(f"{direction}, D {head_dim}, {'causal' if causal else 'full'}")
     axes[0, 0].set_ylabel("TFLOP/s")
     axes[1, 0].set_ylabel("TFLOP/s")
-    axes[0, 0].legend()
-    figure.suptitle(f"{result['gpu']}, torch {result['torch']}, triton {result['triton']}")
+    figure.suptitle(f"{result['gpu']}, torch {result['torch']}, triton {result['triton']}", x=0.01, ha="left")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="upper right", ncols=len(names), frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

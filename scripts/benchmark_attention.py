@@ -9,13 +9,9 @@ the same inputs, `repeats` times; a row holds medians. Speed counts 4 B H T T D 
 when causal, and 2.5 times as many backward. max_error is against float64, on the first batch and head.
 """
 
-import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -31,6 +27,7 @@ from kernels.flash_attention import flash_attention
 from kernels.operators import IMPLEMENTATIONS, use_implementation
 from kernels.reference import attention_reference
 from scripts.arguments import argument, run_script
+from train.results import write_result
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,20 +64,8 @@ def main(arguments: Arguments) -> None:
         for row in measure(arguments, head_dim, causal, seq_len):
             rows.append(row)
             print_row(row)
-    result = {
-        "gpu": torch.cuda.get_device_name(),
-        "n_gpus": 1,
-        "driver": shell("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "command": " ".join(["python -m scripts.benchmark_attention", *sys.argv[1:]]),
-        "date": date.today().isoformat(),
-        "commit": shell("git", "rev-parse", "--short", "HEAD"),
-        "rows": rows,
-    }
     out = Path(arguments.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    result = write_result(out, rows)
     if arguments.plot:
         plot(rows, result, out.with_suffix(".png"))
 
@@ -201,14 +186,6 @@ def print_row(row: dict) -> None:
         f"{row['forward_ms']:8.3f} / {row['backward_ms']:8.3f} ms",
         flush=True,
     )
-
-
-def shell(*command: str) -> str:
-    """What a command prints, or "unknown" where it does not run."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def plot(rows: list[dict], result: dict, path: Path) -> None:

@@ -12,10 +12,12 @@ from pathlib import Path
 import torch
 
 
-def write_result(path: Path, rows: list[dict], n_gpus: int = 1) -> None:
-    """Writes {"gpu", "n_gpus", "driver", "torch", "triton", "command", "date", "commit", "rows"}."""
+def write_result(path: Path, rows: list[dict], n_gpus: int = 1) -> dict:
+    """Writes and returns the rows under "rows", with what `provenance` tells of their origin."""
+    result = {**provenance(n_gpus), "rows": rows}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**provenance(n_gpus), "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return result
 
 
 def provenance(n_gpus: int) -> dict:

@@ -8,26 +8,18 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from omegaconf import OmegaConf
 
 from model import GPT, AttentionConfig, ModelConfig
-from model.gpt import flops_per_token
 from scripts.arguments import argument, run_script
 from train.distributed import join_processes
 from train.logger import readable
 from train.loop import autocast_context, forward_backward, update
 from train.optim import OptimConfig, build_optimizer
 from train.results import write_result
-from train.throughput import StepTimer, peak_flops, peak_memory_bytes
+from train.throughput import StepTimer, model_flop_utilization, peak_memory_bytes
 
-# layers, heads, channels
-SIZES = {
-    "tiny": (4, 4, 64),
-    "gpt2": (12, 12, 768),
-    "gpt2_medium": (24, 16, 1024),
-    "gpt2_large": (36, 20, 1280),
-    "gpt2_xl": (48, 25, 1600),
-}
-VOCAB_SIZE = 50257
+SIZES = Path(__file__).resolve().parent.parent / "conf" / "model"
 OPTIM = OptimConfig(
     learning_rate=1e-4,
     final_learning_rate_ratio=1.0,
@@ -43,7 +35,7 @@ OPTIM = OptimConfig(
 
 @dataclass
 class Arguments:
-    models: list[str] = argument(["gpt2"], f"of {', '.join(SIZES)}")
+    models: list[str] = argument(["gpt2"], "names of files in conf/model/")
     seq_lens: list[int] = argument([1024], "tokens a sequence")
     implementations: list[str] = argument(["flash", "sdpa"], "attention: flash, sdpa, reference")
     tokens_per_step: int = argument(32768, "random tokens a step, one micro-batch")
@@ -55,9 +47,10 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
-    unknown = [name for name in arguments.models if name not in SIZES]
+    sizes = sorted(path.stem for path in SIZES.glob("*.yaml"))
+    unknown = [name for name in arguments.models if name not in sizes]
     if unknown:
-        raise ValueError(f"models must be of {', '.join(SIZES)}, got {', '.join(unknown)}")
+        raise ValueError(f"models must be of {', '.join(sizes)}, got {', '.join(unknown)}")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device=cuda, but torch sees no GPU: use device=cpu implementations=[sdpa]")
     rows = []
@@ -81,15 +74,8 @@ def measure(arguments: Arguments, name: str, seq_len: int, implementation: str) 
     """One row: the median step of a model in training, on the same random tokens in every row."""
     if arguments.tokens_per_step % seq_len:
         raise ValueError(f"tokens_per_step={arguments.tokens_per_step} must be a multiple of {seq_len}")
-    n_layer, n_head, n_embd = SIZES[name]
-    config = ModelConfig(
-        n_layer=n_layer,
-        n_head=n_head,
-        n_embd=n_embd,
-        vocab_size=VOCAB_SIZE,
-        max_seq_len=seq_len,
-        dropout=0.0,
-    )
+    size = OmegaConf.create({"seq_len": seq_len, "model": OmegaConf.load(SIZES / f"{name}.yaml")})
+    config = ModelConfig(**OmegaConf.to_container(size.model, resolve=True))
     with join_processes(arguments.device) as processes:
         device = processes.device
         gc.collect()
@@ -100,7 +86,7 @@ def measure(arguments: Arguments, name: str, seq_len: int, implementation: str) 
         torch.manual_seed(0)
         torch.set_float32_matmul_precision("high")
         batch = arguments.tokens_per_step // seq_len
-        text = torch.randint(VOCAB_SIZE, (batch, seq_len + 1), device=device)
+        text = torch.randint(config.vocab_size, (batch, seq_len + 1), device=device)
         weights = GPT(config, AttentionConfig(implementation=implementation)).to(device)
         model = torch.compile(weights) if arguments.compile else weights
         optimizer = build_optimizer(weights, OPTIM)
@@ -119,11 +105,10 @@ def measure(arguments: Arguments, name: str, seq_len: int, implementation: str) 
             if step >= 0:
                 seconds.append(elapsed)
         per_second = arguments.tokens_per_step / median(seconds)
-        peak = None
-        if device.type == "cuda":
-            peak = peak_flops(torch.cuda.get_device_name(), arguments.precision)
         mfu = {
-            key: peak and per_second * flops_per_token(config, seq_len, causal=causal) / peak
+            key: model_flop_utilization(
+                config, seq_len, arguments.precision, per_second, device, causal=causal
+            )
             for key, causal in (("mfu_palm", False), ("mfu_causal", True))
         }
         return {

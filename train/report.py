@@ -9,14 +9,13 @@ import torch
 from data.loader import TokenLoader
 from data.tokenizer import load_tokenizer
 from model import GPT
-from model.gpt import flops_per_token
 from train.config import Config, write_config
 from train.distributed import Processes
 from train.logger import RunLogger, duration, read_metrics, readable
 from train.plot import draw_loss
 from train.results import write_result
 from train.sample import sample_text
-from train.throughput import StepTimer, peak_flops, peak_memory_bytes
+from train.throughput import StepTimer, model_flop_utilization, peak_memory_bytes
 
 
 def open_run(
@@ -74,23 +73,10 @@ def step_metrics(
         "tokens_per_second": tokens_per_second,
         "tokens_per_second_per_gpu": per_gpu,
         **seconds,
-        "mfu": model_flop_utilization(config, per_gpu, processes.device, causal=False),
+        "mfu": _mfu(config, processes, per_gpu, causal=False),
         "peak_memory_allocated_bytes": allocated,
         "peak_memory_reserved_bytes": reserved,
     }
-
-
-def model_flop_utilization(
-    config: Config, tokens_per_second_per_gpu: float, device: torch.device, *, causal: bool
-) -> float | None:
-    """The share of the card's peak that the model's own FLOPs take; None for a card of unknown peak.
-
-    causal: see model.gpt.flops_per_token; metrics use causal=False, the convention of PaLM and nanoGPT.
-    """
-    peak = peak_flops(torch.cuda.get_device_name(device), config.precision) if device.type == "cuda" else None
-    if peak is None:
-        return None
-    return tokens_per_second_per_gpu * flops_per_token(config.model, config.seq_len, causal=causal) / peak
 
 
 def finish_run(
@@ -137,13 +123,19 @@ def _summary(config: Config, folder: Path, val_loss: float, processes: Processes
         "n_gpus": processes.world_size,
         "tokens": config.steps * config.tokens_per_step,
         "tokens_per_second": per_second,
-        "mfu_palm": model_flop_utilization(config, per_gpu, processes.device, causal=False),
-        "mfu_causal": model_flop_utilization(config, per_gpu, processes.device, causal=True),
+        "mfu_palm": _mfu(config, processes, per_gpu, causal=False),
+        "mfu_causal": _mfu(config, processes, per_gpu, causal=True),
         "peak_memory_bytes": steps[-1]["peak_memory_allocated_bytes"],
         "step_ms": median(m["step_seconds"] for m in windows) * 1000,
         "data_ms": median(m["data_seconds"] for m in windows) * 1000,
         "final_loss": val_loss,
     }
+
+
+def _mfu(config: Config, processes: Processes, per_gpu: float, *, causal: bool) -> float | None:
+    return model_flop_utilization(
+        config.model, config.seq_len, config.precision, per_gpu, processes.device, causal=causal
+    )
 
 
 def device_name(device: torch.device) -> str:

@@ -5,6 +5,9 @@ import time
 
 import torch
 
+from model import ModelConfig
+from model.gpt import flops_per_token
+
 # dense matrix products without sparsity, FLOP/s, from the makers' datasheets
 PEAK_FLOPS = {
     "H200": {"bf16": 989e12, "fp16": 989e12, "fp32": 494e12},
@@ -34,6 +37,25 @@ def peak_flops(device_name: str, precision: str) -> float | None:
         if all(word in words for word in card.split()):
             return rates.get(precision)
     return None
+
+
+def model_flop_utilization(
+    model: ModelConfig,
+    seq_len: int,
+    precision: str,
+    tokens_per_second_per_gpu: float,
+    device: torch.device,
+    *,
+    causal: bool,
+) -> float | None:
+    """The share of the card's peak that the model's own FLOPs take; None for a card of unknown peak.
+
+    causal: see model.gpt.flops_per_token; metrics use causal=False, the convention of PaLM and nanoGPT.
+    """
+    peak = peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
+    if peak is None:
+        return None
+    return tokens_per_second_per_gpu * flops_per_token(model, seq_len, causal=causal) / peak
 
 
 class StepTimer:

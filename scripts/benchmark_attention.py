@@ -4,17 +4,24 @@
     python -m scripts.benchmark_attention implementations=[portable,fa2] head_dims=[64] dropout_p=0.1
 
 Implementations: ours (what flash_attention chooses), hopper, portable, cudnn and fa2 (backends of
-scaled_dot_product_attention), flex (FlexAttention, compiled), eager (attention_reference). They take turns on
-the same inputs, `repeats` times; a row holds medians. Speed counts 4 B H T T D operations forward, half of it
-when causal, and 2.5 times as many backward. max_error is against float64, on the first batch and head.
+scaled_dot_product_attention), flex (FlexAttention, compiled), fa4 (the package flash-attn-4, where it is
+installed), eager (attention_reference). They take turns on the same inputs, `repeats` times; a row holds
+medians. What is timed is the replay of a CUDA graph of one call, with a cold L2: the GPU's own time, as in a
+captured or a deeply queued training step. What Python takes to issue a forward and a backward pass is
+host_ms; where it is the longer one, an uncaptured loop waits for it. Speed counts 4 B H T T D operations
+forward, half of it when causal, and 2.5 times as many backward. max_error is against float64, on the first
+batch and head. The first row is GPT-2's own shape: batch 32, 12 heads of 64, 1024 tokens, packed qkv.
 """
 
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,21 +36,24 @@ from kernels.reference import attention_reference
 from scripts.arguments import argument, run_script
 from train.results import write_result
 
+NAMES = ("ours", "hopper", "portable", "cudnn", "fa2", "flex", "fa4", "eager")
+
 
 @dataclass(kw_only=True, slots=True)
 class Arguments:
     implementations: list[str] = argument(
-        ["portable", "cudnn", "fa2", "flex"], "of ours hopper portable cudnn fa2 flex eager"
+        ["ours", "portable", "cudnn", "fa2", "flex", "fa4"], "of " + " ".join(NAMES)
     )
     head_dims: list[int] = argument([64, 128], "D")
     seq_lens: list[int] = argument([1024, 4096, 16384], "T")
     causal: list[bool] = argument([True, False], "masks: causal, full or both")
     tokens: int = argument(16384, "B * T")
     width: int = argument(2048, "H * D")
+    gpt2: bool = argument(True, "GPT-2's own shape as well")
     dtype: str = argument("bf16", "bf16 or fp16")
     window: int | None = argument(None, "keys that a query sees; ours and flex only")
     dropout_p: float = argument(0.0, "ours and fa2 only")
-    repeats: int = argument(3, "turns of each implementation")
+    repeats: int = argument(5, "turns of each implementation")
     plot: bool = argument(True, "also draw the results, as OUT with the ending .png")
     out: str = argument("attention.json", "result file")
 
@@ -54,14 +64,31 @@ BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTI
 WARMUP_MS, TURN_MS = 5, 20
 
 
+class Shape(NamedTuple):
+    """packed: q, k and v are views of one (B, T, 3, H, D)."""
+
+    batch: int
+    seq_len: int
+    heads: int
+    head_dim: int
+    causal: bool
+    packed: bool
+
+
+GPT2 = Shape(32, 1024, 12, 64, True, True)
+
+
 def main(arguments: Arguments) -> None:
     if not torch.cuda.is_available():
         raise ValueError("benchmark_attention needs a CUDA GPU; none was found")
     if arguments.dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {arguments.dtype}")
+    if "fa4" in arguments.implementations and find_spec("flash_attn") is None:
+        print("fa4 is left out: flash-attn-4 is not installed")
+        arguments.implementations.remove("fa4")
     rows = []
-    for head_dim, causal, seq_len in product(arguments.head_dims, arguments.causal, arguments.seq_lens):
-        for row in measure(arguments, head_dim, causal, seq_len):
+    for shape in shapes(arguments):
+        for row in measure(arguments, shape):
             rows.append(row)
             print_row(row)
     out = Path(arguments.out)
@@ -70,60 +97,99 @@ def main(arguments: Arguments) -> None:
         plot(rows, result, out.with_suffix(".png"))
 
 
-def measure(arguments: Arguments, head_dim: int, causal: bool, seq_len: int) -> list[dict]:
-    """One row for each implementation that can run this shape."""
-    batch, heads = arguments.tokens // seq_len, arguments.width // head_dim
-    window, dropout_p, dtype = arguments.window, arguments.dropout_p, DTYPES[arguments.dtype]
+def shapes(arguments: Arguments) -> list[Shape]:
+    chosen = [GPT2] if arguments.gpt2 else []
+    for head_dim, causal, seq_len in product(arguments.head_dims, arguments.causal, arguments.seq_lens):
+        if arguments.tokens % seq_len or arguments.width % head_dim:
+            raise ValueError(
+                f"tokens={arguments.tokens} must be a multiple of seq_len {seq_len}, and "
+                f"width={arguments.width} of head_dim {head_dim}: change one"
+            )
+        batch, heads = arguments.tokens // seq_len, arguments.width // head_dim
+        chosen.append(Shape(batch, seq_len, heads, head_dim, causal, False))
+    return chosen
+
+
+def inputs(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v (B, T, H, D) that require gradients."""
     torch.manual_seed(0)
-    q, k, v = (
-        torch.randn(batch, seq_len, heads, head_dim, device="cuda", dtype=dtype, requires_grad=True)
-        for _ in range(3)
-    )
-    dout = torch.randn_like(q)
+    batch, seq_len, heads, head_dim, _, packed = shape
+    options = {"device": "cuda", "dtype": dtype, "requires_grad": True}
+    if packed:
+        return torch.randn(batch, seq_len, 3, heads, head_dim, **options).unbind(2)
+    return tuple(torch.randn(batch, seq_len, heads, head_dim, **options) for _ in range(3))
+
+
+def measure(arguments: Arguments, shape: Shape) -> list[dict]:
+    """One row for each implementation that can run this shape."""
+    window, dropout_p, causal = arguments.window, arguments.dropout_p, shape.causal
+    q, k, v = inputs(shape, DTYPES[arguments.dtype])
+    dout = torch.randn(q.shape, device="cuda", dtype=q.dtype)
     truth = attention_reference(
         *(x[:1, :, :1].detach().double() for x in (q, k, v)), causal=causal, window=window
     )
-    timings, errors = {}, {}
+    # forward and backward as graphs; what each of the two takes to issue; the error
+    prepared, timings = {}, {}
     for name in arguments.implementations:
-        attention = build(name, causal, window, dropout_p, seq_len)
-        timings[name] = (attention, [], [])
+        attention = build(name, causal, window, dropout_p, shape.seq_len)
+        try:
+            # around the backward pass too: an operator chooses anew in each
+            with use_implementation(name if name in IMPLEMENTATIONS else None):
+                out, forward, backward, host_ms = capture(attention, (q, k, v), dout)
+        except (RuntimeError, ValueError) as error:
+            print(f"{name} cannot run this: {str(error).splitlines()[0]}")
+            continue
+        max_error = (out[:1, :, :1].double() - truth).abs().max().item() if dropout_p == 0.0 else None
+        prepared[name] = forward, backward, host_ms, max_error
+        timings[name] = [], []
     for _ in range(arguments.repeats):
-        for name, (attention, forward_ms, backward_ms) in list(timings.items()):
-            try:
-                # around the backward pass too: an operator chooses anew in each
-                with use_implementation(name if name in IMPLEMENTATIONS else None):
-                    # compile before anything is timed
-                    torch.autograd.grad(attention(q, k, v), (q, k, v), dout)
-                    forward_ms.append(median_ms(lambda f=attention: f(q, k, v)))
-                    out = attention(q, k, v)
-                    backward_ms.append(
-                        median_ms(lambda o=out: torch.autograd.grad(o, (q, k, v), dout, retain_graph=True))
-                    )
-                if dropout_p == 0.0:
-                    errors[name] = (out[:1, :, :1].double() - truth).abs().max().item()
-            except (RuntimeError, ValueError) as error:
-                print(f"{name} cannot run this: {str(error).splitlines()[0]}")
-                del timings[name]
-    flop = 4 * batch * heads * seq_len**2 * head_dim * (visible_share(seq_len, window) if causal else 1.0)
-    return [
-        {
-            "implementation": name,
-            "head_dim": head_dim,
-            "causal": causal,
-            "seq_len": seq_len,
-            "batch": batch,
-            "heads": heads,
-            "dtype": arguments.dtype,
-            "window": window,
-            "dropout_p": dropout_p,
-            "forward_ms": statistics.median(forward_ms),
-            "backward_ms": statistics.median(backward_ms),
-            "forward_tflops": flop / statistics.median(forward_ms) / 1e9,
-            "backward_tflops": 2.5 * flop / statistics.median(backward_ms) / 1e9,
-            "max_error": errors.get(name),
-        }
-        for name, (_, forward_ms, backward_ms) in timings.items()
-    ]
+        for name, (forward, backward, _, _) in prepared.items():
+            timings[name][0].append(median_ms(forward.replay))
+            timings[name][1].append(median_ms(backward.replay))
+    share = visible_share(shape.seq_len, window) if causal else 1.0
+    flop = 4 * shape.batch * shape.heads * shape.seq_len**2 * shape.head_dim * share
+    rows = []
+    for name, times in timings.items():
+        forward_ms, backward_ms = map(statistics.median, times)
+        rows.append(
+            {
+                "implementation": name,
+                **shape._asdict(),
+                "dtype": arguments.dtype,
+                "window": window,
+                "dropout_p": dropout_p,
+                "forward_ms": forward_ms,
+                "backward_ms": backward_ms,
+                "forward_tflops": flop / forward_ms / 1e9,
+                "backward_tflops": 2.5 * flop / backward_ms / 1e9,
+                "host_ms": prepared[name][2],
+                "max_error": prepared[name][3],
+            }
+        )
+    return rows
+
+
+def capture(attention: Callable, qkv: tuple[Tensor, ...], dout: Tensor):
+    """out, the graphs of one forward and one backward pass, and milliseconds of Python for both together."""
+    # a backward pass runs on the stream of its forward pass
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            torch.autograd.grad(attention(*qkv), qkv, dout)
+        host_ms = []
+        for _ in range(20):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            torch.autograd.grad(attention(*qkv), qkv, dout)
+            host_ms.append(1e3 * (time.perf_counter() - start))
+        out = attention(*qkv)
+    forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(forward, stream=stream):
+        attention(*qkv)
+    with torch.cuda.graph(backward, stream=stream):
+        torch.autograd.grad(out, qkv, dout, retain_graph=True)
+    return out, forward, backward, statistics.median(host_ms)
 
 
 def visible_share(seq_len: int, window: int | None) -> float:
@@ -154,8 +220,14 @@ def build(name: str, causal: bool, window: int | None, dropout_p: float, seq_len
             return compiled(*heads_first, block_mask=mask).transpose(1, 2)
 
         return flex
+    if name == "fa4":
+        if window is not None or dropout_p > 0.0:
+            raise ValueError("fa4 is measured without window and dropout: leave it out of implementations")
+        from flash_attn.cute import flash_attn_func
+
+        return lambda q, k, v: flash_attn_func(q, k, v, causal=causal)[0]
     if name not in BACKENDS:
-        raise ValueError(f"implementations must be of ours hopper portable cudnn fa2 flex eager, got {name}")
+        raise ValueError(f"implementations must be of {' '.join(NAMES)}, got {name}")
 
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         heads_first = (x.transpose(1, 2) for x in (q, k, v))
@@ -180,23 +252,31 @@ def median_ms(function: Callable) -> float:
 
 def print_row(row: dict) -> None:
     mask = "causal" if row["causal"] else "full"
+    if row["packed"]:
+        mask = "GPT-2"
     print(
         f"D {row['head_dim']:3} {mask:6} T {row['seq_len']:6} {row['implementation']:9} "
         f"{row['forward_tflops']:4.0f} / {row['backward_tflops']:4.0f} TFLOP/s "
-        f"{row['forward_ms']:8.3f} / {row['backward_ms']:8.3f} ms",
+        f"{row['forward_ms']:8.3f} / {row['backward_ms']:8.3f} ms, host {row['host_ms']:.3f} ms",
         flush=True,
     )
 
 
 def plot(rows: list[dict], result: dict, path: Path) -> None:
-    """Bars of TFLOP/s, forward above backward, one column for each head_dim and mask."""
+    """Bars of TFLOP/s, forward above backward; columns: GPT-2's shape, and each head_dim and mask."""
     import matplotlib.pyplot as plt
 
-    columns = sorted({(row["head_dim"], row["causal"]) for row in rows})
+    columns = {}
+    for row in rows:
+        mask = "causal" if row["causal"] else "full"
+        title = "GPT-2" if row["packed"] else f"D {row['head_dim']}, {mask}"
+        columns.setdefault(title, []).append(row)
     names = list(dict.fromkeys(row["implementation"] for row in rows))
-    figure, axes = plt.subplots(2, len(columns), figsize=(4 * len(columns), 6), squeeze=False, sharey="row")
-    for column, (head_dim, causal) in enumerate(columns):
-        chosen = [row for row in rows if (row["head_dim"], row["causal"]) == (head_dim, causal)]
+    widths = [1 + 2 * len({row["seq_len"] for row in chosen}) for chosen in columns.values()]
+    figure, axes = plt.subplots(
+        2, len(columns), figsize=(sum(widths) / 1.7, 6), width_ratios=widths, squeeze=False, sharey="row"
+    )
+    for column, (title, chosen) in enumerate(columns.items()):
         lengths = sorted({row["seq_len"] for row in chosen})
         for line, direction in enumerate(("forward", "backward")):
             axis = axes[line, column]
@@ -204,7 +284,7 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
                 speeds = {
                     row["seq_len"]: row[f"{direction}_tflops"]
                     for row in chosen
-                    if row["implementation"] == name and row[f"{direction}_tflops"] is not None
+                    if row["implementation"] == name
                 }
                 x = [
                     lengths.index(length) + (index - (len(names) - 1) / 2) * 0.8 / len(names)
@@ -212,7 +292,7 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
                 ]
                 axis.bar(x, list(speeds.values()), 0.8 / len(names), label=name)
             axis.set_xticks(range(len(lengths)), [f"{length // 1024}K" for length in lengths])
-            axis.set_title(f"{direction}, D {head_dim}, {'causal' if causal else 'full'}")
+            axis.set_title(f"{direction}\n{title}" if line == 0 else direction)
     axes[0, 0].set_ylabel("TFLOP/s")
     axes[1, 0].set_ylabel("TFLOP/s")
     figure.suptitle(f"{result['gpu']}, torch {result['torch']}, triton {result['triton']}", x=0.01, ha="left")

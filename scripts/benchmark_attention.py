@@ -7,14 +7,12 @@ Implementations: ours (what flash_attention chooses), hopper, portable, cudnn an
 scaled_dot_product_attention), flex (FlexAttention, compiled), fa4 (the package flash-attn-4, where it is
 installed), eager (attention_reference). They take turns on the same inputs, `repeats` times; a row holds
 medians. What is timed is the replay of a CUDA graph of one call, with a cold L2: the GPU's own time, as in a
-captured or a deeply queued training step. What Python takes to issue a forward and a backward pass is
-host_ms; where it is the longer one, an uncaptured loop waits for it. Speed counts 4 B H T T D operations
-forward, half of it when causal, and 2.5 times as many backward. max_error is against float64, on the first
-batch and head. The first row is GPT-2's own shape: batch 32, 12 heads of 64, 1024 tokens, packed qkv.
+captured or deeply queued training step, without what Python takes to issue it. Speed counts 4 B H T T D
+operations forward, half of it when causal, and 2.5 times as many backward. max_error is against float64, on
+the first batch and head. The first row is GPT-2's own shape: batch 32, 12 heads of 64, 1024 tokens, packed qkv.
 """
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -114,10 +112,12 @@ def inputs(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v (B, T, H, D) that require gradients."""
     torch.manual_seed(0)
     batch, seq_len, heads, head_dim, _, packed = shape
-    options = {"device": "cuda", "dtype": dtype, "requires_grad": True}
+    options = {"device": "cuda", "dtype": dtype}
     if packed:
-        return torch.randn(batch, seq_len, 3, heads, head_dim, **options).unbind(2)
-    return tuple(torch.randn(batch, seq_len, heads, head_dim, **options) for _ in range(3))
+        tensors = torch.randn(batch, seq_len, 3, heads, head_dim, **options).unbind(2)
+    else:
+        tensors = (torch.randn(batch, seq_len, heads, head_dim, **options) for _ in range(3))
+    return tuple(x.requires_grad_() for x in tensors)
 
 
 def measure(arguments: Arguments, shape: Shape) -> list[dict]:
@@ -128,24 +128,23 @@ def measure(arguments: Arguments, shape: Shape) -> list[dict]:
     truth = attention_reference(
         *(x[:1, :, :1].detach().double() for x in (q, k, v)), causal=causal, window=window
     )
-    # forward and backward as graphs; what each of the two takes to issue; the error
-    prepared, timings = {}, {}
+    graphs, errors, timings = {}, {}, {}
     for name in arguments.implementations:
         attention = build(name, causal, window, dropout_p, shape.seq_len)
         try:
             # around the backward pass too: an operator chooses anew in each
             with use_implementation(name if name in IMPLEMENTATIONS else None):
-                out, forward, backward, host_ms = capture(attention, (q, k, v), dout)
+                out, *graphs[name] = capture(attention, (q, k, v), dout)
         except (RuntimeError, ValueError) as error:
             print(f"{name} cannot run this: {str(error).splitlines()[0]}")
             continue
-        max_error = (out[:1, :, :1].double() - truth).abs().max().item() if dropout_p == 0.0 else None
-        prepared[name] = forward, backward, host_ms, max_error
+        if dropout_p == 0.0:
+            errors[name] = (out[:1, :, :1].double() - truth).abs().max().item()
         timings[name] = [], []
     for _ in range(arguments.repeats):
-        for name, (forward, backward, _, _) in prepared.items():
-            timings[name][0].append(median_ms(forward.replay))
-            timings[name][1].append(median_ms(backward.replay))
+        for name, times in timings.items():
+            for graph, ms in zip(graphs[name], times, strict=True):
+                ms.append(median_ms(graph.replay))
     share = visible_share(shape.seq_len, window) if causal else 1.0
     flop = 4 * shape.batch * shape.heads * shape.seq_len**2 * shape.head_dim * share
     rows = []
@@ -162,34 +161,27 @@ def measure(arguments: Arguments, shape: Shape) -> list[dict]:
                 "backward_ms": backward_ms,
                 "forward_tflops": flop / forward_ms / 1e9,
                 "backward_tflops": 2.5 * flop / backward_ms / 1e9,
-                "host_ms": prepared[name][2],
-                "max_error": prepared[name][3],
+                "max_error": errors.get(name),
             }
         )
     return rows
 
 
 def capture(attention: Callable, qkv: tuple[Tensor, ...], dout: Tensor):
-    """out, the graphs of one forward and one backward pass, and milliseconds of Python for both together."""
+    """out, and the graphs of one forward and one backward pass."""
     # a backward pass runs on the stream of its forward pass
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             torch.autograd.grad(attention(*qkv), qkv, dout)
-        host_ms = []
-        for _ in range(20):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            torch.autograd.grad(attention(*qkv), qkv, dout)
-            host_ms.append(1e3 * (time.perf_counter() - start))
         out = attention(*qkv)
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(forward, stream=stream):
         attention(*qkv)
     with torch.cuda.graph(backward, stream=stream):
         torch.autograd.grad(out, qkv, dout, retain_graph=True)
-    return out, forward, backward, statistics.median(host_ms)
+    return out, forward, backward
 
 
 def visible_share(seq_len: int, window: int | None) -> float:
@@ -211,8 +203,9 @@ def build(name: str, causal: bool, window: int | None, dropout_p: float, seq_len
         return lambda q, k, v: attention_reference(q, k, v, causal=causal, window=window)
     if name == "flex":
         mask = block_mask(seq_len, window) if causal else None
-        # else the ninth shape runs without a kernel
+        # else the ninth shape runs without a kernel, and a backward pass runs once only
         torch._dynamo.reset()
+        torch._functorch.config.donated_buffer = False
         compiled = torch.compile(flex_attention, dynamic=False)
 
         def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -257,7 +250,7 @@ def print_row(row: dict) -> None:
     print(
         f"D {row['head_dim']:3} {mask:6} T {row['seq_len']:6} {row['implementation']:9} "
         f"{row['forward_tflops']:4.0f} / {row['backward_tflops']:4.0f} TFLOP/s "
-        f"{row['forward_ms']:8.3f} / {row['backward_ms']:8.3f} ms, host {row['host_ms']:.3f} ms",
+        f"{row['forward_ms']:8.3f} / {row['backward_ms']:8.3f} ms",
         flush=True,
     )
 

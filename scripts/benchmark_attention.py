@@ -9,7 +9,7 @@ installed), eager (attention_reference). They take turns on the same inputs, `re
 medians. What is timed is the replay of a CUDA graph of one call, with a cold L2: the GPU's own time, as in a
 captured or deeply queued training step, without what Python takes to issue it. Speed counts 4 B H T T D
 operations forward, half of it when causal, and 2.5 times as many backward. max_error is against float64, on
-the first batch and head. The first row is GPT-2's own shape: batch 32, 12 heads of 64, 1024 tokens, packed qkv.
+the first batch and head. The first row is GPT-2's own shape: B 32, H 12, D 64, T 1024, packed qkv.
 """
 
 import statistics

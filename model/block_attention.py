@@ -1,0 +1,126 @@
+"""Attention to a part of the keys, forward and backward, as ring attention needs it: one entry a backend.
+
+    forward(q, k, v, mask, softmax_scale) -> out, lse
+    backward(dout, q, k, v, out, lse, mask, softmax_scale) -> dq, dk, dv
+
+q, out, dout: (B, Tq, H, D); k, v: (B, Tk, Hkv, D); lse: (B, H, Tq). The backward pass takes the out and lse
+of the whole row, over all keys: then its gradients are this part's share of those of the whole attention.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.operators import attention_backward, attention_forward
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Which of Tk keys each of Tq queries sees: all, those up to its own place, or bounds.
+
+    key_bounds (B, 2, Tq), query_bounds (B, 2, Tk) int32, see kernels/intervals.py; both None if not needed.
+    """
+
+    causal: bool
+    key_bounds: Tensor | None
+    query_bounds: Tensor | None
+
+    @staticmethod
+    def of(key_bounds: Tensor, query_bounds: Tensor, device: torch.device | str) -> "Mask":
+        """The cheapest mask equal to the bounds (B or 1, 2, ...), which are on the CPU."""
+        first, end = key_bounds.unbind(1)
+        n_query, n_key = end.shape[1], query_bounds.shape[2]
+        if bool((first == 0).all()):
+            if bool((end == n_key).all()):
+                return Mask(False, None, None)
+            if n_query == n_key and bool((end == torch.arange(1, n_key + 1)).all()):
+                return Mask(True, None, None)
+        return Mask(False, key_bounds.to(device), query_bounds.to(device))
+
+    def expanded(self, batch: int) -> tuple[Tensor | None, Tensor | None]:
+        """The bounds with a line for each of the B sequences, as the kernels read them."""
+        if self.key_bounds is None:
+            return None, None
+        return tuple(
+            bounds.expand(batch, -1, -1).contiguous() for bounds in (self.key_bounds, self.query_bounds)
+        )
+
+    def visible(self, n_query: int, n_key: int, device: torch.device) -> Tensor:
+        """True where a query sees a key; broadcasts to (B, H, Tq, Tk)."""
+        if self.key_bounds is not None:
+            columns = torch.arange(n_key, device=device)
+            first, end = self.key_bounds[:, :, :, None].unbind(1)  # (B, Tq, 1)
+            return ((columns >= first) & (columns < end))[:, None]
+        visible = torch.ones(1, 1, n_query, n_key, dtype=torch.bool, device=device)
+        return visible.tril() if self.causal else visible
+
+
+def flash_forward(q, k, v, mask: Mask, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    return attention_forward(
+        q,
+        k,
+        v,
+        *mask.expanded(q.shape[0]),
+        dropout_seed=None,
+        softmax_scale=softmax_scale,
+        causal=mask.causal,
+        window=None,
+        dropout_p=0.0,
+        deterministic=False,
+    )
+
+
+def flash_backward(dout, q, k, v, out, lse, mask: Mask, softmax_scale: float) -> tuple[Tensor, ...]:
+    return attention_backward(
+        dout,
+        None,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        *mask.expanded(q.shape[0]),
+        dropout_seed=None,
+        softmax_scale=softmax_scale,
+        causal=mask.causal,
+        window=None,
+        dropout_p=0.0,
+        deterministic=False,
+    )
+
+
+def reference_forward(q, k, v, mask: Mask, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    group = q.shape[2] // k.shape[2]
+    scores = reference_scores(q, k, mask, softmax_scale)
+    lse = scores.logsumexp(-1)  # (B, H, Tq)
+    return torch.einsum("bhqk,bkhd->bqhd", probabilities(scores, lse), v.repeat_interleave(group, 2)), lse
+
+
+def reference_backward(dout, q, k, v, out, lse, mask: Mask, softmax_scale: float) -> tuple[Tensor, ...]:
+    n_kv_head, group = k.shape[2], q.shape[2] // k.shape[2]
+    p = probabilities(reference_scores(q, k, mask, softmax_scale), lse)
+    delta = torch.einsum("bqhd,bqhd->bhq", dout, out)
+    dp = torch.einsum("bqhd,bkhd->bhqk", dout, v.repeat_interleave(group, 2))
+    ds = p * (dp - delta[..., None]) * softmax_scale
+    dq = torch.einsum("bhqk,bkhd->bqhd", ds, k.repeat_interleave(group, 2))
+    dk = torch.einsum("bhqk,bqhd->bkhd", ds, q).unflatten(2, (n_kv_head, group)).sum(3)
+    dv = torch.einsum("bhqk,bqhd->bkhd", p, dout).unflatten(2, (n_kv_head, group)).sum(3)
+    return dq, dk, dv
+
+
+def reference_scores(q: Tensor, k: Tensor, mask: Mask, softmax_scale: float) -> Tensor:
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(q.shape[2] // k.shape[2], 2))
+    visible = mask.visible(q.shape[1], k.shape[1], q.device)
+    return (scores * softmax_scale).masked_fill(~visible, float("-inf"))
+
+
+def probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    """e^(scores - lse), and 0 in rows that see nothing."""
+    return (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()
+
+
+BLOCK_ATTENTION = {
+    "flash": (flash_forward, flash_backward),
+    "reference": (reference_forward, reference_backward),
+}

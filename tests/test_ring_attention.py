@@ -1,0 +1,173 @@
+import os
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from kernels.reference import attention_reference, visible_keys
+from model.block_attention import BLOCK_ATTENTION
+from model.ring_attention import Ring, merge, ring_attention
+from tests.accuracy import assert_within_rule, random_qkv, run
+
+# (window, whether the sequences are cut into documents)
+MASKS = list(product((None, 1, 10, 40), (False, True)))
+SEQ_LEN = 64
+
+
+@dataclass
+class NoGroup:
+    """Stands for a process group where nothing is sent."""
+
+    own_rank: int
+    n_ranks: int
+
+    def rank(self) -> int:
+        return self.own_rank
+
+    def size(self) -> int:
+        return self.n_ranks
+
+
+def documents(batch: int = 2) -> torch.Tensor:
+    lengths = [[-1] * 2 + [0] * 1 + [1] * 30 + [5] * 31, [0] * 20 + [1] * 3 + [2] * 41]
+    return torch.tensor(lengths, dtype=torch.int32)[:batch]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("window", "in_documents"), MASKS)
+def test_the_steps_of_all_ranks_cover_the_mask_exactly_once(size, window, in_documents):
+    seq_len = 66 if size == 3 else 64
+    ids = None
+    if in_documents:
+        ids = torch.nn.functional.pad(documents(), (0, seq_len - 64), value=9)
+    expected = visible_keys(seq_len, seq_len, causal=True, window=window, document_ids=ids)[:, 0]
+    covered = torch.zeros(expected.shape, dtype=torch.int)
+    for rank in range(size):
+        ring = Ring(NoGroup(rank, size), seq_len, ids)
+        for step in ring.steps(window):
+            rows, keys = ring.positions[rank][step.rows].long(), ring.positions[step.source][step.keys].long()
+            visible = step.mask.visible(len(rows), len(keys), torch.device("cpu"))[:, 0]
+            covered[:, rows[:, None], keys] += visible
+    assert torch.equal(covered, expected.int())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("window", "in_documents"), MASKS)
+def test_what_a_rank_sends_is_what_the_other_receives(size, window, in_documents):
+    ids = documents() if in_documents else None
+    steps = [Ring(NoGroup(rank, size), SEQ_LEN, ids).steps(window) for rank in range(size)]
+    for rank, distance in product(range(size), range(size)):
+        step = steps[rank][distance]
+        assert steps[step.destination][distance].keys == step.send
+        assert steps[step.destination][distance].source == rank
+
+
+def test_a_causal_mask_needs_no_bounds_and_every_rank_does_the_same_work():
+    work = []
+    for rank in range(4):
+        ring = Ring(NoGroup(rank, 4), SEQ_LEN)
+        steps = ring.steps()
+        assert all(step.mask.key_bounds is None for step in steps)
+        visible = (
+            step.mask.visible(step.rows.stop - step.rows.start, step.keys.stop - step.keys.start, "cpu")
+            for step in steps
+        )
+        work.append(sum(int(part.sum()) for part in visible))
+    assert work == [SEQ_LEN * (SEQ_LEN + 1) // 2 // 4] * 4
+
+
+def test_keys_that_no_query_sees_are_not_sent():
+    # 1024 tokens in 8 chunks of 128: a window of 33 needs the 32 keys before each chunk, and no more
+    for rank in range(4):
+        ring = Ring(NoGroup(rank, 4), 1024)
+        chunks_with_a_successor_elsewhere = 1 if rank in (0, 3) else 2
+        assert ring.tokens_sent(window=33) == 32 * chunks_with_a_successor_elsewhere
+    # dense: each rank needs the first chunk of the ranks before it, and both of those behind it
+    assert sum(Ring(NoGroup(rank, 4), 1024).tokens_sent() for rank in range(4)) == 6 * 128 + 6 * 256
+    one_document_a_chunk = (torch.arange(1024, dtype=torch.int32) // 128)[None]
+    assert Ring(NoGroup(1, 4), 1024, one_document_a_chunk).tokens_sent() == 0
+
+
+def test_a_length_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match=r"seq_len=100 must be a multiple of 2 \* 4 ranks .* use 104"):
+        Ring(NoGroup(0, 4), 100)
+
+
+def test_an_implementation_without_an_lse_is_refused():
+    q = torch.zeros(1, 32, 2, 16)
+    with pytest.raises(ValueError, match="implementation='sdpa' does not run over several processes"):
+        ring_attention(q, q, q, Ring(NoGroup(0, 2), SEQ_LEN), "sdpa")
+
+
+@pytest.mark.parametrize(("window", "in_documents"), [(None, False), (10, False), (40, True)])
+@pytest.mark.parametrize("implementation", ["flash", "reference"])
+def test_the_steps_of_all_ranks_add_up_to_the_whole_attention(implementation, window, in_documents, device):
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    ids = documents() if in_documents else None
+    q, k, v = random_qkv(2, SEQ_LEN, SEQ_LEN, 4, 2, 64, dtype, device)
+    dout, no_dlse = torch.randn_like(q), torch.zeros(2, 4, SEQ_LEN, device=device)
+    options = {"window": window, "document_ids": None if ids is None else ids.to(device)}
+    torchs = run(attention_reference, q, k, v, dout, no_dlse, **options)
+    truths = run(attention_reference, *(x.double() for x in (q, k, v, dout, no_dlse)), **options)
+    ours = add_up(q.detach(), k.detach(), v.detach(), dout, ids, window, implementation)
+    for name, x, pt, ref in zip(("out", "lse", "dq", "dk", "dv"), ours, torchs, truths, strict=True):
+        assert_within_rule(name, x, pt, ref)
+
+
+def add_up(q, k, v, dout, ids, window, implementation, size=2):
+    """out, lse, dq, dk, dv from the steps of all ranks, one after the other in this process."""
+    attention_forward, attention_backward = BLOCK_ATTENTION[implementation]
+    accurate = {"dtype": torch.float32, "device": q.device}
+    out, dq, dk, dv = (torch.zeros(x.shape, **accurate) for x in (q, q, k, v))
+    lse = torch.full((q.shape[0], q.shape[2], SEQ_LEN), float("-inf"), **accurate)
+    steps = []
+    for rank in range(size):
+        ring = Ring(NoGroup(rank, size), SEQ_LEN, ids, q.device)
+        for step in (step for step in ring.steps(window) if not step.is_empty):
+            rows = ring.positions[rank][step.rows].to(q.device)
+            keys = ring.positions[step.source][step.keys].to(q.device)
+            part, part_lse = attention_forward(q[:, rows], k[:, keys], v[:, keys], step.mask, 64**-0.5)
+            merged, merged_lse = out[:, rows], lse[:, :, rows]
+            merge(merged, merged_lse, part, part_lse)
+            out[:, rows], lse[:, :, rows] = merged, merged_lse
+            steps.append((rows, keys, step.mask))
+    out = out.to(q.dtype)
+    for rows, keys, mask in steps:
+        row_data = out[:, rows], lse[:, :, rows], mask, 64**-0.5
+        parts = attention_backward(dout[:, rows], q[:, rows], k[:, keys], v[:, keys], *row_data)
+        for x, where, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
+            x[:, where] += part
+    return out, lse, *(x.to(q.dtype) for x in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_processes_together_give_the_output_and_gradients_of_one(size, tmp_path):
+    mp.spawn(compare_with_one_process, (size, str(tmp_path / "meeting")), nprocs=size)
+
+
+def compare_with_one_process(rank: int, size: int, meeting: str) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    for (window, in_documents), n_kv_head in product(MASKS, (4, 2)):
+        torch.manual_seed(0)
+        batch = 2 if in_documents else 1
+        q, dout = (torch.randn(batch, SEQ_LEN, 4, 8, dtype=torch.float64) for _ in range(2))
+        k, v = (torch.randn(batch, SEQ_LEN, n_kv_head, 8, dtype=torch.float64) for _ in range(2))
+        ids = documents() if in_documents else None
+        ring = Ring(dist.group.WORLD, SEQ_LEN, ids)
+
+        whole = [x.clone().requires_grad_() for x in (q, k, v)]
+        expected = attention_reference(*whole, window=window, document_ids=ids)
+        expected.backward(dout)
+        parts = [ring.split(x).requires_grad_() for x in (q, k, v)]
+        actual = ring_attention(*parts, ring, "reference", window=window)
+        actual.backward(ring.split(dout))
+
+        torch.testing.assert_close(actual, ring.split(expected), rtol=1e-12, atol=1e-12)
+        for part, x in zip(parts, whole, strict=True):
+            torch.testing.assert_close(part.grad, ring.split(x.grad), rtol=1e-12, atol=1e-12)
+    dist.destroy_process_group()

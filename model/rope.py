@@ -1,0 +1,130 @@
+"""Positions that can grow: rotary embeddings with the scalings in use, and learned ones made longer.
+
+Channel i of the D / 2 pairs of a head turns by position * f_i, f_i = base^(-2 i / D). To reach `factor` times
+further than pretraining did:
+
+    linear   f_i / factor: all positions squeezed into the old range
+    ntk      base * factor^(D / (D - 2)): the slowest pair squeezed as in linear, the fastest left alone
+    yarn     linear for pairs that turned less than beta_slow times in pretraining, untouched for those that
+             turned more than beta_fast times, a ramp between; and warmer logits
+    llama3   the same idea over wavelengths, as Llama 3.1 was trained
+
+Sources: Su et al., RoFormer, arXiv:2104.09864; Chen et al., position interpolation, arXiv:2306.15595; Peng et
+al., YaRN, arXiv:2309.00071; Llama 3, arXiv:2407.21783. The numbers are those of transformers.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SCALINGS = ("none", "linear", "ntk", "yarn", "llama3")
+EXTENSIONS = ("repeat", "interpolate")
+
+
+@dataclass(kw_only=True, slots=True)
+class RotaryConfig:
+    # the slowest pair of channels turns once in about 2 pi base tokens
+    base: float
+    # one of SCALINGS
+    scaling: str = "none"
+    # how many times longer than in pretraining sequences may be; none ignores it
+    factor: float = 1.0
+    # the longest sequence of pretraining; yarn and llama3 need it
+    original_seq_len: int | None = None
+    # yarn: pairs that turn more often in original_seq_len are kept, those that turn less often are squeezed
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    # yarn: what cos and sin are multiplied by; null for the paper's 0.1 ln(factor) + 1
+    attention_factor: float | None = None
+    # llama3: the same bounds, as original_seq_len / wavelength
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    def __post_init__(self):
+        if self.scaling not in SCALINGS:
+            raise ValueError(
+                f"model.rotary.scaling must be one of {', '.join(SCALINGS)}, got {self.scaling!r}"
+            )
+        for name in ("base", "factor"):
+            if getattr(self, name) < 1.0:
+                raise ValueError(f"model.rotary.{name} must be at least 1, got {getattr(self, name)}")
+        if self.scaling in ("yarn", "llama3") and self.original_seq_len is None:
+            raise ValueError(
+                f"model.rotary.scaling={self.scaling} needs model.rotary.original_seq_len: "
+                "give the longest sequence of pretraining"
+            )
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"model.rotary.low_freq_factor={self.low_freq_factor} must be below "
+                f"model.rotary.high_freq_factor={self.high_freq_factor}"
+            )
+
+
+def frequencies(config: RotaryConfig, head_dim: int) -> tuple[Tensor, float]:
+    """The angle by which each pair of channels turns a token, (D / 2,) float64, and the factor of cos and sin."""
+    base, factor = config.base, config.factor
+    if config.scaling == "ntk":
+        base *= factor ** (head_dim / (head_dim - 2))
+    kept = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    if config.scaling in ("none", "ntk"):
+        return kept, 1.0
+    squeezed = kept / factor
+    if config.scaling == "linear":
+        return squeezed, 1.0
+    if config.scaling == "yarn":
+        share, attention_factor = yarn_share(config, head_dim), config.attention_factor
+        if attention_factor is None:
+            attention_factor = 0.1 * math.log(factor) + 1.0
+    else:
+        turns = config.original_seq_len * kept / (2.0 * math.pi)
+        span = config.high_freq_factor - config.low_freq_factor
+        share, attention_factor = ((turns - config.low_freq_factor) / span).clamp(0.0, 1.0), 1.0
+    return squeezed * (1.0 - share) + kept * share, attention_factor
+
+
+def yarn_share(config: RotaryConfig, head_dim: int) -> Tensor:
+    """How much of its own frequency each pair keeps, (D / 2,), 1 to 0."""
+
+    def pair_that_turns(times: float) -> float:
+        wavelength = config.original_seq_len / (times * 2.0 * math.pi)
+        return head_dim * math.log(wavelength) / (2.0 * math.log(config.base))
+
+    # whole pairs, as transformers and the authors' code have it
+    first = max(math.floor(pair_that_turns(config.beta_fast)), 0)
+    last = min(math.ceil(pair_that_turns(config.beta_slow)), head_dim - 1)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float64) - first) / max(last - first, 0.001)
+    return 1.0 - ramp.clamp(0.0, 1.0)
+
+
+def rotation(positions: Tensor, frequency: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of the angles, (..., T, 1, D / 2) float32, of positions (..., T)."""
+    # float32 angles are off by 0.06 at position 1M
+    angles = (positions[..., None].double() * frequency)[..., None, :]
+    return (angles.cos() * attention_factor).float(), (angles.sin() * attention_factor).float()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (B, T, H, D) with channels i and i + D / 2 turned as a pair, in x's dtype."""
+    a, b = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def extend_learned_positions(weight: Tensor, n_positions: int, method: str) -> Tensor:
+    """Learned positions (T, C) made longer, (n_positions, C), to be trained on.
+
+    repeat: the table again and again (Longformer, arXiv:2004.05150), near positions stay exact;
+    interpolate: stretched, its ends stay the ends. Raises ValueError for a shorter table.
+    """
+    if method not in EXTENSIONS:
+        raise ValueError(f"method must be one of {', '.join(EXTENSIONS)}, got {method!r}")
+    old = weight.shape[0]
+    if n_positions < old:
+        raise ValueError(f"n_positions={n_positions} must be at least the {old} that there are")
+    if method == "repeat":
+        return weight.repeat(math.ceil(n_positions / old), 1)[:n_positions]
+    return F.interpolate(weight.T[None], size=n_positions, mode="linear", align_corners=True)[
+        0
+    ].T.contiguous()

@@ -1,0 +1,90 @@
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from model.rope import RotaryConfig, extend_learned_positions, frequencies, rotate, rotation
+
+HEAD_DIM, ORIGINAL = 64, 2048
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def theirs(base: float, scaling: dict) -> tuple[torch.Tensor, float]:
+    config = LlamaConfig(
+        hidden_size=2 * HEAD_DIM,
+        num_attention_heads=2,
+        max_position_embeddings=ORIGINAL,
+        rope_parameters={"rope_theta": base, **scaling},
+    )
+    if scaling["rope_type"] == "default":
+        return LlamaRotaryEmbedding.compute_default_rope_parameters(config)
+    length = 8 * ORIGINAL if scaling["rope_type"] == "dynamic" else None
+    return ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu", seq_len=length)
+
+
+@pytest.mark.parametrize("base", [10_000.0, 500_000.0])
+@pytest.mark.parametrize(
+    ("ours", "scaling"),
+    [
+        ({}, {"rope_type": "default"}),
+        ({"scaling": "linear", "factor": 8.0}, {"rope_type": "linear", "factor": 8.0}),
+        # their dynamic scaling with factor 1, at eight times the length, is the static one with factor 8
+        ({"scaling": "ntk", "factor": 8.0}, {"rope_type": "dynamic", "factor": 1.0}),
+        (
+            {"scaling": "yarn", "factor": 16.0, "original_seq_len": ORIGINAL},
+            {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": ORIGINAL},
+        ),
+        (
+            {"scaling": "llama3", "factor": 8.0, "original_seq_len": 512, **LLAMA3},
+            {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512, **LLAMA3},
+        ),
+    ],
+)
+def test_every_scaling_has_the_frequencies_of_transformers(base, ours, scaling):
+    expected, expected_factor = theirs(base, scaling)
+    actual, factor = frequencies(RotaryConfig(base=base, **ours), HEAD_DIM)
+    torch.testing.assert_close(actual.float(), expected, rtol=1e-6, atol=0)
+    assert factor == pytest.approx(expected_factor, rel=1e-12)
+
+
+def test_scores_depend_on_the_distance_alone_even_at_a_million_tokens():
+    q, k = torch.randn(2, 1, 1, 1, HEAD_DIM)
+    frequency, factor = frequencies(RotaryConfig(base=10_000.0), HEAD_DIM)
+
+    def score(i: int, j: int) -> torch.Tensor:
+        turned = (rotate(x, *rotation(torch.tensor([at]), frequency, factor)) for x, at in ((q, i), (k, j)))
+        return torch.linalg.vecdot(*turned)
+
+    torch.testing.assert_close(score(1_048_575, 1_048_570), score(5, 0), rtol=1e-5, atol=1e-5)
+    assert abs(score(5, 0) - score(6, 0)) > 1e-3
+
+
+def test_repeated_positions_start_over():
+    weight = torch.randn(4, 3)
+    assert torch.equal(extend_learned_positions(weight, 10, "repeat"), weight[torch.arange(10) % 4])
+
+
+def test_interpolated_positions_keep_their_ends_and_their_order():
+    weight = torch.arange(4.0)[:, None]
+    stretched = extend_learned_positions(weight, 7, "interpolate")
+    torch.testing.assert_close(stretched[:, 0], torch.arange(7) / 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"scaling": "longrope"}, "model.rotary.scaling must be one of none, linear, ntk, yarn, llama3"),
+        ({"scaling": "yarn"}, "model.rotary.scaling=yarn needs model.rotary.original_seq_len"),
+        ({"factor": 0.5}, "model.rotary.factor must be at least 1, got 0.5"),
+        ({"low_freq_factor": 4.0}, "low_freq_factor=4.0 must be below model.rotary.high_freq_factor=4.0"),
+    ],
+)
+def test_an_impossible_scaling_is_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        RotaryConfig(**{"base": 10_000.0, **values})
+
+
+def test_positions_are_not_made_fewer():
+    with pytest.raises(ValueError, match="n_positions=3 must be at least the 4 that there are"):
+        extend_learned_positions(torch.zeros(4, 2), 3, "repeat")

@@ -8,6 +8,9 @@ from torch import Tensor, nn
 
 from kernels.flash_attention import flash_attention
 from kernels.reference import attention_reference
+from model.config import ModelConfig
+from model.ring_attention import Ring, ring_attention
+from model.rope import rotate
 
 IMPLEMENTATIONS = ("flash", "sdpa", "reference")
 
@@ -29,7 +32,7 @@ class AttentionConfig:
 class LayerCache:
     """Keys and values of the tokens that one layer has seen, for generation.
 
-    k, v: (B, capacity, H, D); the first `length` positions are filled.
+    k, v: (B, capacity, Hkv, D); the first `length` positions are filled.
     """
 
     k: Tensor
@@ -37,7 +40,7 @@ class LayerCache:
     length: int = 0
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores (B, T, H, D) new keys and values; returns all (B, length, H, D) so far."""
+        """Stores (B, T, Hkv, D) new keys and values; returns all (B, length, Hkv, D) so far."""
         end = self.length + k.shape[1]
         self.k[:, self.length : end] = k
         self.v[:, self.length : end] = v
@@ -46,28 +49,52 @@ class LayerCache:
 
 
 class SelfAttention(nn.Module):
-    """Multi-head causal self-attention on (B, T, C), heads of C / n_head channels."""
+    """Multi-head causal self-attention on (B, T, C); a group of query heads may share keys and values."""
 
-    def __init__(self, n_embd: int, n_head: int, dropout: float, implementation: str):
+    def __init__(self, config: ModelConfig, implementation: str):
         super().__init__()
-        self.n_head = n_head
-        self.dropout = dropout
+        self.n_heads = config.n_head, config.n_kv_head, config.n_kv_head
+        self.head_dim = config.head_dim
+        self.dropout = config.dropout
         self.implementation = implementation
-        self.qkv = nn.Linear(n_embd, 3 * n_embd)
-        self.projection = nn.Linear(n_embd, n_embd)
-        self.residual_dropout = nn.Dropout(dropout)
+        width = config.n_head * config.head_dim
+        self.qkv = nn.Linear(config.n_embd, sum(self.n_heads) * config.head_dim, config.bias != "none")
+        self.projection = nn.Linear(width, config.n_embd, config.bias == "all")
+        self.residual_dropout = nn.Dropout(config.dropout)
+        self.qk_norm = config.qk_norm
+        if self.qk_norm:
+            self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
 
     def forward(
-        self, x: Tensor, document_ids: Tensor | None = None, cache: LayerCache | None = None
+        self,
+        x: Tensor,
+        document_ids: Tensor | None = None,
+        cache: LayerCache | None = None,
+        rotation: tuple[Tensor, Tensor] | None = None,
+        ring: Ring | None = None,
     ) -> Tensor:
-        batch, seq_len, n_embd = x.shape
+        """rotation: cos and sin by which queries and keys turn; ring: x is a part of longer sequences."""
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         # views of the packed product: no copy is made for the kernel
-        q, k, v = self.qkv(x).view(batch, seq_len, 3, self.n_head, -1).unbind(2)  # (B, T, H, D) each
+        q, k, v = qkv.split(self.n_heads, dim=2)  # (B, T, H, D), twice (B, T, Hkv, D)
+        if self.qk_norm:
+            # in the weights' own precision: autocast does not cast norms
+            q, k = (
+                norm(x.to(norm.weight.dtype)).to(v.dtype) for norm, x in ((self.q_norm, q), (self.k_norm, k))
+            )
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
         if cache is not None:
             k, v = cache.append(k, v)
         dropout_p = self.dropout if self.training else 0.0
-        out = attend(q, k, v, self.implementation, document_ids=document_ids, dropout_p=dropout_p)
-        return self.residual_dropout(self.projection(out.reshape(batch, seq_len, n_embd)))
+        if ring is not None:
+            if dropout_p > 0.0:
+                raise ValueError(f"model.dropout={dropout_p}: there is none over several processes, set it 0")
+            out = ring_attention(q, k, v, ring, self.implementation)
+        else:
+            out = attend(q, k, v, self.implementation, document_ids=document_ids, dropout_p=dropout_p)
+        return self.residual_dropout(self.projection(out.flatten(2)))
 
 
 def attend(
@@ -81,7 +108,7 @@ def attend(
 ) -> Tensor:
     """Causal attention by the implementation that the configuration names, and by no other.
 
-    q: (B, Tq, H, D); k, v: (B, Tk, H, D), Tk >= Tq, the last query sees the last key.
+    q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), Tk >= Tq, the last query sees the last key.
     document_ids: (B, T) int32, a token sees only its own document. Returns (B, Tq, H, D).
     """
     if implementation == "flash":
@@ -102,5 +129,6 @@ def attend(
         attn_mask=mask,
         dropout_p=dropout_p,
         is_causal=mask is None and n_query == n_key,
+        enable_gqa=q.shape[2] != k.shape[2],
     )
     return out.transpose(1, 2)

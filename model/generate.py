@@ -44,7 +44,7 @@ def generate(
 
 def _empty_caches(model: GPT, batch: int, capacity: int, device: torch.device) -> list[LayerCache]:
     config = model.config
-    shape = (batch, capacity, config.n_head, config.head_dim)
+    shape = (batch, capacity, config.n_kv_head, config.head_dim)
     dtype = model.token_embedding.weight.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)

@@ -63,19 +63,21 @@ class RotaryConfig:
             )
 
 
-def frequencies(config: RotaryConfig, head_dim: int) -> tuple[Tensor, float]:
-    """The angle by which each pair of channels turns a token, (D / 2,) float64, and the factor of cos and sin."""
+def frequencies(
+    config: RotaryConfig, head_dim: int, device: torch.device | None = None
+) -> tuple[Tensor, float]:
+    """By what angle each pair of channels turns a token, (D / 2,) float64, and the factor of cos and sin."""
     base, factor = config.base, config.factor
     if config.scaling == "ntk":
         base *= factor ** (head_dim / (head_dim - 2))
-    kept = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    kept = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
     if config.scaling in ("none", "ntk"):
         return kept, 1.0
     squeezed = kept / factor
     if config.scaling == "linear":
         return squeezed, 1.0
     if config.scaling == "yarn":
-        share, attention_factor = yarn_share(config, head_dim), config.attention_factor
+        share, attention_factor = yarn_share(config, head_dim, device), config.attention_factor
         if attention_factor is None:
             attention_factor = 0.1 * math.log(factor) + 1.0
     else:
@@ -85,7 +87,7 @@ def frequencies(config: RotaryConfig, head_dim: int) -> tuple[Tensor, float]:
     return squeezed * (1.0 - share) + kept * share, attention_factor
 
 
-def yarn_share(config: RotaryConfig, head_dim: int) -> Tensor:
+def yarn_share(config: RotaryConfig, head_dim: int, device: torch.device | None) -> Tensor:
     """How much of its own frequency each pair keeps, (D / 2,), 1 to 0."""
 
     def pair_that_turns(times: float) -> float:
@@ -95,15 +97,16 @@ def yarn_share(config: RotaryConfig, head_dim: int) -> Tensor:
     # whole pairs, as transformers and the authors' code have it
     first = max(math.floor(pair_that_turns(config.beta_fast)), 0)
     last = min(math.ceil(pair_that_turns(config.beta_slow)), head_dim - 1)
-    ramp = (torch.arange(head_dim // 2, dtype=torch.float64) - first) / max(last - first, 0.001)
-    return 1.0 - ramp.clamp(0.0, 1.0)
+    pair = torch.arange(head_dim // 2, dtype=torch.float64, device=device)
+    return 1.0 - ((pair - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
 
 
-def rotation(positions: Tensor, frequency: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of the angles, (..., T, 1, D / 2) float32, of positions (..., T)."""
+def rotation(config: RotaryConfig, head_dim: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of the angles at positions (..., T), (..., T, 1, D / 2) float32."""
+    frequency, factor = frequencies(config, head_dim, positions.device)
     # float32 angles are off by 0.06 at position 1M
     angles = (positions[..., None].double() * frequency)[..., None, :]
-    return (angles.cos() * attention_factor).float(), (angles.sin() * attention_factor).float()
+    return (angles.cos() * factor).float(), (angles.sin() * factor).float()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

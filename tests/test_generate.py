@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from model import GPT, AttentionConfig, ModelConfig, generate
+from model.rope import RotaryConfig
 
 
 @pytest.fixture
@@ -14,7 +17,12 @@ def gpt() -> GPT:
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "reference"])
-def test_the_cache_gives_the_same_tokens_as_no_cache(gpt, implementation):
+@pytest.mark.parametrize("changes", [{}, {"n_kv_head": 1, "rotary": RotaryConfig(base=100.0), "norm": "rms"}])
+def test_the_cache_gives_the_same_tokens_as_no_cache(gpt, implementation, changes):
+    if changes:
+        weight = gpt.token_embedding.weight
+        gpt = GPT(replace(gpt.config, **changes), AttentionConfig(implementation=implementation))
+        gpt.token_embedding.weight = weight
     for block in gpt.blocks:
         block.attention.implementation = implementation
     prompt = torch.randint(100, (3, 7))

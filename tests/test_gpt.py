@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from model import GPT, AttentionConfig, ModelConfig
-from model.gpt import flops_per_token
+from model.config import flops_per_token
+from model.rope import RotaryConfig
 
 PUBLISHED = {
     "gpt2": (12, 12, 768, 124_439_808),
@@ -122,3 +123,44 @@ def test_an_impossible_model_is_refused_by_key_and_value(changes, message):
 def test_an_unknown_attention_is_refused():
     with pytest.raises(ValueError, match="attention.implementation must be one of flash, sdpa, reference"):
         AttentionConfig(implementation="fast")
+
+
+LLAMA = {
+    "n_kv_head": 1,
+    "mlp_width": 48,
+    "rotary": RotaryConfig(base=10_000.0),
+    "norm": "rms",
+    "mlp": "swiglu",
+    "bias": "none",
+    "tied_head": False,
+}
+SHAPES = {"gpt2": {}, "llama": LLAMA, "qwen": {**LLAMA, "bias": "qkv", "qk_norm": True, "head_dim": 24}}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_flops_count_the_parameters_that_there_are(shape):
+    gpt = model(**SHAPES[shape])
+    n = gpt.n_parameters()
+    if shape == "gpt2":
+        n -= gpt.position_embedding.weight.numel()
+    else:
+        # the untied embedding is a look-up
+        n -= 300 * 32
+    width = gpt.config.n_head * gpt.config.head_dim
+    assert flops_per_token(gpt.config, 64, causal=False) == 6 * n + 12 * 2 * width * 64
+
+
+@pytest.mark.parametrize("shape", ["llama", "qwen"])
+@pytest.mark.parametrize("implementation", ["sdpa", "reference"])
+def test_rotary_models_depend_on_distances_alone(shape, implementation):
+    gpt = model(implementation, **SHAPES[shape]).eval()
+    tokens = torch.randint(300, (2, 20))
+    torch.testing.assert_close(gpt(tokens), gpt(tokens, positions=torch.arange(5, 25)), rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_with_normed_heads_runs_under_autocast():
+    gpt = model("sdpa", **SHAPES["qwen"])
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = gpt(torch.randint(300, (2, 20)), torch.randint(300, (2, 20)))
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(300), abs=0.1)

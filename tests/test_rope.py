@@ -50,10 +50,10 @@ def test_every_scaling_has_the_frequencies_of_transformers(base, ours, scaling):
 
 def test_scores_depend_on_the_distance_alone_even_at_a_million_tokens():
     q, k = torch.randn(2, 1, 1, 1, HEAD_DIM)
-    frequency, factor = frequencies(RotaryConfig(base=10_000.0), HEAD_DIM)
+    config = RotaryConfig(base=10_000.0)
 
     def score(i: int, j: int) -> torch.Tensor:
-        turned = (rotate(x, *rotation(torch.tensor([at]), frequency, factor)) for x, at in ((q, i), (k, j)))
+        turned = (rotate(x, *rotation(config, HEAD_DIM, torch.tensor([at]))) for x, at in ((q, i), (k, j)))
         return torch.linalg.vecdot(*turned)
 
     torch.testing.assert_close(score(1_048_575, 1_048_570), score(5, 0), rtol=1e-5, atol=1e-5)

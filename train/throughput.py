@@ -6,7 +6,7 @@ import time
 import torch
 
 from model import ModelConfig
-from model.gpt import flops_per_token
+from model.config import flops_per_token
 
 # dense matrix products without sparsity, FLOP/s, from the makers' datasheets
 PEAK_FLOPS = {
@@ -50,7 +50,7 @@ def model_flop_utilization(
 ) -> float | None:
     """The share of the card's peak that the model's own FLOPs take; None for a card of unknown peak.
 
-    causal: see model.gpt.flops_per_token; metrics use causal=False, the convention of PaLM and nanoGPT.
+    causal: see model.config.flops_per_token; metrics use causal=False, the convention of PaLM and nanoGPT.
     """
     peak = peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
     if peak is None:

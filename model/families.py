@@ -1,0 +1,285 @@
+"""Hugging Face's model families in our terms: what config.json means, and what their tensors are called."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from model.config import ModelConfig
+from model.rope import RotaryConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The tensors of theirs that make up one of ours: stacked along its rows, of `rows` each.
+
+    transposed: theirs are (in, out), as GPT-2 has them.
+    """
+
+    names: tuple[str, ...]
+    rows: tuple[int, ...] | None = None
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture: the prefix of its tensors, both directions of its config.json, its tensors' names."""
+
+    prefix: str
+    read_config: Callable[[dict], ModelConfig]
+    write_config: Callable[[ModelConfig], dict]
+    tensors: Callable[[ModelConfig], Iterator[tuple[str, Source]]]
+    # tensors that old versions saved and nobody reads
+    ignored_endings: tuple[str, ...] = ()
+
+
+def family_of(config: ModelConfig) -> str:
+    """The architecture that can hold such a model. Raises ValueError, saying what fits none."""
+    if config.rotary is None:
+        needed = {"norm": "layer", "mlp": "gelu", "bias": "all", "qk_norm": False, "n_kv_head": config.n_head}
+        _check_all("GPT2LMHeadModel", config, {**needed, "head_dim": config.n_embd // config.n_head})
+        return "GPT2LMHeadModel"
+    _check_all("LlamaForCausalLM", config, {"norm": "rms", "mlp": "swiglu"})
+    if config.qk_norm:
+        _check_all("Qwen3ForCausalLM", config, {"bias": "none"})
+        return "Qwen3ForCausalLM"
+    return "Qwen2ForCausalLM" if config.bias == "qkv" else "LlamaForCausalLM"
+
+
+def _check_all(family: str, config: ModelConfig, needed: dict) -> None:
+    for name, value in needed.items():
+        if getattr(config, name) != value:
+            raise ValueError(
+                f"no Hugging Face family that we know holds this model: {family} needs model.{name}={value}, "
+                f"it is {getattr(config, name)}"
+            )
+
+
+def read_gpt2_config(theirs: dict) -> ModelConfig:
+    _require(
+        theirs,
+        activation_function=("gelu_new", "gelu_pytorch_tanh"),
+        scale_attn_weights=(True,),
+        scale_attn_by_inverse_layer_idx=(False,),
+        reorder_and_upcast_attn=(False,),
+        add_cross_attention=(False,),
+    )
+    return ModelConfig(
+        n_layer=theirs["n_layer"],
+        n_head=theirs["n_head"],
+        n_embd=theirs["n_embd"],
+        vocab_size=theirs["vocab_size"],
+        max_seq_len=theirs["n_positions"],
+        dropout=0.0,
+        mlp_width=theirs.get("n_inner"),
+        norm_eps=theirs.get("layer_norm_epsilon", 1e-5),
+        tied_head=theirs.get("tie_word_embeddings", True),
+    )
+
+
+def write_gpt2_config(config: ModelConfig) -> dict:
+    return {
+        "model_type": "gpt2",
+        "n_layer": config.n_layer,
+        "n_head": config.n_head,
+        "n_embd": config.n_embd,
+        "n_inner": config.mlp_width,
+        "vocab_size": config.vocab_size,
+        "n_positions": config.max_seq_len,
+        "n_ctx": config.max_seq_len,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": config.norm_eps,
+        "tie_word_embeddings": config.tied_head,
+        # ours has one rate for all three
+        "attn_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "resid_pdrop": config.dropout,
+    }
+
+
+def gpt2_tensors(config: ModelConfig) -> Iterator[tuple[str, Source]]:
+    yield "token_embedding.weight", Source(("transformer.wte.weight",))
+    yield "position_embedding.weight", Source(("transformer.wpe.weight",))
+    layers = {
+        "attention_norm": "ln_1",
+        "attention.qkv": "attn.c_attn",
+        "attention.projection": "attn.c_proj",
+        "mlp_norm": "ln_2",
+        "mlp.expand": "mlp.c_fc",
+        "mlp.projection": "mlp.c_proj",
+    }
+    for i in range(config.n_layer):
+        for ours, theirs in layers.items():
+            weight = Source((f"transformer.h.{i}.{theirs}.weight",), transposed="norm" not in ours)
+            yield f"blocks.{i}.{ours}.weight", weight
+            yield f"blocks.{i}.{ours}.bias", Source((f"transformer.h.{i}.{theirs}.bias",))
+    for kind in ("weight", "bias"):
+        yield f"final_norm.{kind}", Source((f"transformer.ln_f.{kind}",))
+    if not config.tied_head:
+        yield "head.weight", Source(("lm_head.weight",))
+
+
+def read_llama_config(theirs: dict) -> ModelConfig:
+    both_biases = theirs.get("attention_bias", False), theirs.get("mlp_bias", False)
+    if both_biases[0] != both_biases[1]:
+        raise ValueError(
+            f"config.json: attention_bias={both_biases[0]} with mlp_bias={both_biases[1]} is not supported: "
+            "both or none"
+        )
+    return _read_rotary_family(theirs, bias="all" if both_biases[0] else "none", default_eps=1e-6)
+
+
+def read_qwen2_config(theirs: dict) -> ModelConfig:
+    _require(theirs, use_sliding_window=(False,))
+    return _read_rotary_family(theirs, bias="qkv", default_eps=1e-6)
+
+
+def read_qwen3_config(theirs: dict) -> ModelConfig:
+    _require(theirs, use_sliding_window=(False,), attention_bias=(False,))
+    return _read_rotary_family({"head_dim": 128, **theirs}, bias="none", default_eps=1e-6, qk_norm=True)
+
+
+def _read_rotary_family(theirs: dict, *, bias: str, default_eps: float, qk_norm: bool = False) -> ModelConfig:
+    _require(theirs, hidden_act=("silu",), pretraining_tp=(1,))
+    return ModelConfig(
+        n_layer=theirs["num_hidden_layers"],
+        n_head=theirs["num_attention_heads"],
+        n_kv_head=theirs.get("num_key_value_heads"),
+        head_dim=theirs.get("head_dim"),
+        n_embd=theirs["hidden_size"],
+        mlp_width=theirs["intermediate_size"],
+        vocab_size=theirs["vocab_size"],
+        max_seq_len=theirs["max_position_embeddings"],
+        dropout=0.0,
+        rotary=read_rotary(theirs),
+        norm="rms",
+        norm_eps=theirs.get("rms_norm_eps", default_eps),
+        mlp="swiglu",
+        bias=bias,
+        qk_norm=qk_norm,
+        tied_head=theirs.get("tie_word_embeddings", False),
+    )
+
+
+def read_rotary(theirs: dict) -> RotaryConfig:
+    """From rope_parameters, or from rope_theta and rope_scaling as transformers before 5 wrote them."""
+    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    base = float(rope.get("rope_theta", theirs.get("rope_theta", 10_000.0)))
+    _require(rope, partial_rotary_factor=(1.0,), truncate=(True,))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return RotaryConfig(base=base)
+    if kind not in ("linear", "yarn", "llama3"):
+        raise ValueError(
+            f"config.json: rope_type={kind!r} is not supported: default, linear, yarn and llama3 are"
+        )
+    scaling = {"base": base, "scaling": kind, "factor": float(rope["factor"])}
+    if kind != "linear":
+        longest = rope.get("original_max_position_embeddings") or theirs["max_position_embeddings"]
+        scaling["original_seq_len"] = longest
+    for name in ("beta_fast", "beta_slow", "attention_factor", "low_freq_factor", "high_freq_factor"):
+        if rope.get(name) is not None:
+            scaling[name] = float(rope[name])
+    if rope.get("mscale") and rope.get("mscale_all_dim") and "attention_factor" not in scaling:
+        over, under = (
+            0.1 * rope[name] * math.log(rope["factor"]) + 1 for name in ("mscale", "mscale_all_dim")
+        )
+        scaling["attention_factor"] = over / under
+    return RotaryConfig(**scaling)
+
+
+def write_rotary_family_config(config: ModelConfig) -> dict:
+    architecture = family_of(config)
+    model_types = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+    theirs = {
+        "model_type": model_types[architecture],
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_kv_head,
+        "head_dim": config.head_dim,
+        "hidden_size": config.n_embd,
+        "intermediate_size": config.mlp_width,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_seq_len,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied_head,
+        **write_rotary(config.rotary, config.head_dim),
+    }
+    if architecture == "LlamaForCausalLM":
+        theirs["attention_bias"] = theirs["mlp_bias"] = config.bias == "all"
+    return theirs
+
+
+def write_rotary(rotary: RotaryConfig, head_dim: int) -> dict:
+    """In the words that every version of transformers reads."""
+    if rotary.scaling == "none":
+        return {"rope_theta": rotary.base}
+    if rotary.scaling == "ntk":
+        # a larger base, and no more
+        return {"rope_theta": rotary.base * rotary.factor ** (head_dim / (head_dim - 2))}
+    scaling = {"rope_type": rotary.scaling, "factor": rotary.factor}
+    names = {"yarn": ("beta_fast", "beta_slow", "attention_factor"), "linear": ()}
+    for name in names.get(rotary.scaling, ("low_freq_factor", "high_freq_factor")):
+        if getattr(rotary, name) is not None:
+            scaling[name] = getattr(rotary, name)
+    if rotary.scaling != "linear":
+        scaling["original_max_position_embeddings"] = rotary.original_seq_len
+    return {"rope_theta": rotary.base, "rope_scaling": scaling}
+
+
+def rotary_family_tensors(config: ModelConfig) -> Iterator[tuple[str, Source]]:
+    yield "token_embedding.weight", Source(("model.embed_tokens.weight",))
+    q_rows, kv_rows = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+    for i in range(config.n_layer):
+        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
+        yield f"{ours}.attention_norm.weight", Source((f"{theirs}.input_layernorm.weight",))
+        yield f"{ours}.mlp_norm.weight", Source((f"{theirs}.post_attention_layernorm.weight",))
+        if config.qk_norm:
+            for x in "qk":
+                yield f"{ours}.attention.{x}_norm.weight", Source((f"{theirs}.self_attn.{x}_norm.weight",))
+        linears = {
+            "attention.qkv": (
+                ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+                (q_rows, kv_rows, kv_rows),
+            ),
+            "attention.projection": (("self_attn.o_proj",), None),
+            "mlp.expand": (("mlp.gate_proj", "mlp.up_proj"), (config.mlp_width, config.mlp_width)),
+            "mlp.projection": (("mlp.down_proj",), None),
+        }
+        for name, (parts, rows) in linears.items():
+            is_biased = config.bias == "all" or (config.bias == "qkv" and name == "attention.qkv")
+            for kind in ("weight", "bias") if is_biased else ("weight",):
+                yield (
+                    f"{ours}.{name}.{kind}",
+                    Source(tuple(f"{theirs}.{part}.{kind}" for part in parts), rows),
+                )
+    yield "final_norm.weight", Source(("model.norm.weight",))
+    if not config.tied_head:
+        yield "head.weight", Source(("lm_head.weight",))
+
+
+def _require(theirs: dict, **allowed: tuple) -> None:
+    """Raises ValueError for a key of config.json whose value changes the model in a way that we lack."""
+    for name, values in allowed.items():
+        if name in theirs and theirs[name] not in values:
+            raise ValueError(
+                f"config.json: {name}={theirs[name]!r} is not supported: "
+                f"{' or '.join(repr(value) for value in values)} is"
+            )
+
+
+def _rotary_family(read_config: Callable[[dict], ModelConfig]) -> Family:
+    ignored = ("rotary_emb.inv_freq",)
+    return Family("model.", read_config, write_rotary_family_config, rotary_family_tensors, ignored)
+
+
+FAMILIES = {
+    "GPT2LMHeadModel": Family(
+        "transformer.", read_gpt2_config, write_gpt2_config, gpt2_tensors, (".attn.bias", ".attn.masked_bias")
+    ),
+    # Llama 2 and 3, SmolLM 1 and 2
+    "LlamaForCausalLM": _rotary_family(read_llama_config),
+    # Qwen 2 and 2.5
+    "Qwen2ForCausalLM": _rotary_family(read_qwen2_config),
+    "Qwen3ForCausalLM": _rotary_family(read_qwen3_config),
+}

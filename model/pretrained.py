@@ -1,0 +1,178 @@
+"""Models in and out: Hugging Face folders of config.json and safetensors, read and written without pickle."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from model.attention import AttentionConfig
+from model.config import ModelConfig
+from model.families import FAMILIES, Family, family_of
+from model.gpt import GPT
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# of one file; more weights go to several, as transformers does it
+MAX_SHARD_BYTES = 5_000_000_000
+# our tables that are padded to whole tiles
+PADDED = ("token_embedding.weight", "head.weight")
+
+
+def read_pretrained_config(folder: Path | str) -> ModelConfig:
+    """The shape of the model in a Hugging Face folder. Raises ValueError for what we cannot represent."""
+    return _read_config(Path(folder))[1]
+
+
+def load_pretrained(folder: Path | str, attention: AttentionConfig) -> GPT:
+    """The model in a Hugging Face folder of GPT-2, Llama 2 or 3, Qwen 2.5 or 3, or SmolLM kind, on the CPU.
+
+    Parameters are float32, whatever the file holds. Raises ValueError for another architecture, for a setting
+    that changes the model in a way we lack, and for missing, surplus or misshapen tensors, all by name.
+    """
+    folder = Path(folder)
+    family, config = _read_config(folder)
+    model = GPT(config, attention)
+    files = _find_tensors(folder, family)
+    _check_names(folder, family, config, files)
+    state = model.state_dict()
+    for name, part in named_parts(state, family, config):
+        tensor = _read(files[name], name, family)
+        if tensor.shape != part.shape:
+            raise ValueError(
+                f"{folder}: {name} must have shape {tuple(part.shape)}, as config.json says, "
+                f"got {tuple(tensor.shape)}"
+            )
+        part.copy_(tensor)
+    for ours in PADDED:
+        if ours in state:
+            state[ours][config.vocab_size :].zero_()
+    return model
+
+
+def export_pretrained(
+    model: GPT,
+    folder: Path | str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes a folder that `transformers` loads: config.json and safetensors, in this dtype.
+
+    Raises ValueError for a model that no family holds, and for a folder that is not empty.
+    """
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty: choose a new folder, nothing is overwritten")
+    config = model.config
+    architecture = family_of(config)
+    family = FAMILIES[architecture]
+    tensors = {
+        name: part.to("cpu", dtype, copy=True).contiguous()
+        for name, part in named_parts(model.state_dict(), family, config)
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_tensors(folder, tensors, max_shard_bytes)
+    theirs = {"architectures": [architecture], **family.write_config(config)}
+    theirs["dtype"] = theirs["torch_dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(theirs, indent=2) + "\n")
+
+
+def named_parts(
+    state: dict[str, Tensor], family: Family, config: ModelConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of theirs, by name, as a view of ours: of parameters or of anything in their shape."""
+    for ours, source in family.tensors(config):
+        tensor = state[ours][: config.vocab_size] if ours in PADDED else state[ours]
+        for name, part in zip(source.names, tensor.split(source.rows or tensor.shape[0]), strict=True):
+            yield name, part.T if source.transposed else part
+
+
+def _read_config(folder: Path) -> tuple[Family, ModelConfig]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; a Hugging Face model is a folder with config.json in it")
+    theirs = json.loads(path.read_text())
+    names = theirs.get("architectures") or ["none"]
+    if names[0] not in FAMILIES:
+        raise ValueError(f"{path}: architecture {names[0]} is not supported: {', '.join(FAMILIES)} are")
+    family = FAMILIES[names[0]]
+    try:
+        return family, family.read_config(theirs)
+    except KeyError as error:
+        raise ValueError(f"{path}: {error.args[0]} is missing") from None
+
+
+def _find_tensors(folder: Path, family: Family) -> dict[str, Path]:
+    """Full name of each tensor, and the file that holds it."""
+    if (folder / INDEX).is_file():
+        files = json.loads((folder / INDEX).read_text())["weight_map"]
+        files = {name: folder / file for name, file in files.items()}
+    elif (folder / WEIGHTS).is_file():
+        with _open(folder / WEIGHTS) as file:
+            files = dict.fromkeys(file.keys(), folder / WEIGHTS)
+    else:
+        raise ValueError(
+            f"{folder} holds neither {WEIGHTS} nor {INDEX}: save the model with safetensors, "
+            "transformers' save_pretrained does"
+        )
+    # a model without its head is saved without the prefix
+    return {
+        name if name.startswith((family.prefix, "lm_head.")) else family.prefix + name: path
+        for name, path in files.items()
+    }
+
+
+def _check_names(folder: Path, family: Family, config: ModelConfig, files: dict[str, Path]) -> None:
+    needed = {name for _, source in family.tensors(config) for name in source.names}
+    found = {name for name in files if not name.endswith(family.ignored_endings)}
+    if config.tied_head:
+        found.discard("lm_head.weight")
+    complaints = []
+    for what, names in (("lacks", needed - found), ("has surplus", found - needed)):
+        if names:
+            shown = ", ".join(sorted(names)[:5])
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            complaints.append(f"{what} {shown}{more}")
+    if complaints:
+        raise ValueError(
+            f"{folder} does not hold the model of its config.json: it {'; it '.join(complaints)}"
+        )
+
+
+def _open(path: Path):
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def _read(path: Path, name: str, family: Family) -> Tensor:
+    with _open(path) as file:
+        if name not in file.keys():  # noqa: SIM118, the file is no mapping
+            name = name.removeprefix(family.prefix)
+        return file.get_tensor(name)
+
+
+def _write_tensors(folder: Path, tensors: dict[str, Tensor], max_shard_bytes: int) -> None:
+    shards: list[dict[str, Tensor]] = [{}]
+    room = max_shard_bytes
+    for name, tensor in tensors.items():
+        if tensor.nbytes > room and shards[-1]:
+            shards.append({})
+            room = max_shard_bytes
+        shards[-1][name] = tensor
+        room -= tensor.nbytes
+    if len(shards) == 1:
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        return
+    weight_map = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,202 @@
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from model import GPT, AttentionConfig
+from model.families import FAMILIES, family_of
+from model.pretrained import export_pretrained, load_pretrained, named_parts, read_pretrained_config
+from tests.accuracy import assert_within_rule
+
+REFERENCE = AttentionConfig(implementation="reference")
+ROTARY_SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16}
+GPT2_SIZES = {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+KINDS = {
+    "gpt2": (transformers.GPT2Config, GPT2_SIZES),
+    "gpt2_untied": (transformers.GPT2Config, {**GPT2_SIZES, "n_inner": 40, "tie_word_embeddings": False}),
+    "llama2": (transformers.LlamaConfig, ROTARY_SIZES),
+    "llama3": (transformers.LlamaConfig, {**ROTARY_SIZES, "rope_parameters": LLAMA3}),
+    "smollm": (transformers.LlamaConfig, {**ROTARY_SIZES, "tie_word_embeddings": True}),
+    "llama_with_biases": (
+        transformers.LlamaConfig,
+        {**ROTARY_SIZES, "attention_bias": True, "mlp_bias": True},
+    ),
+    "qwen2.5": (transformers.Qwen2Config, {**ROTARY_SIZES, "tie_word_embeddings": True}),
+    "qwen3": (transformers.Qwen3Config, {**ROTARY_SIZES, "head_dim": 16, "rope_parameters": YARN}),
+}
+
+
+def theirs(kind: str, dtype: torch.dtype = torch.float32):
+    """A small model of transformers, all of whose tensors are random: zeros and ones would hide mistakes."""
+    make_config, values = KINDS[kind]
+    model = transformers.AutoModelForCausalLM.from_config(make_config(**values), attn_implementation="eager")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=0.1, std=0.3)
+    return model.to(dtype).eval()
+
+
+@pytest.fixture(params=KINDS)
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def folder(kind, tmp_path):
+    theirs(kind).save_pretrained(tmp_path / "theirs")
+    return tmp_path / "theirs"
+
+
+def logits_and_gradients(model, tokens, named):
+    output = model(tokens)
+    logits = getattr(output, "logits", output)
+    targets = tokens.roll(-1, 1).flatten()
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets).backward()
+    return {"logits": logits.detach()} | named(model)
+
+
+def test_logits_and_gradients_are_as_accurate_as_those_of_transformers(kind, folder):
+    tokens = torch.randint(100, (2, 33))
+    ours = load_pretrained(folder, REFERENCE)
+    family = FAMILIES[family_of(ours.config)]
+
+    def their_gradients(model):
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    def our_gradients(model):
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        return dict(named_parts(gradients, family, model.config))
+
+    same_dtype, truth = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        for dtype in (torch.float32, torch.float64)
+    )
+    actual = logits_and_gradients(ours, tokens, our_gradients)
+    expected = logits_and_gradients(same_dtype, tokens, their_gradients)
+    exact = logits_and_gradients(truth, tokens, their_gradients)
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
+        assert_within_rule(name, value, expected[name], exact[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_round_trip_changes_no_bit_and_transformers_loads_it(kind, tmp_path, dtype):
+    theirs(kind, dtype).save_pretrained(tmp_path / "theirs")
+    ours = load_pretrained(tmp_path / "theirs", REFERENCE)
+    export_pretrained(ours, tmp_path / "ours", dtype=dtype)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+
+    original, again = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=dtype)
+        for name in ("theirs", "ours")
+    )
+    tokens = torch.randint(100, (1, 20))
+    assert torch.equal(again(tokens).logits, original(tokens).logits)
+    assert read_pretrained_config(tmp_path / "ours") == ours.config
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama2"], indirect=True)
+def test_sharded_weights_are_read_and_written(folder, tmp_path):
+    ours = load_pretrained(folder, REFERENCE)
+    export_pretrained(ours, tmp_path / "shards", max_shard_bytes=20_000)
+    assert len(list((tmp_path / "shards").glob("model-*-of-*.safetensors"))) > 2
+    again = load_pretrained(tmp_path / "shards", REFERENCE)
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "shards")
+
+
+@pytest.mark.parametrize("kind", ["gpt2"], indirect=True)
+def test_the_names_of_the_published_gpt2_are_read(folder):
+    # openai-community/gpt2: no prefix, and the causal mask among the weights
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    tensors |= {f"h.{i}.attn.bias": torch.ones(1, 1, 64, 64) for i in range(2)}
+    expected = load_pretrained(folder, REFERENCE).state_dict()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for name, tensor in load_pretrained(folder, REFERENCE).state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("kind", ["llama2"], indirect=True)
+def test_wrong_tensors_are_refused_by_name(folder):
+    tensors = load_file(folder / "model.safetensors")
+    wrong = dict(tensors)
+    wrong["model.layers.1.self_attn.k_proj.weight"] = torch.zeros(8, 32)
+    save_file(wrong, folder / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"layers.1.self_attn.k_proj.weight must have shape \(16, 32\).*\(8, 32\)"
+    ):
+        load_pretrained(folder, REFERENCE)
+    wrong = {name: tensor for name, tensor in tensors.items() if "layers.0.mlp.up_proj" not in name}
+    save_file({**wrong, "model.extra": torch.zeros(1)}, folder / "model.safetensors")
+    message = "it lacks model.layers.0.mlp.up_proj.weight; it has surplus model.extra"
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(folder, REFERENCE)
+
+
+@pytest.mark.parametrize("kind", ["qwen2.5"], indirect=True)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "architecture MambaForCausalLM is not supported: GPT2LMHead",
+        ),
+        ({"hidden_act": "relu"}, "hidden_act='relu' is not supported: 'silu' is"),
+        ({"use_sliding_window": True}, "use_sliding_window=True is not supported: False is"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope' is not supported"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+    ],
+)
+def test_what_we_lack_is_refused_by_key(folder, changes, message):
+    path = folder / "config.json"
+    values = {
+        name: value for name, value in (json.loads(path.read_text()) | changes).items() if value is not None
+    }
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(folder, REFERENCE)
+
+
+@pytest.mark.parametrize("kind", ["gpt2"], indirect=True)
+def test_folders_without_a_model_are_refused(folder, tmp_path):
+    with pytest.raises(ValueError, match="config.json: no such file"):
+        load_pretrained(tmp_path, REFERENCE)
+    (folder / "model.safetensors").write_bytes(b"none")
+    with pytest.raises(ValueError, match="is not a readable safetensors file"):
+        load_pretrained(folder, REFERENCE)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="holds neither model.safetensors nor model.safetensors.index.json"):
+        load_pretrained(folder, REFERENCE)
+
+
+@pytest.mark.parametrize("kind", ["llama2"], indirect=True)
+def test_export_overwrites_nothing_and_names_what_fits_no_family(folder, tmp_path):
+    ours = load_pretrained(folder, REFERENCE)
+    with pytest.raises(ValueError, match="is not empty: choose a new folder"):
+        export_pretrained(ours, folder)
+    ours.config.mlp = "gelu"
+    with pytest.raises(ValueError, match="LlamaForCausalLM needs model.mlp=swiglu, it is gelu"):
+        export_pretrained(GPT(ours.config, REFERENCE), tmp_path / "new")

@@ -99,7 +99,7 @@ def measure(arguments: Arguments, name: str, seq_len: int, implementation: str) 
             timer.finish("data")
             _, loss = forward_backward(model, text[:, :-1], text[:, 1:], 1, processes, autocast, scaler)
             timer.finish("forward_backward")
-            update(optimizer, scaler, OPTIM.learning_rate, OPTIM.gradient_clip)
+            update(optimizer, scaler, OPTIM.learning_rate, OPTIM.gradient_clip, float("inf"))
             timer.finish("optimizer")
             elapsed = timer.seconds()["step_seconds"]
             if step >= 0:

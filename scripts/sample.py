@@ -8,7 +8,7 @@ import torch
 from data.tokenizer import load_tokenizer
 from model import GPT, AttentionConfig, ModelConfig
 from scripts.arguments import argument, run_script
-from train.checkpoint import list_checkpoints, read_checkpoint
+from train.checkpoint import load_tensors, newest_checkpoint, read_checkpoint, verify_checkpoint
 from train.loop import autocast_context
 from train.sample import SampleConfig, sample_text
 
@@ -16,7 +16,7 @@ from train.sample import SampleConfig, sample_text
 @dataclass
 class Arguments:
     run: str = argument("", "run folder: its newest checkpoint is read")
-    checkpoint: str = argument("", "a checkpoint file, in place of run")
+    checkpoint: str = argument("", "a checkpoint's folder, in place of run")
     prompt: str = argument("def", "text to continue")
     tokens: int = argument(200, "tokens to generate")
     samples: int = argument(1, "how many continuations")
@@ -29,10 +29,10 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
-    state = read_checkpoint(_find(arguments))
-    config, model_config = state["config"], ModelConfig(**state["config"]["model"])
-    model = GPT(model_config, AttentionConfig(implementation=arguments.attention))
-    model.load_state_dict(state["model"])
+    path = _find(arguments)
+    config = read_checkpoint(path)["config"]
+    model = GPT(ModelConfig(**config["model"]), AttentionConfig(implementation=arguments.attention))
+    load_tensors(path, model)
     model.to(arguments.device)
     tokenizer = load_tokenizer(config["data"]["tokenizer"])
     settings = SampleConfig(
@@ -50,14 +50,15 @@ def main(arguments: Arguments) -> None:
 
 def _find(arguments: Arguments) -> Path:
     if bool(arguments.run) == bool(arguments.checkpoint):
-        raise ValueError("give either run=runs/NAME or checkpoint=FILE")
+        raise ValueError("give either run=runs/NAME or checkpoint=FOLDER")
     if arguments.checkpoint:
+        verify_checkpoint(Path(arguments.checkpoint))
         return Path(arguments.checkpoint)
     folder = Path(arguments.run) / "checkpoints"
-    found = list_checkpoints(folder)
-    if not found:
+    newest = newest_checkpoint(folder)
+    if newest is None:
         raise ValueError(f"run={arguments.run}: {folder} holds no checkpoint")
-    return found[-1]
+    return newest
 
 
 if __name__ == "__main__":

@@ -1,7 +1,23 @@
+import json
+import pickle
+import zlib
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from train.checkpoint import check_fits, find_checkpoint, list_checkpoints, read_checkpoint, save_checkpoint
+from train.checkpoint import (
+    FORMAT_VERSION,
+    check_fits,
+    find_checkpoint,
+    list_checkpoints,
+    load_tensors,
+    newest_checkpoint,
+    read_checkpoint,
+    refuse_other_run,
+    verify_checkpoint,
+)
 
 CONFIG = {
     "seed": 1,
@@ -12,14 +28,15 @@ CONFIG = {
 }
 
 
-def save(folder, step, keep=2, config=CONFIG):
-    torch.manual_seed(step)
-    layer = torch.nn.Linear(3, 3)
-    optimizer = torch.optim.AdamW(layer.parameters())
-    layer(torch.ones(3)).sum().backward()
-    optimizer.step()
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    return layer, optimizer, save_checkpoint(folder, step, layer, optimizer, scaler, config, keep)
+def write(folder, step, content=b"weights", **info):
+    """A checkpoint of one shard with any content."""
+    path = folder / f"step_{step:08d}"
+    path.mkdir(parents=True)
+    (path / "shard-00000.safetensors").write_bytes(content)
+    shards = {"shard-00000.safetensors": {"bytes": len(content), "crc32": zlib.crc32(content)}}
+    given = {"format": FORMAT_VERSION, "step": step, "config": CONFIG, "resume": "auto", "shards": shards}
+    (path / "checkpoint.json").write_text(json.dumps(given | info))
+    return path
 
 
 def changed(group, key, value):
@@ -28,84 +45,124 @@ def changed(group, key, value):
     return copy
 
 
-def test_a_checkpoint_gives_back_weights_and_optimizer_bit_for_bit(tmp_path):
-    layer, optimizer, path = save(tmp_path, 5)
-    state = read_checkpoint(path)
-    assert state["step"] == 5
-    assert state["config"] == CONFIG
-    for name, value in layer.state_dict().items():
-        assert torch.equal(state["model"][name], value)
-    for index, moments in optimizer.state_dict()["state"].items():
-        assert torch.equal(state["optimizer"]["state"][index]["exp_avg"], moments["exp_avg"])
-
-
-def test_only_the_newest_are_kept_and_nothing_half_written_remains(tmp_path):
-    for step in (1, 2, 3, 10):
-        save(tmp_path, step, keep=2)
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step_00000003.pt", "step_00000010.pt"]
-
-
-def test_a_half_written_checkpoint_is_no_checkpoint(tmp_path):
-    _, _, path = save(tmp_path, 1)
-    (tmp_path / "step_00000002.partial").write_bytes(path.read_bytes()[:100])
-    assert find_checkpoint(tmp_path, "auto") == path
-
-
-def test_a_write_that_fails_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
-    _, _, path = save(tmp_path, 1)
-
-    def full_disk(state, file):
-        file.write(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        save(tmp_path, 2)
-    assert list_checkpoints(tmp_path) == [path]
-    assert read_checkpoint(path)["step"] == 1
-
-
 def test_auto_takes_the_newest_and_starts_anew_without_one(tmp_path):
     assert find_checkpoint(tmp_path / "none", "auto") is None
-    save(tmp_path, 9)
-    _, _, newest = save(tmp_path, 10)
+    write(tmp_path, 9)
+    newest = write(tmp_path, 10)
     assert find_checkpoint(tmp_path, "auto") == newest
 
 
-def test_never_refuses_a_folder_that_holds_a_run(tmp_path):
-    save(tmp_path, 1)
-    with pytest.raises(ValueError, match="resume=never, but .* holds 1 checkpoints: choose another name="):
-        find_checkpoint(tmp_path, "never")
+def test_a_folder_without_its_marker_is_no_checkpoint(tmp_path):
+    whole = write(tmp_path, 1)
+    (write(tmp_path, 2) / "checkpoint.json").unlink()
+    assert list_checkpoints(tmp_path) == [whole]
+    assert newest_checkpoint(tmp_path) == whole
 
 
-@pytest.mark.parametrize("size", [0, 100, -10])
-def test_a_truncated_checkpoint_is_refused_by_name(tmp_path, size):
-    _, _, path = save(tmp_path, 1)
-    path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(ValueError, match="step_00000001.pt is not a readable checkpoint .* truncated"):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "has 0 bytes, not 7"),
+        (b"weight", "has 6 bytes, not 7"),
+        (b"weightz", "has another checksum than when it was written"),
+        (None, "is missing"),
+    ],
+)
+def test_a_damaged_shard_is_named_and_its_checkpoint_skipped_and_left_alone(
+    tmp_path, capsys, content, message
+):
+    older, newest = write(tmp_path, 1), write(tmp_path, 2)
+    shard = newest / "shard-00000.safetensors"
+    shard.unlink() if content is None else shard.write_bytes(content)
+    expected = f"step_00000002 is damaged: shard-00000.safetensors {message}"
+    with pytest.raises(ValueError, match=expected):
+        verify_checkpoint(newest)
+    assert newest_checkpoint(tmp_path) == older
+    assert expected in capsys.readouterr().err
+    assert newest.is_dir()
+    with pytest.raises(ValueError, match=expected):
+        find_checkpoint(tmp_path, str(newest))
+
+
+def test_all_damaged_is_an_error_and_not_a_new_run(tmp_path):
+    for step in (1, 2):
+        (write(tmp_path, step) / "shard-00000.safetensors").unlink()
+    with pytest.raises(ValueError, match="all 2 checkpoints are damaged .* move them away to start anew"):
+        find_checkpoint(tmp_path, "auto")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "is damaged: checkpoint.json is not JSON"), ("[]", "is not a nanoflash checkpoint of format 2")],
+)
+def test_a_marker_that_cannot_be_read_is_refused(tmp_path, text, message):
+    path = write(tmp_path, 1)
+    (path / "checkpoint.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
         read_checkpoint(path)
 
 
-def test_a_checkpoint_that_would_run_code_is_refused_and_does_not_run_it(tmp_path):
-    class Malicious:
-        def __reduce__(self):
-            return (open, (str(tmp_path / "ran"), "w"))
+def test_a_run_that_started_from_a_named_checkpoint_continues_from_its_own(tmp_path):
+    other = write(tmp_path / "other", 7)
+    assert find_checkpoint(tmp_path / "run", str(other)) == other
+    own = write(tmp_path / "run", 9, resume=str(other))
+    assert find_checkpoint(tmp_path / "run", str(other)) == own
+    # its own, but from before it was told to start there
+    write(tmp_path / "run", 10)
+    assert find_checkpoint(tmp_path / "run", str(other)) == other
 
-    torch.save({"format": 1, "model": Malicious()}, tmp_path / "step_00000001.pt")
-    with pytest.raises(ValueError, match="is not a readable checkpoint"):
-        read_checkpoint(tmp_path / "step_00000001.pt")
+
+def test_never_refuses_a_folder_that_holds_a_run(tmp_path):
+    write(tmp_path, 1)
+    with pytest.raises(ValueError, match="resume=never, but .* holds 1 checkpoints: choose another name="):
+        refuse_other_run(tmp_path, "never", CONFIG)
+
+
+class Malicious:
+    def __reduce__(self):
+        return (open, ("ran", "w"))
+
+
+def test_a_shard_that_would_run_code_is_refused_and_does_not_run_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(2, 2)
+    for content in (pickle.dumps(Malicious()), b"\x80\x02" + pickle.dumps(Malicious())):
+        path = write(tmp_path / str(len(content)), 1, content)
+        # its checksum is right: it is the format that does not run
+        verify_checkpoint(path)
+        with pytest.raises(Exception, match="(?i)header|deserializ"):
+            load_tensors(path, model)
+    torch.save({"model.weight": Malicious()}, tmp_path / "saved")
+    with pytest.raises(Exception, match="(?i)header|deserializ"):
+        load_tensors(write(tmp_path, 2, (tmp_path / "saved").read_bytes()), model)
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_file_of_another_program_is_refused(tmp_path):
-    torch.save({"weights": torch.ones(2)}, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match="other.pt is not a nanoflash checkpoint of format 1"):
-        read_checkpoint(tmp_path / "other.pt")
+def test_nothing_here_or_in_the_saving_can_unpickle():
+    import train.checkpoint
+    import train.saving
+
+    for module in (train.checkpoint, train.saving):
+        text = Path(module.__file__).read_text()
+        assert "torch.load" not in text
+        assert "import pickle" not in text
+
+
+def test_weights_load_without_the_optimizer_and_from_any_safetensors_writer(tmp_path):
+    model = torch.nn.Linear(2, 3)
+    path = write(tmp_path, 1)
+    save_file(
+        {"model.weight": torch.full((3, 2), 2.0), "model.bias": torch.ones(3)},
+        path / "shard-00000.safetensors",
+    )
+    load_tensors(path, model)
+    assert torch.equal(model.weight, torch.full((3, 2), 2.0))
+    assert torch.equal(model.bias, torch.ones(3))
 
 
 @pytest.mark.parametrize("same_run", [True, False])
 def test_another_model_size_is_refused_by_each_key_that_differs(tmp_path, same_run):
-    _, _, path = save(tmp_path, 1)
+    path = write(tmp_path, 1)
     message = "model.n_layer is 2 in the checkpoint and 12 in the configuration"
     with pytest.raises(ValueError, match=message):
         check_fits(read_checkpoint(path), path, changed("model", "n_layer", 12), same_run=same_run)
@@ -116,14 +173,14 @@ def test_another_model_size_is_refused_by_each_key_that_differs(tmp_path, same_r
     [("", "seed", 2), ("", "tokens_per_step", 128), ("data", "source", "pypackages")],
 )
 def test_another_stream_of_tokens_is_refused_unless_asked_for_by_path(tmp_path, group, key, value):
-    _, _, path = save(tmp_path, 1)
-    state, config = read_checkpoint(path), changed(group, key, value)
+    path = write(tmp_path, 1)
+    config = changed(group, key, value)
     with pytest.raises(ValueError, match=f"{key} is .* in the checkpoint and {value} in the configuration"):
-        check_fits(state, path, config, same_run=True)
-    check_fits(state, path, config, same_run=False)
+        refuse_other_run(tmp_path, "auto", config)
+    refuse_other_run(tmp_path / "elsewhere", str(path), config)
 
 
 @pytest.mark.parametrize(("group", "key", "value"), [("data", "workers", 4), ("model", "dropout", 0.1)])
 def test_what_changes_neither_weights_nor_tokens_may_change(tmp_path, group, key, value):
-    _, _, path = save(tmp_path, 1)
-    check_fits(read_checkpoint(path), path, changed(group, key, value), same_run=True)
+    write(tmp_path, 1)
+    refuse_other_run(tmp_path, "auto", changed(group, key, value))

@@ -1,4 +1,9 @@
 import json
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,10 +17,9 @@ def line(step: int) -> dict:
 
 
 def write(folder, steps, start_step=0, settings=SETTINGS):
-    logger = RunLogger(folder, "test", 10, start_step, {"seed": 1}, settings)
-    for step in steps:
-        logger.log(line(step))
-    logger.close()
+    with RunLogger(folder, "test", 10, start_step, {"seed": 1}, settings) as logger:
+        for step in steps:
+            logger.log(line(step))
     return folder / "metrics.jsonl"
 
 
@@ -25,10 +29,9 @@ def test_each_logged_step_is_one_line_of_json(tmp_path):
 
 
 def test_a_line_can_be_read_as_soon_as_it_is_logged(tmp_path):
-    logger = RunLogger(tmp_path, "test", 10, 0, {}, SETTINGS)
-    logger.log(line(1))
-    assert read_metrics(tmp_path / "metrics.jsonl") == [line(1)]
-    logger.close()
+    with RunLogger(tmp_path, "test", 10, 0, {}, SETTINGS) as logger:
+        logger.log(line(1))
+        assert read_metrics(tmp_path / "metrics.jsonl") == [line(1)]
 
 
 def test_a_resumed_run_appends_and_drops_the_steps_it_will_do_again(tmp_path):
@@ -56,6 +59,95 @@ def test_wandb_writes_an_offline_run_beside_the_metrics(tmp_path):
     runs = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert len(runs) == 1
     assert runs[0].stat().st_size > 0
+
+
+def test_a_run_that_starts_anew_leaves_no_line_of_an_attempt_without_a_checkpoint(tmp_path):
+    write(tmp_path, [1, 2])
+    assert [m["step"] for m in read_metrics(write(tmp_path, [1], start_step=0))] == [1]
+
+
+def test_a_full_disk_delays_lines_and_halves_none(tmp_path, capsys):
+    with RunLogger(tmp_path, "test", 10, 0, {}, SETTINGS) as logger:
+        path = tmp_path / "metrics.jsonl"
+        logger.log(line(1))
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        # room for half a line more
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, hard))
+        logger.log(line(2))
+        logger.log(line(3))
+        assert read_metrics(path) == [line(1)]
+        assert path.read_text().endswith("\n")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        logger.log(line(4))
+    assert [m["step"] for m in read_metrics(path)] == [1, 2, 3, 4]
+    assert capsys.readouterr().err.count("metrics.jsonl cannot be written") == 1
+
+
+class Broken:
+    """A wandb that fails where it is told to."""
+
+    def __init__(self, where: str):
+        self.where = where
+        self.calls = []
+
+    def Settings(self, **given):  # noqa: N802, wandb's name
+        return given
+
+    def _call(self, name):
+        self.calls.append(name)
+        if name == self.where:
+            raise OSError(f"wandb {name}")
+
+    def init(self, **given):
+        self.given = given
+        self._call("init")
+        return self
+
+    def log(self, metrics, step):
+        self._call("log")
+
+    def finish(self):
+        self._call("finish")
+
+
+@pytest.mark.parametrize("where", ["init", "log", "finish"])
+def test_wandb_may_fail_anywhere_and_the_metrics_are_whole(tmp_path, monkeypatch, capsys, where):
+    wandb = Broken(where)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    assert [m["step"] for m in read_metrics(write(tmp_path, [1, 2, 3]))] == [1, 2, 3]
+    assert f"WARNING: wandb failed (OSError: wandb {where}): going on" in capsys.readouterr().err
+    assert wandb.calls.count("log") <= (1 if where == "log" else 3), "it is not asked again"
+
+
+def test_wandb_may_be_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert [m["step"] for m in read_metrics(write(tmp_path, [1, 2]))] == [1, 2]
+    assert "WARNING: wandb failed (ModuleNotFoundError" in capsys.readouterr().err
+
+
+def test_a_wandb_process_that_is_killed_does_not_stop_the_run(tmp_path):
+    settings = WandbConfig(mode="offline", project="tests")
+    with RunLogger(tmp_path, "test", 10, 0, {}, settings) as logger:
+        logger.log(line(1))
+        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+        services = [pid for pid in children if b"wandb" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert services
+        for pid in services:
+            os.kill(int(pid), signal.SIGKILL)
+        for step in (2, 3):
+            logger.log(line(step))
+    assert [m["step"] for m in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_resumed_run_is_the_same_run_in_wandb(tmp_path, monkeypatch):
+    ids = []
+    for start_step in (0, 2):
+        wandb = Broken("nowhere")
+        monkeypatch.setitem(sys.modules, "wandb", wandb)
+        write(tmp_path, [start_step + 1], start_step)
+        ids.append(wandb.given["id"])
+        assert wandb.given["resume"] == "allow"
+    assert ids[0] == ids[1]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,8 @@
-"""python -m train seq_len=8192 model=gpt2_medium …: composes conf/ with these overrides and trains."""
+"""python -m train seq_len=8192 model=gpt2_medium …: composes conf/ with these overrides and trains.
+
+Exit codes: 0 finished; 2 refused, or numbers that are not finite; 75 stopped by a signal, with everything
+saved (train/interruption.py); 70 a process hangs (train/watchdog.py).
+"""
 
 import logging
 import os
@@ -9,6 +13,7 @@ import hydra
 from omegaconf import DictConfig
 
 from train.config import parse
+from train.interruption import EXIT_INTERRUPTED, Interrupted
 from train.loop import train
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -22,11 +27,15 @@ def main(cfg: DictConfig) -> None:
     logging.getLogger("data").setLevel(logging.INFO if rank == 0 else logging.ERROR)
     try:
         train(parse(cfg))
-    except (ValueError, FloatingPointError) as error:
+    except Interrupted as interrupted:
+        if rank == 0:
+            print(f"{interrupted} (exit code {EXIT_INTERRUPTED})", file=sys.stderr, flush=True)
+        sys.exit(EXIT_INTERRUPTED)
+    except (ValueError, FloatingPointError, OSError) as error:
         if "HYDRA_FULL_ERROR" in os.environ:
             raise
-        # every process finds the same mistake in the configuration; bad numbers have a rank of their own
-        if rank == 0 or isinstance(error, FloatingPointError):
+        # every process finds the same mistake in the configuration; other errors have a rank of their own
+        if rank == 0 or not isinstance(error, ValueError):
             print(f"error: {error}\n(HYDRA_FULL_ERROR=1 shows the traceback)", file=sys.stderr, flush=True)
         sys.exit(2)
 

@@ -1,13 +1,30 @@
-"""Checkpoints: written whole or not at all, read without running code."""
+"""Checkpoints: which ones a run has, whether they are whole, and what is read from them without running code.
 
-import os
+A checkpoint is a folder step_<step> of safetensors shards, one a process that wrote it, and checkpoint.json,
+which is written last: a folder without it was cut off. The file holds everything but tensors, and the size
+and CRC-32 of every shard.
+"""
+
+import json
+import sys
+import warnings
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
 
-FORMAT_VERSION = 1
+# torch.distributed.checkpoint warns of every save and load by a single process
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+FORMAT_VERSION = 2
+MARKER = "checkpoint.json"
+# bytes read, written and summed at once
+PIECE = 1 << 24
 # what a run may not change while it goes on: the weights' shapes, then the stream of tokens
 MODEL_KEYS = ("n_layer", "n_head", "n_embd", "vocab_size", "max_seq_len")
 STREAM_KEYS = ("seed", "seq_len", "tokens_per_step")
@@ -19,103 +36,160 @@ FREE_DATA_KEYS = ("workers", "folder")
 class CheckpointConfig:
     # steps between checkpoints; the last step is always saved; 0 for the last one only
     every_steps: int
-    # older checkpoints of this run are removed, the newest `keep` stay
-    keep: int
-    # auto: continue from the run's newest checkpoint if there is one; never: start anew, refuse a folder
-    # that holds a run; otherwise the path of a checkpoint to continue from
+    # of this run's checkpoints the newest `keep_last` stay, every one at a multiple of `keep_every_steps`
+    # (0: none), and with keep_best the one of the lowest validation loss; the others are removed
+    keep_last: int
+    keep_every_steps: int
+    keep_best: bool
+    # auto: continue from the run's newest whole checkpoint if there is one; never: start anew, refuse a
+    # folder that holds a run; otherwise the folder of a checkpoint to start from, once: a run that did, and
+    # was stopped later, continues from its own
     resume: str
 
     def __post_init__(self):
-        if self.every_steps < 0:
-            raise ValueError(f"checkpoint.every_steps must be at least 0, got {self.every_steps}")
-        if self.keep < 1:
-            raise ValueError(f"checkpoint.keep must be at least 1, got {self.keep}")
-        if self.resume not in ("auto", "never") and not Path(self.resume).is_file():
+        for name in ("every_steps", "keep_every_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"checkpoint.{name} must be at least 0, got {getattr(self, name)}")
+        if self.keep_last < 1:
+            raise ValueError(f"checkpoint.keep_last must be at least 1, got {self.keep_last}")
+        if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
             raise ValueError(
-                f"checkpoint.resume must be auto, never or a checkpoint file, got {self.resume!r}: "
-                "no such file"
+                f"checkpoint.resume must be auto, never or a checkpoint's folder, got {self.resume!r}: "
+                "no such folder"
             )
 
 
-def save_checkpoint(
-    folder: Path,
-    step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    config: dict,
-    keep: int,
-) -> Path:
-    """Writes folder/step_<step>.pt after `step` finished steps, then removes all but the newest `keep`.
-
-    config: the run's configuration as nested dictionaries of plain values.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step_{step:08d}.pt"
-    temporary = path.with_suffix(".partial")
-    state = {
-        "format": FORMAT_VERSION,
-        "step": step,
-        "config": config,
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "scaler": scaler.state_dict(),
-    }
-    with temporary.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    for old in list_checkpoints(folder)[:-keep]:
-        old.unlink()
-    return path
-
-
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first."""
-    return sorted(folder.glob("step_*.pt"))
+    """Finished checkpoints of a run, oldest first; their shards may be damaged all the same."""
+    return sorted(path for path in folder.glob("step_" + "[0-9]" * 8) if (path / MARKER).exists())
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest whole checkpoint, or None if there is no finished one; damaged ones are named and skipped.
+
+    Raises ValueError if every finished one is damaged: a run must not start anew unnoticed.
+    """
+    found = list_checkpoints(folder)
+    for path in reversed(found):
+        try:
+            verify_checkpoint(path)
+            return path
+        except ValueError as error:
+            print(f"skipped: {error}", file=sys.stderr, flush=True)
+    if found:
+        raise ValueError(
+            f"{folder}: all {len(found)} checkpoints are damaged (named above): "
+            "move them away to start anew, or choose another name="
+        )
+    return None
 
 
 def find_checkpoint(folder: Path, resume: str) -> Path | None:
     """The checkpoint to continue from, or None for a new run.
 
-    Raises ValueError for resume=never in a folder that holds a run.
+    Raises ValueError for a damaged checkpoint that was named, and if all that were found are damaged.
     """
-    if resume not in ("auto", "never"):
-        return Path(resume)
     found = list_checkpoints(folder)
+    if resume not in ("auto", "never"):
+        own = newest_checkpoint(folder) if found else None
+        if own and read_checkpoint(own)["resume"] == resume:
+            return own
+        verify_checkpoint(Path(resume))
+        return Path(resume)
+    return newest_checkpoint(folder)
+
+
+def refuse_other_run(folder: Path, resume: str, config: dict) -> None:
+    """Raises ValueError, before any long work, if the checkpoint to continue from is of another run."""
+    found = list_checkpoints(folder) if resume in ("auto", "never") else [Path(resume)]
     if found and resume == "never":
         raise ValueError(
             f"checkpoint.resume=never, but {folder} holds {len(found)} checkpoints: "
             "choose another name=, or checkpoint.resume=auto to continue"
         )
-    return found[-1] if found else None
+    if found:
+        check_fits(read_checkpoint(found[-1]), found[-1], config, same_run=resume == "auto")
 
 
 def read_checkpoint(path: Path) -> dict:
-    """The state that save_checkpoint wrote, on the CPU. Raises ValueError for anything else."""
+    """What a checkpoint holds besides tensors: "step", "val_loss" of that step or None, "resume" and
+    "config" of the run, and the state of its parts."""
     try:
-        # mapped: weights are copied once, to where they go
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        info = json.loads((path / MARKER).read_text())
     except FileNotFoundError:
-        raise ValueError(f"{path}: no such checkpoint") from None
-    except Exception as error:
-        raise ValueError(
-            f"{path} is not a readable checkpoint ({type(error).__name__}): it may be truncated or of "
-            "another program; remove it to continue from the one before"
-        ) from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT_VERSION:
+        raise ValueError(f"{path} is not a checkpoint: it has no {MARKER}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {MARKER} is not JSON ({error})") from None
+    if not isinstance(info, dict) or info.get("format") != FORMAT_VERSION:
         raise ValueError(f"{path} is not a nanoflash checkpoint of format {FORMAT_VERSION}")
-    return state
+    return info
 
 
-def check_fits(state: dict, path: Path, config: dict, *, same_run: bool) -> None:
+def verify_checkpoint(path: Path) -> None:
+    """Raises ValueError that names the first shard that is missing, truncated or altered."""
+    for name, expected in read_checkpoint(path)["shards"].items():
+        shard = path / name
+        if not shard.exists():
+            raise ValueError(f"{path} is damaged: {name} is missing")
+        size, checksum = shard.stat().st_size, 0
+        if size != expected["bytes"]:
+            raise ValueError(f"{path} is damaged: {name} has {size} bytes, not {expected['bytes']}")
+        with shard.open("rb") as file:
+            while piece := file.read(PIECE):
+                checksum = zlib.crc32(piece, checksum)
+        if checksum != expected["crc32"]:
+            raise ValueError(f"{path} is damaged: {name} has another checksum than when it was written")
+
+
+def run_tensors(weights: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+    """Every tensor of a run by the name it has in a checkpoint: model.<weight>, optimizer.<weight>.<key>.
+
+    Names follow the weights, not their order or their number of processes: any layout can read them.
+    """
+    tensors = {f"model.{name}": value for name, value in weights.state_dict().items()}
+    if optimizer is not None:
+        for name, parameter in weights.named_parameters():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                tensors[f"optimizer.{name}.{key}"] = value
+    return tensors
+
+
+def load_tensors(path: Path, weights: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Fills the weights, and the optimizer if given, from a checkpoint, each process its own part.
+
+    Raises ValueError for shards that are not safetensors or lack a tensor.
+    """
+    reader = HuggingFaceStorageReader(str(path))
+    try:
+        if optimizer is not None:
+            _make_places(reader.read_metadata().state_dict_metadata, weights, optimizer)
+        with torch.no_grad():
+            dcp.load(run_tensors(weights, optimizer), storage_reader=reader)
+    except (SafetensorError, CheckpointException) as error:
+        reason = str(error).splitlines()[-1]
+        raise ValueError(f"{path} is damaged or of another program: {reason}") from error
+
+
+def _make_places(saved: dict, weights: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Gives a new optimizer, which makes its state at its first step, empty tensors to load it into."""
+    for name, parameter in weights.named_parameters():
+        prefix = f"optimizer.{name}."
+        for key in (key for key in saved if key.startswith(prefix)):
+            size, dtype = saved[key].size, saved[key].properties.dtype
+            if size == parameter.shape:
+                place = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            else:
+                place = torch.empty(size, dtype=dtype, device=parameter.device)
+            optimizer.state[parameter][key.removeprefix(prefix)] = place
+
+
+def check_fits(info: dict, path: Path, config: dict, *, same_run: bool) -> None:
     """Raises ValueError that names each key in which a checkpoint differs from the configuration.
 
     Always compared: the weights' shapes and the tokenizer. same_run compares what fixes the stream of
     tokens too: a run that goes on by itself must not change it unnoticed.
     """
-    saved = state["config"]
+    saved = info["config"]
     compared = [("model", key) for key in MODEL_KEYS] + [("data", "tokenizer")]
     if same_run:
         compared += [("", key) for key in STREAM_KEYS]

@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from data.prepare import DataConfig
 from data.tokenizer import load_tokenizer
 from model import AttentionConfig, ModelConfig
+from train.bad_steps import BAD_STEP_ACTIONS, SpikeConfig
 from train.checkpoint import CheckpointConfig
 from train.evaluate import EvaluationConfig
 from train.logger import LoggingConfig, WandbConfig
@@ -40,12 +41,17 @@ class Config:
     tokens_per_microbatch: int
     # the length of the run, rounded up to whole steps
     total_tokens: int
+    # a loss or gradients that are not finite: stop the run, or skip the step; the weights never see them
+    on_bad_step: str
+    # a process without progress for so long is named, and the run ends to be started again; 0: wait forever
+    hang_seconds: float
     model: ModelConfig
     attention: AttentionConfig
     data: DataConfig
     optim: OptimConfig
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
+    spikes: SpikeConfig
     logging: LoggingConfig
     wandb: WandbConfig
     sample: SampleConfig
@@ -55,6 +61,9 @@ class Config:
             raise ValueError(f"name must be a plain folder name, got {self.name!r}")
         _one_of("device", self.device, DEVICES)
         _one_of("precision", self.precision, PRECISIONS)
+        _one_of("on_bad_step", self.on_bad_step, BAD_STEP_ACTIONS)
+        if self.hang_seconds < 0:
+            raise ValueError(f"hang_seconds must be at least 0, got {self.hang_seconds}")
         for field in ("seq_len", "tokens_per_step", "tokens_per_microbatch", "total_tokens"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")

@@ -1,39 +1,70 @@
 """One code path for one process and for many: who am I, and how do the processes agree."""
 
 import os
-from collections.abc import Iterator
+import secrets
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Value = TypeVar("Value")
+
 # rank 0 may tokenize a large corpus while the others wait
 PREPARATION_TIMEOUT = timedelta(hours=24)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Processes:
     """The processes of this run, as torchrun numbers them; a single process is rank 0 of 1."""
 
     rank: int
     world_size: int
     device: torch.device
-    # a group whose patience outlasts data preparation; None for a single process
+    # what all processes can read and write: a dictionary on torchrun's own process
+    store: dist.Store
+    # a group on the CPU whose patience outlasts data preparation; None for a single process
     patient_group: dist.ProcessGroup | None
+    # signs of progress, for train/watchdog.py: the last finished step, and the marks passed
+    step: int = 0
+    marks: int = 0
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def mark(self) -> None:
+        """Says that this process moves on; every process passes the same marks in the same order."""
+        self.marks += 1
+
     def mean(self, value: Tensor) -> Tensor:
         """The average over the processes of a tensor that each of them holds."""
+        self.mark()
         if self.world_size > 1:
             dist.all_reduce(value, op=dist.ReduceOp.SUM)
             value = value / self.world_size
         return value
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any process; the answer is the same on all of them."""
+        self.mark()
+        if self.world_size == 1:
+            return flag
+        flags = torch.tensor(int(flag))
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.patient_group)
+        return bool(flags)
+
+    def from_main(self, function: Callable[[], Value]) -> Value:
+        """What the function returns on rank 0, the only one that calls it."""
+        values = [function() if self.is_main else None]
+        if self.world_size > 1:
+            dist.broadcast_object_list(values, group=self.patient_group)
+        return values[0]
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
@@ -45,6 +76,7 @@ class Processes:
             dist.barrier(group=self.patient_group)
 
     def barrier(self) -> None:
+        self.mark()
         if self.world_size > 1:
             dist.barrier(group=self.patient_group)
 
@@ -69,14 +101,42 @@ def join_processes(device: str) -> Iterator[Processes]:
         own_device = torch.device("cuda", local_rank)
         torch.cuda.set_device(own_device)
     if world_size == 1:
-        yield Processes(rank, world_size, own_device, None)
+        yield Processes(rank, world_size, own_device, dist.HashStore(), None)
         return
-    if device == "cuda":
-        dist.init_process_group("nccl", device_id=own_device)
-    else:
-        dist.init_process_group("gloo")
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    store = _fresh_store(store, rank, world_size)
+    backend = "nccl" if device == "cuda" else "gloo"
+    device_id = own_device if device == "cuda" else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device_id)
     try:
         patient_group = dist.new_group(backend="gloo", timeout=PREPARATION_TIMEOUT)
-        yield Processes(rank, world_size, own_device, patient_group)
+        own_store = dist.PrefixStore("nanoflash", store)
+        yield Processes(rank, world_size, own_device, own_store, patient_group)
     finally:
         dist.destroy_process_group()
+
+
+def _fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
+    """The part of torchrun's store that belongs to this launch of the processes alone.
+
+    torchrun keeps one store over --max-restarts (torch 2.11 to 2.13; TORCHELASTIC_RESTART_COUNT differs
+    between nodes), where restarted processes would find the addresses of dead ones. Rank 0 draws a name
+    and gives it to each process under a key that only this process has drawn.
+    """
+    if rank == 0:
+        name, unconfirmed = secrets.token_hex(8), set(range(1, world_size))
+        while unconfirmed:
+            for other in list(unconfirmed):
+                if store.check([f"ask/{other}"]):
+                    # it may be the question of a dead process: ask again until the answer is confirmed
+                    store.set(f"answer/{store.get(f'ask/{other}').decode()}", name)
+                if store.check([f"confirmed/{name}/{other}"]):
+                    unconfirmed.remove(other)
+            time.sleep(0.01)
+    else:
+        question = secrets.token_hex(8)
+        store.set(f"ask/{rank}", question)
+        # get waits until the key is there
+        name = store.get(f"answer/{question}").decode()
+        store.set(f"confirmed/{name}/{rank}", "")
+    return dist.PrefixStore(name, store)

@@ -36,5 +36,6 @@ def evaluate(model, loader: TokenLoader, batches: int, processes: Processes, aut
         tokens, targets = loader.batch(index)
         with autocast():
             total += model(tokens.to(device), targets.to(device)).float()
+        processes.mark()
     model.train(was_training)
     return processes.mean(total / batches).item()

@@ -1,10 +1,14 @@
 """What a run says of itself: a progress line, metrics.jsonl, and wandb."""
 
+import errno
 import json
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-import wandb
 
 WANDB_MODES = ("offline", "online", "disabled")
 
@@ -31,7 +35,7 @@ class WandbConfig:
 
 
 class RunLogger:
-    """Writes one run's metrics; only the main process has one.
+    """Writes one run's metrics; only the main process has one. What fails here never stops the training.
 
     start_step: finished steps at the start; later lines of an earlier attempt at them are dropped.
     """
@@ -41,27 +45,60 @@ class RunLogger:
     ):
         self._steps = steps
         path = folder / "metrics.jsonl"
-        kept = [line for line in read_metrics(path) if line["step"] <= start_step] if path.exists() else []
+        kept = read_metrics(path) if start_step and path.exists() else []
         # rewritten under another name first: a crash leaves the old file or the new one
         partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        partial.write_text("".join(json.dumps(line) + "\n" for line in kept if line["step"] <= start_step))
         partial.replace(path)
-        self._file = path.open("a", buffering=1)
-        self._wandb = wandb.init(
-            project=settings.project,
-            name=name,
-            dir=folder,
-            mode=settings.mode,
-            config=config,
-            settings=wandb.Settings(silent=settings.mode != "online", console="off"),
-        )
+        self._file = path.open("ab", buffering=0)
+        self._size = path.stat().st_size
+        self._unwritten = b""
+        self._wandb = None
+        with self._wandb_may_fail():
+            self._wandb = _start_wandb(folder, name, config, settings)
 
     def log(self, metrics: dict) -> None:
         """Adds one line of metrics, to the file and to wandb, under the same keys."""
-        self._file.write(json.dumps(metrics) + "\n")
-        self._wandb.log(
-            {key: value for key, value in metrics.items() if value is not None}, step=metrics["step"]
-        )
+        self._append(json.dumps(metrics) + "\n")
+        given = {key: value for key, value in metrics.items() if value is not None}
+        with self._wandb_may_fail():
+            if self._wandb:
+                self._wandb.log(given, step=metrics["step"])
+
+    def __enter__(self) -> "RunLogger":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._append("")
+        self._file.close()
+        with self._wandb_may_fail():
+            if self._wandb:
+                self._wandb.finish()
+
+    def _append(self, text: str) -> None:
+        """Adds whole lines; those that a full disk refuses come with the next ones."""
+        is_first_failure = not self._unwritten
+        self._unwritten += text.encode()
+        try:
+            if self._file.write(self._unwritten) < len(self._unwritten):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            # no half lines
+            self._file.truncate(self._size)
+            if is_first_failure:
+                _warn(f"metrics.jsonl cannot be written ({error}): its lines are kept for later")
+            return
+        self._size += len(self._unwritten)
+        self._unwritten = b""
+
+    @contextmanager
+    def _wandb_may_fail(self) -> Iterator[None]:
+        try:
+            yield
+        # whatever another program's client raises, the run is worth more than its mirror
+        except Exception as error:
+            self._wandb = None
+            _warn(f"wandb failed ({type(error).__name__}: {error}): going on with metrics.jsonl alone")
 
     def progress(self, metrics: dict, seconds_left: float) -> None:
         """Prints one line for a person."""
@@ -78,9 +115,28 @@ class RunLogger:
         ]
         print("  ".join(parts), flush=True)
 
-    def close(self) -> None:
-        self._file.close()
-        self._wandb.finish()
+
+def _start_wandb(folder: Path, name: str, config: dict, settings: WandbConfig):
+    """A wandb run; a run folder that goes on continues its own."""
+    import wandb
+
+    path = folder / "wandb_id"
+    if not path.exists():
+        path.write_text(secrets.token_hex(4))
+    return wandb.init(
+        project=settings.project,
+        id=path.read_text(),
+        resume="allow",
+        name=name,
+        dir=folder,
+        mode=settings.mode,
+        config=config,
+        settings=wandb.Settings(silent=settings.mode != "online", console="off"),
+    )
+
+
+def _warn(message: str) -> None:
+    print(f"WARNING: {message}", file=sys.stderr, flush=True)
 
 
 def read_metrics(path: Path) -> list[dict]:

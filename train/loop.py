@@ -6,19 +6,32 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from data.loader import TokenLoader
 from data.prepare import prepare
 from model import GPT
-from train.checkpoint import check_fits, find_checkpoint, read_checkpoint, save_checkpoint
+from train.bad_steps import RollBack, StepGuard, read_left_out, write_left_out
+from train.checkpoint import (
+    check_fits,
+    find_checkpoint,
+    load_tensors,
+    read_checkpoint,
+    refuse_other_run,
+    run_tensors,
+)
 from train.config import Config, check_machine
 from train.distributed import Processes, join_processes
 from train.evaluate import evaluate
+from train.interruption import Interrupted, Interruption
 from train.optim import build_optimizer, learning_rate
 from train.report import finish_run, open_run, step_metrics
+from train.run_lock import lock_run
+from train.saving import CheckpointSaver
 from train.throughput import StepTimer
+from train.watchdog import Watchdog
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -27,24 +40,47 @@ def train(config: Config) -> float:
     """Trains as the configuration says and returns the final validation loss, in nats per token.
 
     Raises ValueError for what this machine, the text or an earlier run of that name rule out, before any
-    long work; FloatingPointError for a loss that is not finite, before it reaches the weights.
+    long work; FloatingPointError for a loss or gradients that are not finite, before they reach the
+    weights; Interrupted after SIGTERM or SIGINT, when the state is saved.
     """
     check_machine(config)
+    folder = Path("runs") / config.name
+    resume = config.checkpoint.resume
     with join_processes(config.device) as processes:
-        return _train(config, processes)
+        config.accumulation(processes.world_size)
+        refuse_other_run(folder / "checkpoints", resume, asdict(config))
+        with processes.main_first():
+            text = prepare(config.data)
+        with (
+            lock_run(folder, processes),
+            Interruption() as interruption,
+            Watchdog(processes, config.hang_seconds),
+        ):
+            left_out = processes.from_main(lambda: read_left_out(folder))
+            while True:
+                try:
+                    return _train(config, processes, interruption, folder, text, resume, left_out)
+                except RollBack as spike:
+                    left_out = [*left_out, spike.batch]
+                    if processes.is_main:
+                        write_left_out(folder, left_out)
+                    # a run that was new has checkpoints now
+                    resume = "auto" if resume == "never" else resume
 
 
-def _train(config: Config, processes: Processes) -> float:
+def _train(
+    config: Config,
+    processes: Processes,
+    interruption: Interruption,
+    folder: Path,
+    text: Path,
+    resume: str,
+    left_out: list[int],
+) -> float:
     device, is_main = processes.device, processes.is_main
     accumulation = config.accumulation(processes.world_size)
-    folder = Path("runs") / config.name
     checkpoints = folder / "checkpoints"
-    saved_path = find_checkpoint(checkpoints, config.checkpoint.resume)
-    saved = read_checkpoint(saved_path) if saved_path else None
-    if saved:
-        check_fits(saved, saved_path, asdict(config), same_run=config.checkpoint.resume == "auto")
-    with processes.main_first():
-        text = prepare(config.data)
+    saved_path = processes.from_main(lambda: find_checkpoint(checkpoints, resume))
 
     load = partial(
         TokenLoader,
@@ -67,24 +103,28 @@ def _train(config: Config, processes: Processes) -> float:
     weights = GPT(config.model, config.attention).to(device)
     optimizer = build_optimizer(weights, config.optim)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+    guard = StepGuard(
+        config.on_bad_step,
+        config.spikes,
+        has_scaler=scaler.is_enabled(),
+        left_out=left_out,
+        rank=processes.rank,
+    )
     first_step = 0
-    if saved:
-        weights.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        scaler.load_state_dict(saved["scaler"])
-        first_step = saved["step"]
-        del saved
-    # dropout differs between ranks, and between the parts of a resumed run
-    torch.manual_seed(config.seed + 1 + processes.rank + processes.world_size * first_step)
+    if saved_path:
+        info = read_checkpoint(saved_path)
+        check_fits(info, saved_path, asdict(config), same_run=resume == "auto")
+        load_tensors(saved_path, weights, optimizer)
+        scaler.load_state_dict(info["scaler"])
+        guard.load_state(info["guard"])
+        first_step = processes.step = info["step"]
     model = torch.compile(weights) if config.compile else weights
     if processes.world_size > 1:
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     autocast = partial(autocast_context, device.type, config.precision)
     validate = partial(evaluate, model, val_data, val_batches, processes, autocast)
-
-    logger = None
-    if is_main:
-        logger = open_run(config, folder, first_step, processes, weights, train_data)
+    saver = CheckpointSaver(checkpoints, config.checkpoint, processes)
+    logger = open_run(config, folder, first_step, processes, weights, train_data) if is_main else None
     timer = StepTimer(device)
     started = time.perf_counter()
     val_loss = validate()
@@ -93,36 +133,59 @@ def _train(config: Config, processes: Processes) -> float:
         if first_step == 0:
             logger.log({"step": 0, "tokens": 0, "val_loss": val_loss})
 
-    for step in range(first_step, config.steps):
-        timer.start()
-        tokens, targets = (_to_device(part, device) for part in train_data.batch(step))
-        timer.finish("data")
-        own_loss, loss = forward_backward(model, tokens, targets, accumulation, processes, autocast, scaler)
-        # the backward is still running on the GPU: this check does not make it wait
-        stop_unless_finite(own_loss, loss, step, config, processes)
-        timer.finish("forward_backward")
-        rate = learning_rate(step, config.steps, config.optim)
-        grad_norm = update(optimizer, scaler, rate, config.optim.gradient_clip)
-        timer.finish("optimizer")
+    if processes.world_size > 1:
+        # DDP orders its buckets anew after its first backward, which changes the order of sums: let that
+        # happen before the first step, in a new run and in a resumed one
+        nothing = torch.zeros((config.microbatch, config.seq_len), dtype=torch.int64, device=device)
+        forward_backward(model, nothing, nothing, 1, processes, autocast, scaler)
+        optimizer.zero_grad(set_to_none=True)
 
-        done = step + 1
-        is_last = done == config.steps
-        val_loss = validate() if is_last or _is_due(done, config.evaluation.every_steps) else None
-        if is_last or done == first_step + 1 or val_loss or _is_due(done, config.logging.every_steps):
-            metrics = step_metrics(config, processes, done, loss, val_loss, rate, grad_norm, timer)
-            if is_main:
-                logger.log(metrics)
-                logger.progress(metrics, (config.steps - done) * metrics["step_seconds"])
-        if is_main and (is_last or _is_due(done, config.checkpoint.every_steps)):
-            save_checkpoint(
-                checkpoints, done, weights, optimizer, scaler, asdict(config), config.checkpoint.keep
+    with saver, logger or nullcontext():
+        for step in range(first_step, config.steps):
+            timer.start()
+            # dropout is a function of step and rank: a resumed run draws what it would have drawn
+            torch.manual_seed(seed_of(config.seed, step, processes.rank))
+            batch = train_data.batch(guard.batch_number(step))
+            tokens, targets = (_to_device(part, device) for part in batch)
+            timer.finish("data")
+            own_loss, loss = forward_backward(
+                model, tokens, targets, accumulation, processes, autocast, scaler
             )
+            # the backward is still running on the GPU: this check does not make it wait
+            limit = guard.norm_limit(step, own_loss, loss)
+            timer.finish("forward_backward")
+            rate = learning_rate(step, config.steps, config.optim)
+            grad_norm = update(optimizer, scaler, rate, config.optim.gradient_clip, limit)
+            guard.add_norm(step, grad_norm, limit)
+            timer.finish("optimizer")
+
+            done = processes.step = step + 1
+            is_last = done == config.steps
+            interrupted = processes.any(interruption.requested)
+            val_loss = validate() if is_last or _is_due(done, config.evaluation.every_steps) else None
+            is_logged = is_last or done == 1 or val_loss or _is_due(done, config.logging.every_steps)
+            # the first step after a resumption is shown, but the file stays that of a run never stopped
+            if is_logged or done == first_step + 1:
+                metrics = step_metrics(
+                    config, processes, done, loss, val_loss, rate, grad_norm, guard.skipped_steps, timer
+                )
+                if is_main:
+                    logger.progress(metrics, (config.steps - done) * metrics["step_seconds"])
+                    if is_logged:
+                        logger.log(metrics)
+            if is_last or interrupted or _is_due(done, config.checkpoint.every_steps):
+                state = {"scaler": scaler.state_dict(), "guard": guard.state()}
+                info = {"step": done, "val_loss": val_loss, "resume": resume, "config": asdict(config)}
+                saver.save(run_tensors(weights, optimizer), info | state)
+            if interrupted and not is_last:
+                raise Interrupted(f"stopped after step {done}; the same command goes on from there")
 
     if is_main:
-        logger.close()
         with autocast():
             finish_run(config, folder, weights, val_loss, time.perf_counter() - started, processes)
     processes.barrier()
+    if not saver.wait():
+        raise OSError(f"the checkpoint of the last step, {config.steps}, was not written: see above")
     return val_loss
 
 
@@ -153,30 +216,27 @@ def forward_backward(
     return own_loss, mean_loss
 
 
-def stop_unless_finite(own_loss, loss, step, config: Config, processes: Processes) -> None:
-    """Raises FloatingPointError on every rank if the loss of any rank is infinite or not a number."""
-    if torch.isfinite(torch.tensor(loss)):
-        return
-    rows = config.tokens_per_step // config.seq_len // processes.world_size
-    first = step * rows * processes.world_size + processes.rank * rows
-    raise FloatingPointError(
-        f"the loss is {own_loss} on rank {processes.rank} ({loss} over all ranks) at step {step + 1}, "
-        f"in the batch of sequences {first} to {first + rows - 1}; the weights were not changed. "
-        "Lower optim.learning_rate, or use precision=bf16 or fp32, and resume from the last checkpoint"
-    )
+def update(optimizer, scaler, rate: float, gradient_clip: float, norm_limit: float) -> torch.Tensor:
+    """One optimizer step at this learning rate; returns the gradients' global norm before clipping, ().
 
-
-def update(optimizer, scaler, rate: float, gradient_clip: float) -> torch.Tensor:
-    """One optimizer step at this learning rate; returns the gradients' global norm before clipping."""
+    Weights and optimizer state stay as they are if the norm is not below norm_limit, or not a number.
+    """
     for group in optimizer.param_groups:
         group["lr"] = rate
     scaler.unscale_(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     grad_norm = torch.nn.utils.clip_grad_norm_(parameters, gradient_clip or float("inf"))
-    scaler.step(optimizer)
+    # the fused optimizers read this flag on the device: nobody waits for the norm
+    optimizer.found_inf = 1.0 - (grad_norm < norm_limit).float()
+    optimizer.step()
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return grad_norm
+
+
+def seed_of(seed: int, step: int, rank: int) -> int:
+    """A seed of 64 bits for the draws of one rank in one step, unlike those of its neighbours."""
+    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
 
 
 def autocast_context(device_type: str, precision: str):

@@ -56,6 +56,7 @@ def step_metrics(
     val_loss: float | None,
     rate: float,
     grad_norm: torch.Tensor,
+    skipped_steps: int,
     timer: StepTimer,
 ) -> dict:
     """The metrics after `done` steps; times are means over the steps since the last call."""
@@ -70,6 +71,7 @@ def step_metrics(
         "val_loss": val_loss,
         "learning_rate": rate,
         "grad_norm": grad_norm.item(),
+        "skipped_steps": skipped_steps,
         "tokens_per_second": tokens_per_second,
         "tokens_per_second_per_gpu": per_gpu,
         **seconds,

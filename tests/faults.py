@@ -1,0 +1,290 @@
+"""Faults for training runs: real processes of a small run, killed, stopped, or given a slow or full disk.
+
+Processes are forked from one that has imported everything, so that an attempt takes half a second.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import resource
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+import torch._dynamo  # the optimizer imports it, in every attempt if not here
+from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file
+
+import data.loader
+import model.gpt
+import train.saving
+from train.checkpoint import list_checkpoints, read_checkpoint
+from train.config import Config, parse
+from train.interruption import EXIT_INTERRUPTED, Interrupted
+from train.logger import read_metrics
+from train.loop import train as run_training
+
+ROOT = Path(__file__).resolve().parent.parent
+# a model of one layer on bytes: five milliseconds a step; dropout, to show that its draws come again
+SMALL = [
+    "experiment=laptop", "data=text", "data.paths=[corpus]", "data.tokenizer=bytes",
+    "data.validation_fraction=0.2", "data.workers=1", "model.vocab_size=257", "model.n_layer=1",
+    "model.n_head=2", "model.n_embd=32", "model.dropout=0.1", "seq_len=32", "tokens_per_step=512",
+    "tokens_per_microbatch=128", "evaluation.tokens=1024", "evaluation.every_steps=20",
+    "checkpoint.every_steps=5", "logging.every_steps=3", "wandb.mode=disabled", "sample.tokens=0",
+    "optim.warmup_steps=2", "spikes.action=log", "spikes.window=16",
+]  # fmt: skip
+# what two runs of the same numbers may differ in
+TIMES = ("seconds", "per_second", "mfu", "memory")
+
+
+def write_corpus(folder: Path) -> None:
+    """A folder of forty small text files."""
+    (folder / "corpus").mkdir()
+    for index in range(40):
+        lines = [f"the number after {n} is {n + 1}" for n in range(index * 20, index * 20 + 20)]
+        (folder / "corpus" / f"{index:02}.txt").write_text("\n".join(lines))
+
+
+def small_config(name: str, steps: int, *overrides: str) -> Config:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        given = [*SMALL, f"name={name}", f"total_tokens={steps * 512}", *overrides]
+        return parse(compose("config", given))
+
+
+def no_fault(rank: int) -> None:
+    pass
+
+
+class Attempt:
+    """One launch of a run on `world_size` processes; each calls `fault(rank)` before it trains.
+
+    Their output goes to <name>.<rank>.log in the working directory, appended.
+    """
+
+    _started: ClassVar[list["Attempt"]] = []
+
+    def __init__(self, config: Config, world_size: int = 1, fault=no_fault):
+        self.config = config
+        # as torchrun does: the store outlives the workers
+        self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = self._store.port
+        # a server that has imported this file, and nothing else has run in it, forks the processes
+        forks = multiprocessing.get_context("forkserver")
+        forks.set_forkserver_preload(["faults"])
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+        self.processes = [
+            forks.Process(target=_attempt, args=(config, rank, world_size, port, fault, os.getcwd()))
+            for rank in range(world_size)
+        ]
+        # where this attempt's lines begin
+        self._starts = [len(self._whole_log(rank)) for rank in range(world_size)]
+        for process in self.processes:
+            process.start()
+        Attempt._started.append(self)
+
+    @classmethod
+    def kill_all(cls) -> None:
+        """Leaves no process behind, whatever happened."""
+        while cls._started:
+            cls._started.pop().kill()
+
+    def signal(self, number: int, rank: int = 0) -> None:
+        os.kill(self.processes[rank].pid, number)
+
+    def kill(self) -> None:
+        """Ends all processes as a power cut would."""
+        for process in self.processes:
+            process.kill()
+        self.wait()
+
+    def wait(self, seconds: float = 60.0) -> list[int]:
+        """The exit code of each rank, minus the signal's number for one that a signal ended."""
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in self.processes]
+        for process in self.processes:
+            process.kill()
+        assert None not in codes, f"exit codes {codes} after {seconds} s: {self.logs()}"
+        return codes
+
+    def log(self, rank: int = 0) -> str:
+        """What a rank has printed in this attempt."""
+        return self._whole_log(rank)[self._starts[rank] :]
+
+    def logs(self) -> str:
+        return "\n".join(f"--- rank {rank}\n{self.log(rank)}" for rank in range(len(self.processes)))
+
+    def _whole_log(self, rank: int) -> str:
+        path = Path(f"{self.config.name}.{rank}.log")
+        return path.read_text() if path.exists() else ""
+
+    def wait_for(self, sign, seconds: float = 60.0) -> None:
+        """Waits until sign() is true."""
+        deadline = time.monotonic() + seconds
+        while not sign():
+            assert time.monotonic() < deadline, f"no sign of it: {self.log()}"
+            time.sleep(0.002)
+
+
+def complete(config: Config, world_size: int = 1, fault=no_fault) -> Attempt:
+    """Runs to the end."""
+    attempt = Attempt(config, world_size, fault)
+    codes = attempt.wait(120)
+    assert codes == [0] * world_size, f"exit codes {codes}: {attempt.logs()}"
+    return attempt
+
+
+def kill_at_random(config: Config, kills: int, seed: int, world_size: int = 1, fault=no_fault) -> int:
+    """Kills a run `kills` times at random moments after its first step, then lets it end.
+
+    Returns how many of the kills came in the middle of a save.
+    """
+    draw = random.Random(seed)
+    checkpoints = Path("runs") / config.name / "checkpoints"
+    in_a_save = 0
+    for _ in range(kills):
+        attempt = Attempt(config, world_size, fault)
+        attempt.wait_for(lambda attempt=attempt: "\nstep " in attempt.log())
+        time.sleep(draw.uniform(0.0, 0.25))
+        attempt.kill()
+        assert newest_step(config) < config.steps, "it ended before it was killed: give it more steps"
+        finished = list_checkpoints(checkpoints)
+        in_a_save += any(path not in finished for path in checkpoints.glob("step_*"))
+    complete(config, world_size, fault)
+    return in_a_save
+
+
+def _attempt(config: Config, rank: int, world_size: int, port: int, fault, folder: str) -> None:
+    os.chdir(folder)
+    log = os.open(f"{config.name}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", buffering=1)
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    fault(rank)
+    code = 1
+    try:
+        run_training(config)
+        code = 0
+    except Interrupted:
+        code = EXIT_INTERRUPTED
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    # no clean-up: nothing may depend on it
+    os._exit(code)
+
+
+def newest_step(config: Config) -> int:
+    found = list_checkpoints(Path("runs") / config.name / "checkpoints")
+    return int(found[-1].name.removeprefix("step_")) if found else 0
+
+
+def final_state(name: str, step: int) -> tuple[dict, dict]:
+    """Every tensor of a checkpoint, whole, and its other state."""
+    path = Path("runs", name, "checkpoints", f"step_{step:08d}")
+    info = read_checkpoint(path)
+    tensors = {}
+    for shard in info["shards"]:
+        tensors |= load_file(path / shard)
+    return tensors, {key: info[key] for key in ("step", "val_loss", "scaler", "guard")}
+
+
+def numbers(name: str) -> list[dict]:
+    """The lines of metrics.jsonl without what the clock and the machine put in."""
+    lines = read_metrics(Path("runs", name, "metrics.jsonl"))
+    return [{k: v for k, v in line.items() if not any(word in k for word in TIMES)} for line in lines]
+
+
+def assert_same_run(name: str, other: str, step: int) -> None:
+    """Weights, optimizer state, the guard's history and metrics are the same bit for bit."""
+    tensors, state = final_state(name, step)
+    other_tensors, other_state = final_state(other, step)
+    assert tensors.keys() == other_tensors.keys()
+    different = [key for key, value in tensors.items() if not torch.equal(value, other_tensors[key])]
+    assert not different, f"{len(different)} of {len(tensors)} tensors differ: {different[:5]}"
+    assert state == other_state
+    assert numbers(name) == numbers(other)
+
+
+def slow_disk(rank: int) -> None:
+    """Each piece of a file takes a millisecond more: a run is nearly always in the middle of a save."""
+    write = train.saving._write
+
+    def slowly(file, content, checksum):
+        time.sleep(0.001)
+        return write(file, content, checksum)
+
+    train.saving._write = slowly
+
+
+def full_disk(rank: int, limit: int) -> None:
+    """No file can grow beyond `limit` bytes; the write that would fails like one to a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+
+def hang(rank: int, who: int, step: int) -> None:
+    """One rank stops for good while it fetches the batch of a step."""
+
+    def stuck(number, rows):
+        if rank == who and number == step:
+            print("stuck from here on")
+            time.sleep(1000)
+
+    _at_each_batch(stuck)
+
+
+def record_tokens(rank: int) -> None:
+    """Each process appends the hash of every sequence that it takes: tokens.<rank>.jsonl."""
+
+    def record(number, rows):
+        hashes = [hashlib.sha256(row.tobytes()).hexdigest()[:16] for row in rows.numpy()]
+        with open(f"tokens.{rank}.jsonl", "a") as file:
+            file.write(json.dumps({"step": number, "sequences": hashes}) + "\n")
+
+    _at_each_batch(record)
+
+
+def poison(
+    rank: int, batches: tuple[int, ...], factor: float, gradient_only: bool = False, who: int = 0
+) -> None:
+    """One rank's loss in some batches, or only its gradient, is multiplied by a factor."""
+    forward = model.gpt.GPT.forward
+    now = {"batch": -1}
+    _at_each_batch(lambda number, rows: now.update(batch=number))
+
+    def poisoned(self, tokens, targets=None, *more, **options):
+        loss = forward(self, tokens, targets, *more, **options)
+        if rank != who or now["batch"] not in batches or not loss.requires_grad:
+            return loss
+        if gradient_only:
+            loss.register_hook(lambda gradient: gradient * factor)
+            return loss
+        return loss * factor
+
+    model.gpt.GPT.forward = poisoned
+
+
+def _at_each_batch(function) -> None:
+    """Calls function(number, sequences) for every batch of training."""
+    batch = data.loader.TokenLoader.batch
+
+    def watched(self, step):
+        tokens, targets = batch(self, step)
+        if self.shuffle:
+            function(step, tokens)
+        return tokens, targets
+
+    data.loader.TokenLoader.batch = watched

@@ -1,0 +1,129 @@
+import math
+
+import pytest
+import torch
+
+from train.bad_steps import RollBack, SpikeConfig, StepGuard, read_left_out, write_left_out
+
+
+def guard(on_bad_step="stop", action="ignore", *, has_scaler=False, left_out=(), window=4, z_score=3.0):
+    spikes = SpikeConfig(action=action, z_score=z_score, window=window)
+    return StepGuard(on_bad_step, spikes, has_scaler=has_scaler, left_out=list(left_out), rank=0)
+
+
+def take(judge: StepGuard, step: int, loss: float, norm: float = 1.0) -> float:
+    """One step as the loop does it; returns the limit that its update was given."""
+    limit = judge.norm_limit(step, loss, loss)
+    judge.add_norm(step, torch.tensor(norm), limit)
+    return limit
+
+
+def test_good_steps_have_no_limit_and_are_not_counted():
+    judge = guard()
+    assert [take(judge, step, 3.0) for step in range(10)] == [math.inf] * 10
+    assert judge.skipped_steps == 0
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_stops_the_run_or_is_skipped(loss):
+    with pytest.raises(FloatingPointError, match="on rank 0 .* at step 6, in batch 5; the weights were not"):
+        take(guard(), 5, loss)
+    judge = guard("skip")
+    assert take(judge, 5, loss, math.nan) == -math.inf
+    assert judge.skipped_steps == 1
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_gradients_that_are_not_finite_are_noticed_one_step_later_and_counted(norm):
+    judge = guard()
+    take(judge, 5, 3.0, norm)
+    with pytest.raises(FloatingPointError, match="norm is .* at step 6, in batch 5"):
+        take(judge, 6, 3.0)
+    judge = guard("skip")
+    take(judge, 5, 3.0, norm)
+    take(judge, 6, 3.0)
+    assert judge.skipped_steps == 1
+
+
+def test_an_overflow_that_the_scaler_handles_is_counted_but_is_no_fault():
+    judge = guard("stop", has_scaler=True)
+    take(judge, 0, 3.0, math.inf)
+    take(judge, 1, 3.0)
+    assert judge.skipped_steps == 1
+
+
+def test_a_spike_needs_a_full_window():
+    judge = guard(action="skip")
+    for step, loss in enumerate((3.0, 3.1, 300.0)):
+        assert take(judge, step, loss) == math.inf
+
+
+def test_a_loss_far_above_the_last_ones_is_skipped_and_one_as_usual_is_not():
+    judge = guard(action="skip")
+    for step, loss in enumerate((3.0, 3.1, 2.9, 3.0, 3.05)):
+        assert take(judge, step, loss, norm=1.0 + loss / 10) > 0
+    assert take(judge, 5, 9.0) == -math.inf
+    assert judge.skipped_steps == 1
+
+
+def test_a_norm_is_held_to_the_limit_of_those_before_it():
+    judge = guard(action="skip", z_score=3.0)
+    for step, norm in enumerate((1.0, 1.2, 0.8, 1.0)):
+        assert take(judge, step, 3.0 - 0.01 * step, norm) == math.inf
+    mean, deviation = 1.0, math.sqrt((0.04 + 0.04) / 4)
+    assert take(judge, 4, 2.9, 5.0) == pytest.approx(mean + 3 * deviation)
+    assert judge.skipped_steps == 1
+
+
+def test_log_changes_nothing_but_the_log(capsys):
+    judge = guard(action="log")
+    for step, loss in enumerate((3.0, 3.1, 2.9, 3.0)):
+        take(judge, step, loss, norm=1.0 + step / 10)
+    assert take(judge, 4, 9.0, norm=50.0) == math.inf
+    assert judge.skipped_steps == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("spike at step 5, batch 4: loss 9, the limit is")
+    assert lines[1].startswith("spike at step 5, batch 4: gradient norm 50, the limit is")
+
+
+def test_roll_back_names_the_batch_that_the_step_really_took():
+    judge = guard(action="rollback", left_out=[1])
+    for step, loss in enumerate((3.0, 3.1, 2.9, 3.0)):
+        take(judge, step, loss)
+    with pytest.raises(RollBack) as raised:
+        take(judge, 4, 9.0)
+    assert raised.value.batch == 5
+
+
+@pytest.mark.parametrize(
+    ("left_out", "batches"),
+    [
+        ([], [0, 1, 2, 3]),
+        ([2], [0, 1, 3, 4]),
+        ([0, 1], [2, 3, 4, 5]),
+        ([2, 1], [0, 3, 4, 5]),
+        ([3], [0, 1, 2, 4]),
+    ],
+)
+def test_batches_are_counted_past_those_left_out(left_out, batches):
+    assert [guard(left_out=left_out).batch_number(step) for step in range(4)] == batches
+
+
+def test_a_resumed_guard_decides_like_one_that_was_not_stopped():
+    losses = [3.0 + 0.1 * math.sin(step) for step in range(20)]
+    whole = guard(action="skip")
+    limits = [take(whole, step, loss, loss / 2) for step, loss in enumerate(losses)]
+    part = guard(action="skip")
+    for step in range(10):
+        take(part, step, losses[step], losses[step] / 2)
+    resumed = guard(action="skip")
+    resumed.load_state(part.state())
+    assert [take(resumed, step, losses[step], losses[step] / 2) for step in range(10, 20)] == limits[10:]
+    assert resumed.state() == whole.state()
+
+
+def test_left_out_batches_are_remembered_in_the_run_folder(tmp_path):
+    assert read_left_out(tmp_path) == []
+    write_left_out(tmp_path, [7, 3])
+    assert read_left_out(tmp_path) == [7, 3]
+    assert [path.name for path in tmp_path.iterdir()] == ["left_out.json"]

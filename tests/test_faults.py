@@ -1,0 +1,308 @@
+"""Real runs under real signals, full disks, damaged files and dead processes, against runs without any."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import faults
+import pytest
+from faults import (
+    ROOT,
+    SMALL,
+    Attempt,
+    assert_same_run,
+    complete,
+    kill_at_random,
+    newest_step,
+    numbers,
+    small_config,
+)
+
+from train.checkpoint import list_checkpoints
+from train.interruption import ECHO_SECONDS, EXIT_INTERRUPTED
+from train.watchdog import EXIT_HANGS
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and /proc of Linux")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    faults.write_corpus(tmp_path)
+    yield
+    Attempt.kill_all()
+
+
+def checkpoint(name: str, step: int) -> Path:
+    return Path("runs", name, "checkpoints", f"step_{step:08d}")
+
+
+def run_until(config, step: int, world_size: int = 1) -> Attempt:
+    attempt = Attempt(config, world_size)
+    attempt.wait_for(lambda: newest_step(config) >= step)
+    return attempt
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kills", "fault"),
+    [(1, 8, faults.no_fault), (1, 8, faults.slow_disk), (2, 4, faults.slow_disk)],
+    ids=["1-process", "1-process-in-saves", "2-processes-in-saves"],
+)
+def test_a_run_killed_at_random_moments_ends_bit_for_bit_like_one_that_was_not(world_size, kills, fault):
+    whole, killed = (small_config(name, 100) for name in ("whole", "killed"))
+    complete(whole, world_size)
+    in_a_save = kill_at_random(killed, kills, 1, world_size, fault)
+    if fault is faults.slow_disk:
+        assert in_a_save > 0, "none of the kills came in the middle of a save"
+    assert_same_run("whole", "killed", 100)
+
+
+def test_four_processes_resume_bit_for_bit_although_ddp_reorders_its_buckets():
+    whole, killed = (small_config(name, 12) for name in ("whole", "killed"))
+    complete(whole, 4)
+    run_until(killed, 5, 4).kill()
+    complete(killed, 4)
+    assert_same_run("whole", "killed", 12)
+
+
+def test_other_numbers_of_processes_and_micro_batches_take_the_same_tokens_along_the_same_curve():
+    # without dropout, whose draws belong to the ranks
+    plain = "model.dropout=0.0"
+    complete(small_config("whole", 20, plain), 1, faults.record_tokens)
+    whole = tokens_by_step(1)
+    for rank in range(4):
+        Path(f"tokens.{rank}.jsonl").unlink(missing_ok=True)
+    # each part ends as a finished run, the next one raises the budget; the schedule is constant
+    constant = [plain, "optim.final_learning_rate_ratio=1.0"]
+    complete(small_config("constant", 20, *constant))
+    for steps, world_size, microbatch in ((5, 1, 512), (10, 2, 128), (15, 4, 64), (20, 1, 256)):
+        given = [*constant, f"tokens_per_microbatch={microbatch}"]
+        complete(small_config("elastic", steps, *given), world_size, faults.record_tokens)
+    assert tokens_by_step(4) == whole
+    losses = {line["step"]: line["train_loss"] for line in numbers("constant") if "train_loss" in line}
+    for line in numbers("elastic"):
+        if line["step"] in losses:
+            assert line["train_loss"] == pytest.approx(losses[line["step"]], abs=1e-5)
+
+
+def tokens_by_step(world_size: int) -> dict[int, list[str]]:
+    """The sequences of each step, of all ranks in their order."""
+    steps: dict[int, list[str]] = {}
+    for rank in range(world_size):
+        path = Path(f"tokens.{rank}.jsonl")
+        for line in path.read_text().splitlines() if path.exists() else []:
+            entry = json.loads(line)
+            steps.setdefault(entry["step"], []).extend(entry["sequences"])
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("number", "world_size"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)]
+)
+def test_a_signal_saves_the_step_and_the_run_goes_on_from_it(number, world_size):
+    whole, stopped = (small_config(name, 100, "checkpoint.every_steps=40") for name in ("whole", "stopped"))
+    complete(whole, world_size)
+    attempt = run_until(stopped, 40, world_size)
+    # one process is told, all stop
+    attempt.signal(number, rank=world_size - 1)
+    assert attempt.wait() == [EXIT_INTERRUPTED] * world_size
+    step = newest_step(stopped)
+    assert 40 < step < 100
+    assert f"{signal.Signals(number).name}: finishing the step" in attempt.log(world_size - 1)
+    assert f"continues after step {step}" in complete(stopped, world_size).log()
+    assert_same_run("whole", "stopped", 100)
+
+
+def test_a_second_signal_ends_the_run_at_once_but_its_echo_does_not():
+    config = small_config("run", 100, "hang_seconds=0")
+    attempt = Attempt(config, 1, partial(faults.hang, who=0, step=8))
+    attempt.wait_for(lambda: "stuck from here on" in attempt.log())
+    attempt.signal(signal.SIGTERM)
+    attempt.wait_for(lambda: "finishing the step" in attempt.log())
+    attempt.signal(signal.SIGTERM)
+    attempt.processes[0].join(ECHO_SECONDS + 0.1)
+    assert attempt.processes[0].is_alive(), "torchrun and Slurm repeat a signal"
+    attempt.signal(signal.SIGTERM)
+    assert attempt.wait(5) == [-signal.SIGTERM]
+    assert "SIGTERM again: exiting without saving" in attempt.log()
+    assert newest_step(config) == 5
+
+
+def test_a_full_disk_costs_checkpoints_but_not_the_run_nor_the_older_checkpoint():
+    whole, full = (small_config(name, 20) for name in ("whole", "full"))
+    complete(whole)
+    run_until(full, 5).kill()
+    oldest = {path.name for path in list_checkpoints(Path("runs/full/checkpoints"))}
+    attempt = Attempt(full, 1, partial(faults.full_disk, limit=100_000))
+    assert attempt.wait() == [1], "the last checkpoint is missing: that is not a success"
+    assert "WARNING: the checkpoint of step 20 was not written (rank 0: [Errno 27]" in attempt.log()
+    assert f"training goes on, the newest checkpoint is {max(oldest)}" in attempt.log()
+    assert "validation loss" in attempt.log().splitlines()[-20:].__str__(), "it trained to its end"
+    assert {path.name for path in Path("runs/full/checkpoints").iterdir()} == oldest
+    complete(full)
+    assert_same_run("whole", "full", 20)
+
+
+def truncate(path: Path) -> None:
+    shard = path / "shard-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
+def flip_a_bit(path: Path) -> None:
+    shard = path / "shard-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-9] ^= 1
+    shard.write_bytes(content)
+
+
+def remove_the_shard(path: Path) -> None:
+    (path / "shard-00000.safetensors").unlink()
+
+
+def cut_off(path: Path) -> None:
+    (path / "checkpoint.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, r"step_00000012 is damaged: shard-00000.safetensors has"),
+        (flip_a_bit, r"step_00000012 is damaged: shard-00000.safetensors has another checksum"),
+        (remove_the_shard, r"step_00000012 is damaged: shard-00000.safetensors is missing"),
+        (cut_off, r"step_00000012 was never finished: writing it anew"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_skipped_for_the_one_before_and_kept(damage, message):
+    complete(small_config("whole", 12))
+    config = small_config("damaged", 12)
+    complete(config)
+    damage(checkpoint("damaged", 12))
+    log = complete(config).log()
+    assert message in log
+    assert "continues after step 10" in log
+    assert_same_run("whole", "damaged", 12)
+    if damage is not cut_off:
+        assert checkpoint("damaged", 12).with_name("step_00000012.damaged-1").is_dir()
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew_unnoticed():
+    config = small_config("run", 12)
+    complete(config)
+    for path in list_checkpoints(Path("runs/run/checkpoints")):
+        truncate(path)
+    attempt = Attempt(config)
+    assert attempt.wait() == [1]
+    assert "checkpoints are damaged (named above): move them away to start anew" in attempt.log()
+
+
+def test_a_second_run_in_the_same_folder_is_refused_until_the_first_is_dead():
+    config = small_config("run", 2000)
+    first = run_until(config, 5)
+    second = Attempt(config)
+    assert second.wait() == [1]
+    assert f"runs/run is in use by process {first.processes[0].pid} on" in second.log()
+    first.kill()
+    third = run_until(config, newest_step(config) + 5)
+    third.kill()
+
+
+def test_a_rank_that_hangs_is_named_with_its_last_step_and_ends_the_run():
+    config = small_config("run", 100, "hang_seconds=4")
+    attempt = Attempt(config, 2, partial(faults.hang, who=1, step=8))
+    assert attempt.wait() == [EXIT_HANGS, EXIT_HANGS]
+    for rank in (0, 1):
+        assert "HANGS: rank 1 (last finished step 8): no progress for 4 seconds" in attempt.log(rank)
+    assert "faults.py" in attempt.log(1), "the stack of the rank that hangs is shown"
+    assert newest_step(config) == 5
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_rank_that_is_stopped_is_named_by_the_others(stopped):
+    config = small_config("run", 2000, "hang_seconds=4")
+    attempt = run_until(config, 5, 2)
+    attempt.signal(signal.SIGSTOP, rank=stopped)
+    other = 1 - stopped
+    attempt.processes[other].join(20)
+    assert attempt.processes[other].exitcode == EXIT_HANGS
+    assert f"HANGS: rank {stopped} (last finished step " in attempt.log(other)
+    assert "stopped, or its host is gone" in attempt.log(other)
+    attempt.kill()
+
+
+def test_under_torchrun_a_worker_that_dies_is_restarted_and_the_run_goes_on():
+    complete(small_config("whole", 150), 2)
+    given = [*SMALL, "name=restarted", f"total_tokens={150 * 512}"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*launcher, "--max-restarts=3", "-m", "train", *given],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    lines, killed = [], []
+    for line in process.stdout:
+        lines.append(line)
+        step = int(line.split()[1].split("/")[0]) if line.startswith("step ") else 0
+        # once in each of its first two lives, another rank each time
+        if len(killed) < 2 and step >= 40 * (len(killed) + 1):
+            workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            killed.append(workers[len(killed)])
+            os.kill(int(killed[-1]), signal.SIGKILL)
+    assert process.wait(60) == 0, "".join(lines)
+    assert len(killed) == 2
+    assert "".join(lines).count("continues after step") == 2
+    assert_same_run("whole", "restarted", 150)
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_stops_all_before_it_reaches_the_weights():
+    config = small_config("run", 20)
+    attempt = Attempt(config, 2, partial(faults.poison, batches=(7,), factor=math.nan, who=1))
+    assert attempt.wait() == [1, 1]
+    assert (
+        "FloatingPointError: the loss is nan on rank 1 (nan over all ranks) at step 8, in batch 7"
+        in attempt.log(1)
+    )
+    assert newest_step(config) == 5
+    # without the cause the run goes on
+    complete(config, 2)
+
+
+@pytest.mark.parametrize("gradient_only", [False, True], ids=["loss", "gradients"])
+def test_a_skipped_step_is_left_out_on_all_ranks_and_counted(gradient_only):
+    poison = partial(faults.poison, batches=(6, 11), factor=math.inf, gradient_only=gradient_only, who=1)
+    config = small_config("run", 20, "on_bad_step=skip", "logging.every_steps=1")
+    complete(config, 2, poison)
+    counts = [line["skipped_steps"] for line in numbers("run") if line["step"] > 0]
+    assert counts == [0] * 6 + [1] * 5 + [2] * 9
+
+
+def test_gradients_that_are_not_finite_stop_the_run_and_no_checkpoint_holds_them():
+    config = small_config("run", 20, "checkpoint.every_steps=1")
+    attempt = Attempt(config, 1, partial(faults.poison, batches=(7,), factor=math.nan, gradient_only=True))
+    assert attempt.wait() == [1]
+    assert "the gradients' norm is nan at step 8, in batch 7; the weights were not changed" in attempt.log()
+    assert newest_step(config) == 7
+
+
+@pytest.mark.parametrize("gradient_only", [False, True], ids=["loss", "gradients"])
+@pytest.mark.parametrize("action", ["log", "skip", "rollback"])
+def test_a_spike_is_logged_skipped_or_rolled_back_to_the_last_checkpoint(action, gradient_only):
+    spikes = [f"spikes.action={action}", "spikes.window=8", "spikes.z_score=20", "logging.every_steps=1"]
+    config = small_config("run", 30, *spikes)
+    poison = partial(faults.poison, batches=(22,), factor=50.0, gradient_only=gradient_only)
+    log = complete(config, 1, poison).log()
+    what = "gradient norm" if gradient_only else "loss"
+    assert f"spike at step 23, batch 22: {what}" in log
+    assert numbers("run")[-1]["skipped_steps"] == (1 if action == "skip" else 0)
+    left_out = Path("runs/run/left_out.json")
+    assert left_out.exists() == (action == "rollback")
+    if action == "rollback":
+        assert json.loads(left_out.read_text()) == [22]
+        assert "continues after step 20" in log
+        # the run never sees that batch again: it is one that had 0 .. 21, 23 .. 30
+        steps = [line["step"] for line in numbers("run")]
+        assert steps == list(range(31))

@@ -1,0 +1,166 @@
+import errno
+import json
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import train.saving
+from train.checkpoint import CheckpointConfig, list_checkpoints, load_tensors, run_tensors, verify_checkpoint
+from train.distributed import Processes
+from train.saving import CheckpointSaver, _own_share, superfluous_checkpoints
+
+PROCESSES = Processes(0, 1, torch.device("cpu"), dist.HashStore(), None)
+
+
+def settings(**changes) -> CheckpointConfig:
+    return CheckpointConfig(
+        **{"every_steps": 1, "keep_last": 2, "keep_every_steps": 0, "keep_best": False, "resume": "auto"}
+        | changes
+    )
+
+
+def trained():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 300), torch.nn.LayerNorm(300), torch.nn.Linear(300, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def save(folder, step, *, model=None, val_loss=None, **changes):
+    model, optimizer = model or trained()
+    with CheckpointSaver(folder, settings(**changes), PROCESSES) as saver:
+        saver.save(run_tensors(model, optimizer), {"step": step, "val_loss": val_loss, "config": {}})
+        assert saver.wait()
+    return folder / f"step_{step:08d}"
+
+
+def test_a_checkpoint_gives_back_weights_and_optimizer_bit_for_bit(tmp_path):
+    model, optimizer = trained()
+    path = save(tmp_path, 5, model=(model, optimizer))
+    verify_checkpoint(path)
+    torch.manual_seed(9)
+    other = torch.nn.Sequential(torch.nn.Linear(3, 300), torch.nn.LayerNorm(300), torch.nn.Linear(300, 2))
+    other_optimizer = torch.optim.AdamW(other.parameters(), fused=True)
+    load_tensors(path, other, other_optimizer)
+    expected = run_tensors(model, optimizer)
+    loaded = run_tensors(other, other_optimizer)
+    assert len(expected) == 6 * 4, "each weight has a step and two moments"
+    assert loaded.keys() == expected.keys()
+    for name, value in expected.items():
+        assert loaded[name].dtype == value.dtype
+        assert torch.equal(loaded[name], value), name
+
+
+def test_shards_are_plain_safetensors(tmp_path):
+    model, optimizer = trained()
+    path = save(tmp_path, 1, model=(model, optimizer))
+    loaded = load_file(path / "shard-00000.safetensors")
+    assert all(torch.equal(loaded[name], value) for name, value in run_tensors(model, optimizer).items())
+    assert sorted(p.name for p in path.iterdir()) == ["checkpoint.json", "shard-00000.safetensors"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
+def test_every_dtype_and_a_scalar_and_a_transposed_tensor_come_back(tmp_path, dtype):
+    tensors = {"scalar": torch.tensor(3, dtype=dtype), "transposed": torch.arange(6).to(dtype).view(2, 3).t()}
+    with CheckpointSaver(tmp_path, settings(), PROCESSES) as saver:
+        saver.save(tensors, {"step": 1, "val_loss": None})
+    loaded = load_file(tmp_path / "step_00000001" / "shard-00000.safetensors")
+    for name, value in tensors.items():
+        assert torch.equal(loaded[name], value)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(tmp_path, monkeypatch):
+    write = train.saving._write
+
+    def slowly(*arguments):
+        time.sleep(0.2)
+        return write(*arguments)
+
+    monkeypatch.setattr(train.saving, "_write", slowly)
+    weight = torch.zeros(4)
+    with CheckpointSaver(tmp_path, settings(), PROCESSES) as saver:
+        started = time.monotonic()
+        saver.save({"weight": weight}, {"step": 1, "val_loss": None})
+        assert time.monotonic() - started < 0.2
+        weight += 1
+        assert list_checkpoints(tmp_path) == []
+        # the next save waits for this one
+        saver.save({"weight": weight}, {"step": 2, "val_loss": None})
+        assert len(list_checkpoints(tmp_path)) == 1
+    values = [load_file(path / "shard-00000.safetensors")["weight"][0] for path in list_checkpoints(tmp_path)]
+    assert values == [0, 1]
+
+
+def test_what_is_kept_is_the_newest_every_nth_and_the_best(tmp_path):
+    losses = {1: 3.0, 2: 1.0, 3: None, 4: 2.0, 5: None, 6: 1.5, 7: None, 8: 2.5, 9: 2.5}
+    model = trained()
+    for step, loss in losses.items():
+        save(tmp_path, step, model=model, val_loss=loss, keep_last=2, keep_every_steps=4, keep_best=True)
+    assert [path.name[-1] for path in sorted(tmp_path.iterdir())] == ["2", "4", "8", "9"]
+    assert [path.name[-1] for path in superfluous_checkpoints(tmp_path, settings(keep_last=1))] == [
+        "2",
+        "4",
+        "8",
+    ]
+
+
+def test_a_write_that_fails_is_reported_and_leaves_the_checkpoint_before_it(tmp_path, monkeypatch, capsys):
+    path = save(tmp_path, 1)
+
+    def full(file, data, checksum):
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with CheckpointSaver(tmp_path, settings(keep_last=1), PROCESSES) as saver:
+        with monkeypatch.context() as patch:
+            patch.setattr(train.saving, "_write", full)
+            saver.save({"weight": torch.ones(3)}, {"step": 2, "val_loss": None})
+            assert saver.wait() is False
+        assert (
+            "checkpoint of step 2 was not written (rank 0: [Errno 28] No space left"
+            in capsys.readouterr().err
+        )
+        assert list(tmp_path.iterdir()) == [path]
+        verify_checkpoint(path)
+        # there is room again
+        saver.save({"weight": torch.ones(3)}, {"step": 3, "val_loss": None})
+        assert saver.wait() is True
+
+
+def test_an_error_of_the_program_is_not_taken_for_a_full_disk(tmp_path):
+    saver = CheckpointSaver(tmp_path, settings(), PROCESSES)
+    saver.save({"weight": torch.ones(2, dtype=torch.complex64)}, {"step": 1, "val_loss": None})
+    with pytest.raises(BaseException, match="complex64"):
+        saver.wait()
+
+
+def test_a_checkpoint_in_the_way_is_set_aside_and_an_unfinished_one_replaced(tmp_path, capsys):
+    path = save(tmp_path, 1)
+    (path / "shard-00000.safetensors").write_bytes(b"damaged")
+    save(tmp_path, 1)
+    aside = tmp_path / "step_00000001.damaged-1"
+    assert (aside / "shard-00000.safetensors").read_bytes() == b"damaged"
+    assert "step_00000001 is kept as step_00000001.damaged-1" in capsys.readouterr().err
+    (path / "checkpoint.json").unlink()
+    save(tmp_path, 1)
+    assert "step_00000001 was never finished: writing it anew" in capsys.readouterr().err
+    assert list_checkpoints(tmp_path) == [path]
+
+
+def test_each_tensor_that_all_processes_hold_is_saved_by_one_of_them_and_evenly():
+    tensors = {f"{index}": torch.zeros(size) for index, size in enumerate((900, 1000, 800, 10, 20, 30))}
+    shares = [_own_share(tensors, Processes(rank, 3, torch.device("cpu"), None, None)) for rank in range(3)]
+    assert sorted(name for share in shares for name in share) == sorted(tensors)
+    sizes = [sum(tensor.numel() for tensor in share.values()) for share in shares]
+    assert max(sizes) - min(sizes) <= 220
+
+
+def test_the_marker_holds_plain_values_only(tmp_path):
+    path = save(tmp_path, 3, val_loss=2.5)
+    info = json.loads((path / "checkpoint.json").read_text())
+    assert (info["format"], info["step"], info["val_loss"]) == (2, 3, 2.5)
+    assert set(info["shards"]["shard-00000.safetensors"]) == {"bytes", "crc32"}

@@ -1,0 +1,173 @@
+"""Steps whose numbers are bad: not finite, or far above what the last steps had."""
+
+import json
+import math
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, pstdev
+
+import torch
+from torch import Tensor
+
+BAD_STEP_ACTIONS = ("stop", "skip")
+LEFT_OUT = "left_out.json"
+WAY_OUT = (
+    "Lower optim.learning_rate, or use precision=bf16 or fp32, and resume from the last checkpoint, "
+    "or use on_bad_step=skip"
+)
+SPIKE_ACTIONS = ("ignore", "log", "skip", "rollback")
+
+
+@dataclass(kw_only=True, slots=True)
+class SpikeConfig:
+    # ignore; log; skip: the weights stay; rollback: back to the last checkpoint, and on without this batch
+    action: str
+    # how many standard deviations above the mean of the last `window` steps a loss or norm is a spike
+    z_score: float
+    window: int
+
+    def __post_init__(self):
+        if self.action not in SPIKE_ACTIONS:
+            raise ValueError(f"spikes.action must be one of {', '.join(SPIKE_ACTIONS)}, got {self.action!r}")
+        if self.z_score <= 0:
+            raise ValueError(f"spikes.z_score must be above 0, got {self.z_score}")
+        if self.window < 2:
+            raise ValueError(f"spikes.window must be at least 2, got {self.window}")
+
+
+class RollBack(Exception):  # noqa: N818, no error
+    """The run is to go back to its last checkpoint, and on without this batch."""
+
+    def __init__(self, batch: int):
+        super().__init__(f"batch {batch} is to be left out")
+        self.batch = batch
+
+
+class StepGuard:
+    """Decides which steps may change the weights. Every process decides the same.
+
+    The loss of a step is known before its update; the norm of its gradients only while the next step runs,
+    since waiting for it would leave the GPU idle. So the update itself compares the norm with a limit on
+    the device (train/loop.py, update), and `settle` learns later what it did. Source of the z-score:
+    llm.c's outlier detector.
+    on_bad_step: "stop" or "skip", for what is not finite. has_scaler: fp16, whose overflows are no fault.
+    left_out: numbers of the batches that the run leaves out.
+    """
+
+    def __init__(
+        self, on_bad_step: str, spikes: SpikeConfig, *, has_scaler: bool, left_out: list[int], rank: int
+    ):
+        self._on_bad_step = on_bad_step
+        self._spikes = spikes
+        self._has_scaler = has_scaler
+        self._left_out = sorted(left_out)
+        self._rank = rank
+        self._losses: deque[float] = deque(maxlen=spikes.window)
+        self._norms: deque[float] = deque(maxlen=spikes.window)
+        self._pending: tuple[int, Tensor, torch.cuda.Event | None, float] | None = None
+        self._skipped = 0
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps so far that left the weights as they were."""
+        self.settle()
+        return self._skipped
+
+    def state(self) -> dict:
+        """For a checkpoint: what the next steps' decisions depend on."""
+        self.settle()
+        return {"losses": list(self._losses), "norms": list(self._norms), "skipped": self._skipped}
+
+    def load_state(self, state: dict) -> None:
+        # a shorter window than the saved one keeps its newest
+        self._losses.extend(state["losses"])
+        self._norms.extend(state["norms"])
+        self._skipped = state["skipped"]
+
+    def batch_number(self, step: int) -> int:
+        """The batch of a step: its own number, counted past those that are left out."""
+        number = step
+        for left_out in self._left_out:
+            number += left_out <= number
+        return number
+
+    def norm_limit(self, step: int, own_loss: float, loss: float) -> float:
+        """The gradients' norm from which on this step must not change the weights; -inf: it must not at all.
+
+        own_loss: of this process' part of the batch; loss: the mean over all of them.
+        """
+        self.settle()
+        if not math.isfinite(loss):
+            if self._on_bad_step == "stop":
+                raise FloatingPointError(
+                    f"the loss is {own_loss} on rank {self._rank} ({loss} over all ranks) at step "
+                    f"{step + 1}, in batch {self.batch_number(step)}; the weights were not changed. {WAY_OUT}"
+                )
+            return -math.inf
+        limit = self._limit(self._losses)
+        self._losses.append(loss)
+        if loss >= limit and self._is_refused(step, "loss", loss, limit):
+            return -math.inf
+        return self._limit(self._norms) if self._spikes.action in ("skip", "rollback") else math.inf
+
+    def add_norm(self, step: int, norm: Tensor, limit: float) -> None:
+        """Takes the norm () of the step's gradients, to be read later, and the limit that it was held to."""
+        event = torch.cuda.Event() if norm.is_cuda else None
+        norm = norm.detach().to("cpu", non_blocking=True)
+        if event:
+            event.record()
+        self._pending = (step, norm, event, limit)
+
+    def settle(self) -> None:
+        """Waits for the last norm and judges it."""
+        if self._pending is None:
+            return
+        (step, tensor, event, limit), self._pending = self._pending, None
+        if event:
+            event.synchronize()
+        norm = float(tensor)
+        # as the update compared them
+        self._skipped += not norm < limit
+        if limit == -math.inf:
+            return
+        if not math.isfinite(norm):
+            if self._on_bad_step == "stop" and not self._has_scaler:
+                raise FloatingPointError(
+                    f"the gradients' norm is {norm} at step {step + 1}, in batch {self.batch_number(step)}; "
+                    f"the weights were not changed. {WAY_OUT}"
+                )
+            return
+        usual = self._limit(self._norms)
+        self._norms.append(norm)
+        if norm >= usual:
+            self._is_refused(step, "gradient norm", norm, usual)
+
+    def _limit(self, history: deque[float]) -> float:
+        """The value from which on the next one is a spike; infinite until the window is full."""
+        if self._spikes.action == "ignore" or len(history) < self._spikes.window:
+            return math.inf
+        return fmean(history) + self._spikes.z_score * pstdev(history)
+
+    def _is_refused(self, step: int, name: str, value: float, limit: float) -> bool:
+        """Reports a spike; True if it must not change the weights. Raises RollBack if that is the action."""
+        action, batch = self._spikes.action, self.batch_number(step)
+        if self._rank == 0:
+            what = f"{name} {value:.4g}, the limit is {limit:.4g}"
+            print(f"spike at step {step + 1}, batch {batch}: {what}: {action}", flush=True)
+        if action == "rollback":
+            raise RollBack(batch)
+        return action == "skip"
+
+
+def read_left_out(folder: Path) -> list[int]:
+    """The numbers of the batches that a run leaves out, from its folder."""
+    path = folder / LEFT_OUT
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def write_left_out(folder: Path, left_out: list[int]) -> None:
+    """Keeps those numbers, whole or not at all: a run that is killed later leaves out the same batches."""
+    partial = folder / f"{LEFT_OUT}.partial"
+    partial.write_text(json.dumps(left_out) + "\n")
+    partial.replace(folder / LEFT_OUT)

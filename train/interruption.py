@@ -1,0 +1,48 @@
+"""Signals that ask a run to stop: it finishes its step, saves, and leaves with a code that says so."""
+
+import os
+import signal
+import sys
+import time
+
+# "temporary failure, try again", EX_TEMPFAIL of sysexits.h: the run can go on from its checkpoint
+EXIT_INTERRUPTED = 75
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# one request may come twice, from the terminal or Slurm and again from torchrun
+ECHO_SECONDS = 2.0
+
+
+class Interrupted(Exception):  # noqa: N818, no error
+    """The run stopped before its end because a signal asked it to; its state is saved."""
+
+
+class Interruption:
+    """While entered: SIGTERM or SIGINT sets `requested`, and a later second one ends the process at once."""
+
+    def __init__(self):
+        self.requested = False
+        self._first = 0.0
+        self._before = {}
+
+    def __enter__(self) -> "Interruption":
+        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *error) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame) -> None:
+        name = signal.Signals(number).name
+        if not self.requested:
+            self.requested, self._first = True, time.monotonic()
+            # os.write, not print: a handler may come in the middle of a print
+            _say(f"{name}: finishing the step and saving; once more to exit at once")
+        elif time.monotonic() - self._first > ECHO_SECONDS:
+            _say(f"{name} again: exiting without saving")
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def _say(message: str) -> None:
+    os.write(sys.__stderr__.fileno(), f"{message}\n".encode())

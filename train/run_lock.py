@@ -1,0 +1,35 @@
+"""One run folder, one run: a lock that ends with its process, however that ends."""
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from train.distributed import Processes
+
+
+@contextmanager
+def lock_run(folder: Path, processes: Processes) -> Iterator[None]:
+    """Rank 0 holds folder/lock during the body. Raises ValueError if another run holds it.
+
+    A POSIX record lock: the system drops it with the process, and NFS knows it.
+    """
+    if not processes.is_main:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise ValueError(
+                f"{folder} is in use by {holder}: wait for it, stop it, or choose another name="
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield

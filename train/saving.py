@@ -1,0 +1,246 @@
+"""Saves checkpoints while training goes on: a copy to host memory, then files written in the background.
+
+Tensors go through torch.distributed.checkpoint, which plans who writes what and puts shards of any layout
+together again; its own file formats are not used, since they hold pickles. See train/checkpoint.py.
+"""
+
+import json
+import os
+import shutil
+import sys
+import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException, StorageWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+
+from train.checkpoint import (
+    FORMAT_VERSION,
+    MARKER,
+    PIECE,
+    CheckpointConfig,
+    list_checkpoints,
+    read_checkpoint,
+)
+from train.distributed import Processes
+
+# the names of dtypes in safetensors' header
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
+
+
+class CheckpointSaver:
+    """Writes a run's checkpoints and removes the ones that it need not keep.
+
+    A save that fails, for a full disk say, is reported and leaves the older checkpoints: training goes on.
+    """
+
+    def __init__(self, folder: Path, settings: CheckpointConfig, processes: Processes):
+        self._folder = folder
+        self._settings = settings
+        self._processes = processes
+        on_gpu = processes.device.type == "cuda"
+        # the copy is made at once, and its pinned memory is used again
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=on_gpu,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=on_gpu,
+            )
+        )
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        # its own, so that the background's messages cannot mix with the training's
+        self._group = dist.new_group(backend="gloo") if processes.world_size > 1 else None
+        self._writing: Future | None = None
+
+    def save(self, tensors: dict[str, Tensor], info: dict) -> None:
+        """Saves these tensors and info, plain values with the keys "step" and "val_loss", in the background.
+
+        Returns when the tensors may change again; waits for the save before it, if that is still going on.
+        Every process calls it.
+        """
+        self.wait()
+        staged = self._stager.stage(_own_share(tensors, self._processes))
+        self._writing = self._thread.submit(self._write, staged, {"format": FORMAT_VERSION, **info})
+
+    def wait(self) -> bool:
+        """Waits until the last save is over; True if it is on disk, or there was none."""
+        return self._writing is None or self._writing.result()
+
+    def __enter__(self) -> "CheckpointSaver":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.wait()
+        self._thread.shutdown()
+        self._stager.close()
+
+    def _write(self, tensors: dict[str, Tensor], info: dict) -> bool:
+        path = self._folder / f"step_{info['step']:08d}"
+        try:
+            dcp.save(
+                tensors,
+                storage_writer=ShardWriter(path, info),
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+        except CheckpointException as error:
+            causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+            if not all(isinstance(cause, OSError) for cause in causes.values()):
+                raise
+            if self._processes.is_main:
+                reasons = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())
+                kept = [found.name for found in list_checkpoints(self._folder)]
+                print(
+                    f"WARNING: the checkpoint of step {info['step']} was not written ({reasons}); training "
+                    f"goes on, {f'the newest checkpoint is {kept[-1]}' if kept else 'there is none yet'}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                # its room may be what the next one lacks
+                shutil.rmtree(path, ignore_errors=True)
+            return False
+        if self._processes.is_main:
+            for old in superfluous_checkpoints(self._folder, self._settings):
+                # without its marker it is no checkpoint any more, however far the removal gets
+                (old / MARKER).unlink()
+                shutil.rmtree(old)
+        return True
+
+
+class ShardWriter(StorageWriter):
+    """Writes the part of each process as one safetensors file, and checkpoint.json after all of them.
+
+    safetensors' own writer first copies a whole shard while it holds Python's lock, which would stop the
+    training thread for seconds; here tensors go to the file piece by piece, without the lock.
+    Format: https://huggingface.co/docs/safetensors/index#format, with torch's key for a shard's place.
+    """
+
+    def __init__(self, path: Path, info: dict):
+        self._path = path
+        self._info = info
+
+    def prepare_global_plan(self, plans):
+        # on one process, before any of them writes
+        if (self._path / MARKER).exists():
+            _set_aside(self._path)
+        elif self._path.exists():
+            print(f"{self._path} was never finished: writing it anew", file=sys.stderr, flush=True)
+            shutil.rmtree(self._path)
+        self._path.mkdir(parents=True)
+        return plans
+
+    def write_data(self, plan, planner) -> torch.futures.Future:
+        future = torch.futures.Future()
+        if not plan.items:
+            future.set_result([])
+            return future
+        items = {item.index.fqn: item for item in plan.items}
+        assert len(items) == len(plan.items), "a process holds one piece of each tensor"
+        tensors = {name: planner.resolve_data(item).detach() for name, item in items.items()}
+        places = {
+            name: {"saved_offsets": list(item.tensor_data.chunk.offsets)} for name, item in items.items()
+        }
+        header, end = {"__metadata__": {"format": "pt", "DCP_SHARDING_INFO": json.dumps(places)}}, 0
+        for name, tensor in tensors.items():
+            start, end = end, end + tensor.nbytes
+            shape = list(tensor.shape)
+            header[name] = {"dtype": DTYPES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+
+        name = f"shard-{self._rank:05d}.safetensors"
+        with (self._path / name).open("xb", buffering=0) as file:
+            checksum = _write(file, len(text).to_bytes(8, "little") + text, 0)
+            for tensor in tensors.values():
+                checksum = _write(file, tensor.contiguous().view(-1).view(torch.uint8).numpy(), checksum)
+            os.fsync(file.fileno())
+            shard = (name, {"bytes": file.tell(), "crc32": checksum})
+        future.set_result(
+            [WriteResult(item.index, tensors[name].nbytes, shard) for name, item in items.items()]
+        )
+        return future
+
+    def finish(self, metadata, results: list[list[WriteResult]]) -> None:
+        # on one process, after all of them have written
+        shards = dict(result.storage_data for part in results for result in part)
+        partial = self._path / f"{MARKER}.partial"
+        with partial.open("w") as file:
+            json.dump({**self._info, "shards": shards}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self._path / MARKER)
+        for folder in (self._path, self._path.parent):
+            _sync_folder(folder)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs) -> None:
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+
+    def prepare_local_plan(self, plan):
+        return plan
+
+    def reset(self, checkpoint_id=None) -> None:
+        pass
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id) -> bool:
+        return True
+
+
+def superfluous_checkpoints(folder: Path, settings: CheckpointConfig) -> list[Path]:
+    """The finished checkpoints that the settings do not keep."""
+    found = list_checkpoints(folder)
+    infos = {path: read_checkpoint(path) for path in found}
+    kept = set(found[-settings.keep_last :])
+    if settings.keep_every_steps:
+        kept |= {path for path in found if infos[path]["step"] % settings.keep_every_steps == 0}
+    rated = [path for path in found if infos[path]["val_loss"] is not None]
+    if settings.keep_best and rated:
+        kept.add(min(rated, key=lambda path: infos[path]["val_loss"]))
+    return [path for path in found if path not in kept]
+
+
+def _own_share(tensors: dict[str, Tensor], processes: Processes) -> dict[str, Tensor]:
+    """What this process saves: its piece of sharded tensors, its share of those that all processes hold."""
+    whole = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
+    # large and small ones dealt out in turn
+    whole.sort(key=lambda name: (-tensors[name].numel(), name))
+    others = set(whole) - set(whole[processes.rank :: processes.world_size])
+    return {name: tensor for name, tensor in tensors.items() if name not in others}
+
+
+def _write(file, data, checksum: int) -> int:
+    """Writes bytes piece by piece; returns their CRC-32, continued from `checksum`."""
+    view = memoryview(data)
+    for start in range(0, len(view), PIECE):
+        piece = view[start : start + PIECE]
+        checksum = zlib.crc32(piece, checksum)
+        # a disk that fills up takes a part first, and refuses the rest
+        while piece:
+            piece = piece[file.write(piece) :]
+    return checksum
+
+
+def _set_aside(path: Path) -> None:
+    """Renames a finished checkpoint that was skipped as damaged, whose step is saved again."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
+        number += 1
+    path.rename(aside)
+    print(f"{path} is kept as {aside.name}; writing it anew", file=sys.stderr, flush=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes the names in a folder survive a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

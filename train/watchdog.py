@@ -1,0 +1,100 @@
+"""Finds a process that hangs, says which one and after which step, and ends the run, to be started again."""
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+
+from train.distributed import Processes
+
+# EX_SOFTWARE of sysexits.h
+EXIT_HANGS = 70
+# beats in the time after which a process counts as hanging
+BEATS = 10
+VERDICT = "watchdog/verdict"
+
+
+class Watchdog:
+    """While entered, a thread of each process tells the others of its progress, and looks at theirs.
+
+    A run of processes that wait for each other stands still as a whole; the one to blame is the one that
+    has passed the fewest marks (Processes.mark), or whose thread is silent too, stopped or gone. Rank 0
+    looks at all, the others at rank 0. seconds: without progress, after which the run ends with
+    EXIT_HANGS on every process; 0 switches the watchdog off.
+    """
+
+    def __init__(self, processes: Processes, seconds: float):
+        self._processes = processes
+        self._seconds = seconds
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> "Watchdog":
+        if self._seconds:
+            self._tell(0)
+            # every process has told once before any of them looks
+            self._processes.barrier()
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._done.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _tell(self, beat: int) -> None:
+        p = self._processes
+        p.store.set(f"watchdog/{p.rank}", json.dumps({"beat": beat, "step": p.step, "marks": p.marks}))
+
+    def _watch(self) -> None:
+        p = self._processes
+        watched = range(p.world_size) if p.is_main else [0]
+        news: dict[int, dict] = {}
+        # when this process last saw another beat, and another mark, of each rank
+        beat_at, mark_at = ({rank: time.monotonic() for rank in watched} for _ in range(2))
+        beat = 0
+        while not self._done.wait(self._seconds / BEATS):
+            beat += 1
+            try:
+                self._tell(beat)
+                if p.store.check([VERDICT]):
+                    self._end(p.store.get(VERDICT).decode())
+                latest = {rank: json.loads(p.store.get(f"watchdog/{rank}")) for rank in watched}
+            except RuntimeError as error:
+                # at the end of a run the store may go first
+                if self._done.wait(1.0):
+                    return
+                reason = str(error).splitlines()[0]
+                self._end(f"LOST: the process that keeps the store, torchrun's or rank 0, is gone ({reason})")
+            now = time.monotonic()
+            for rank, told in latest.items():
+                before = news.get(rank, {})
+                if told["beat"] != before.get("beat"):
+                    beat_at[rank] = now
+                if told["marks"] != before.get("marks"):
+                    mark_at[rank] = now
+            news = latest
+            silent = [rank for rank in watched if now - beat_at[rank] > self._seconds]
+            still = all(now - mark_at[rank] > self._seconds for rank in watched)
+            if silent or (still and p.is_main):
+                fewest = min(told["marks"] for told in news.values())
+                behind = silent or [rank for rank, told in news.items() if told["marks"] == fewest]
+                verdict = self._verdict(behind, news, bool(silent))
+                p.store.set(VERDICT, verdict)
+                self._end(verdict)
+
+    def _verdict(self, ranks: list[int], news: dict[int, dict], silent: bool) -> str:
+        names = ", ".join(f"rank {rank} (last finished step {news[rank]['step']})" for rank in ranks)
+        if len(ranks) == self._processes.world_size > 1:
+            names = f"all ranks at the same place, {names}"
+        how = "stopped, or its host is gone" if silent else "no progress"
+        return f"HANGS: {names}: {how} for {self._seconds:g} seconds"
+
+    def _end(self, reason: str) -> None:
+        """Says why, shows where this process stands, and ends it, whatever its main thread waits for."""
+        ends = f"the run ends with code {EXIT_HANGS}"
+        print(f"[rank {self._processes.rank}] {reason}; {ends}", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(sys.__stderr__)
+        os._exit(EXIT_HANGS)

@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, StorageWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
@@ -45,16 +44,8 @@ class CheckpointSaver:
         self._folder = folder
         self._settings = settings
         self._processes = processes
-        on_gpu = processes.device.type == "cuda"
-        # the copy is made at once, and its pinned memory is used again
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=on_gpu,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=on_gpu,
-            )
-        )
+        # copies of the tensors in host memory, used again by each save
+        self._host: dict[str, Tensor] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         # its own, so that the background's messages cannot mix with the training's
         self._group = dist.new_group(backend="gloo") if processes.world_size > 1 else None
@@ -67,12 +58,16 @@ class CheckpointSaver:
         Every process calls it.
         """
         self.wait()
-        staged = self._stager.stage(_own_share(tensors, self._processes))
+        staged = self._stage(_own_share(tensors, self._processes))
         self._writing = self._thread.submit(self._write, staged, {"format": FORMAT_VERSION, **info})
 
     def wait(self) -> bool:
         """Waits until the last save is over; True if it is on disk, or there was none."""
         return self._writing is None or self._writing.result()
+
+    def is_busy(self) -> bool:
+        """Whether a save is still being written."""
+        return self._writing is not None and not self._writing.done()
 
     def __enter__(self) -> "CheckpointSaver":
         return self
@@ -80,7 +75,17 @@ class CheckpointSaver:
     def __exit__(self, *error) -> None:
         self.wait()
         self._thread.shutdown()
-        self._stager.close()
+
+    def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        # torch's own stager (DefaultStager of 2.11) would pin the memory anew each time
+        on_gpu = self._processes.device.type == "cuda"
+        for name, tensor in tensors.items():
+            if name not in self._host:
+                self._host[name] = torch.empty_like(tensor, device="cpu", pin_memory=on_gpu)
+            self._host[name].copy_(tensor.detach(), non_blocking=True)
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return {name: self._host[name] for name in tensors}
 
     def _write(self, tensors: dict[str, Tensor], info: dict) -> bool:
         path = self._folder / f"step_{info['step']:08d}"

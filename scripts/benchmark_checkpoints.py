@@ -1,0 +1,107 @@
+"""Times what a checkpoint costs a training GPU, one row a model:
+python -m scripts.benchmark_checkpoints 'models=[gpt2,gpt2_xl]' out=checkpoints.json"""
+
+import shutil
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+from omegaconf import OmegaConf
+
+from model import GPT, AttentionConfig, ModelConfig
+from scripts.arguments import argument, run_script
+from scripts.benchmark_training import OPTIM, SIZES
+from train.checkpoint import CheckpointConfig, list_checkpoints, run_tensors
+from train.distributed import join_processes
+from train.loop import autocast_context, forward_backward, update
+from train.optim import build_optimizer
+from train.results import write_result
+from train.saving import CheckpointSaver
+
+SETTINGS = CheckpointConfig(every_steps=1, keep_last=1, keep_every_steps=0, keep_best=False, resume="auto")
+
+
+@dataclass
+class Arguments:
+    models: list[str] = argument(["gpt2"], "names of files in conf/model/")
+    tokens_per_step: int = argument(8192, "random tokens a step, in sequences of 1024 or fewer")
+    saves: int = argument(3, "saves of each model; the first one also makes the host's copy")
+    folder: str = argument("runs/benchmark_checkpoints", "where to write; removed at the end")
+    device: str = argument("cuda", "cuda or cpu")
+    out: str = argument("", "JSON file for the rows; empty for none")
+
+
+def main(arguments: Arguments) -> None:
+    rows = []
+    for name in arguments.models:
+        for row in measure(arguments, name):
+            rows.append(row)
+            print(
+                f"{name}  save {row['save']}  {row['bytes'] / 1e9:.2f} GB  stall {row['stall_ms']:.0f} ms  "
+                f"written in {row['save_seconds']:.2f} s  step {row['step_ms']:.1f} ms, while writing "
+                f"{row['step_while_saving_ms']:.1f} ms  lost {row['lost_share']:.1%} of the save's time",
+                flush=True,
+            )
+            if arguments.out:
+                write_result(Path(arguments.out), rows)
+
+
+def measure(arguments: Arguments, name: str):
+    """Yields a row for each save, with training steps going on while it is written."""
+    seq_len = min(1024, arguments.tokens_per_step)
+    size = OmegaConf.create({"seq_len": seq_len, "model": OmegaConf.load(SIZES / f"{name}.yaml")})
+    config = ModelConfig(**OmegaConf.to_container(size.model, resolve=True))
+    folder = Path(arguments.folder)
+    with join_processes(arguments.device) as processes, torch.device(processes.device):
+        weights = GPT(config, AttentionConfig(implementation="sdpa"))
+        optimizer = build_optimizer(weights, OPTIM)
+        scaler = torch.amp.GradScaler(processes.device.type, enabled=False)
+        autocast = partial(autocast_context, processes.device.type, "bf16")
+        text = torch.randint(config.vocab_size, (arguments.tokens_per_step // seq_len, seq_len + 1))
+
+        def step() -> float:
+            started = time.perf_counter()
+            forward_backward(weights, text[:, :-1], text[:, 1:], 1, processes, autocast, scaler)
+            update(optimizer, scaler, OPTIM.learning_rate, OPTIM.gradient_clip, float("inf"))
+            _synchronize(processes.device)
+            return time.perf_counter() - started
+
+        usual = median([step() for _ in range(8)][3:])
+        with CheckpointSaver(folder, SETTINGS, processes) as saver:
+            for save in range(1, arguments.saves + 1):
+                started = time.perf_counter()
+                tensors = run_tensors(weights, optimizer)
+                saver.save(tensors, {"step": save, "val_loss": None})
+                stall = time.perf_counter() - started
+                steps = [step()]
+                while saver.is_busy():
+                    steps.append(step())
+                saver.wait()
+                seconds = time.perf_counter() - started
+                lost = stall + sum(elapsed - usual for elapsed in steps)
+                path = list_checkpoints(folder)[-1]
+                yield {
+                    "model": name,
+                    "save": save,
+                    "bytes": sum(file.stat().st_size for file in path.iterdir()),
+                    "n_gpus": processes.world_size,
+                    "stall_ms": stall * 1000,
+                    "save_seconds": seconds,
+                    "step_ms": usual * 1000,
+                    "step_while_saving_ms": median(steps) * 1000,
+                    "lost_seconds": lost,
+                    "lost_share": lost / seconds,
+                }
+    shutil.rmtree(folder)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    run_script(main, Arguments, __doc__)

@@ -76,12 +76,15 @@ def attention_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    gradients: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, contiguous. Raises ValueError where `refusal` refuses."""
+    """dq, dk, dv, contiguous or in `gradients`. Raises ValueError where `refusal` refuses."""
     check(problem, q, k, v)
     if not is_readable(dout):
         dout = dout.contiguous()
-    return import_module("kernels.hopper.launch").attention_backward(problem, dout, dlse, q, k, v, out, lse)
+    return import_module("kernels.hopper.launch").attention_backward(
+        problem, dout, dlse, q, k, v, out, lse, gradients=gradients
+    )
 
 
 def check(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> None:

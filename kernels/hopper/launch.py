@@ -83,8 +83,9 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     tile: BackwardTile | None = None,
+    gradients: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, contiguous, in three launches: lse and delta, the gradients, dq rounded."""
+    """dq, dk, dv, contiguous or in `gradients`: three launches, lse and delta, the gradients, dq rounded."""
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
     group = n_head // n_kv_head
@@ -94,9 +95,7 @@ def attention_backward(
         2, batch * n_head * padded, dtype=torch.float32, device=q.device
     ).unbind()
     dq_sum = torch.empty(batch * n_head * padded, head_dim, dtype=torch.float32, device=q.device)
-    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    dk = torch.empty_like(k, memory_format=torch.contiguous_format)
-    dv = torch.empty_like(v, memory_format=torch.contiguous_format)
+    dq, dk, dv = gradients or (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     rows_grid = (padded // PREPARE_ROWS, batch * n_head)
     prepare_kernel[rows_grid](
         out,
@@ -149,6 +148,7 @@ def attention_backward(
     round_kernel[rows_grid](
         dq_sum,
         dq,
+        *dq.stride()[:3],
         n_head,
         seq_q,
         padded,

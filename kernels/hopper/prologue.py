@@ -46,9 +46,10 @@ def prepare_kernel(
 
 @triton.jit
 def round_kernel(
-    dq_sum_ptr, dq_ptr, n_head, seq_q, padded, softmax_scale, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr
-):
-    """One block of rows of dq (B, Tq, H, D), contiguous, from its float32 sum (B, H, padded, D)."""
+    dq_sum_ptr, dq_ptr, stride_b, stride_t, stride_h, n_head, seq_q, padded, softmax_scale,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One block of rows of dq (B, Tq, H, D) from its float32 sum (B, H, padded, D)."""
     head = tl.program_id(1)
     b = (head // n_head).to(tl.int64)
     h = head % n_head
@@ -56,6 +57,5 @@ def round_kernel(
     columns = tl.arange(0, HEAD_DIM)
     line = head.to(tl.int64) * padded + rows
     dq = tl.load(dq_sum_ptr + line[:, None] * HEAD_DIM + columns[None, :]) * softmax_scale  # (BLOCK_M, D)
-    line = (b * seq_q + rows) * n_head + h
-    dq_ptrs = dq_ptr + line[:, None] * HEAD_DIM + columns[None, :]
+    dq_ptrs = dq_ptr + b * stride_b + h * stride_h + rows[:, None].to(tl.int64) * stride_t + columns[None, :]
     tl.store(dq_ptrs, dq.to(dq_ptr.dtype.element_ty), mask=(rows < seq_q)[:, None])

@@ -73,11 +73,13 @@ def attention_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    gradients: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the shape and dtype of q, k, v, contiguous. dlse: (B, H, Tq) float32 or None."""
+    """dq, dk, dv in the shape and dtype of q, k, v, contiguous or in `gradients`, of which dk and dv have the
+    same strides. dlse: (B, H, Tq) float32 or None."""
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq, dk, dv = gradients or (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     # padded to whole tiles, so that the other two kernels need no masks for them
     seq_padded = triton.cdiv(seq_q, MAX_BLOCK_M) * MAX_BLOCK_M
     delta, lse_log2 = (lse.new_empty(batch, n_head, seq_padded) for _ in range(2))

@@ -1,0 +1,111 @@
+"""Self-attention on packed queries, keys and values, (B, T, 3, H, D), whose gradient is packed as well.
+
+A linear layer makes q, k and v in one product and takes their gradient in one tensor. Here the kernels read
+and write its parts in place; through `flash_attention` autograd would copy three gradients into one.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels import checks
+from kernels.intervals import document_bounds
+from kernels.operators import implementation, refuse_second_derivative
+from kernels.problem import Problem
+
+
+@torch.library.custom_op("nanoflash::packed_attention_forward", mutates_args=())
+def packed_attention_forward(
+    qkv: Tensor,
+    key_bounds: Tensor | None,
+    query_bounds: Tensor | None,
+    softmax_scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    problem = _problem(key_bounds, query_bounds, softmax_scale, causal)
+    q, k, v = qkv.unbind(2)
+    return implementation(problem, q, k, v).attention_forward(problem, q, k, v)
+
+
+@torch.library.custom_op("nanoflash::packed_attention_backward", mutates_args=())
+def packed_attention_backward(
+    dout: Tensor,
+    qkv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    key_bounds: Tensor | None,
+    query_bounds: Tensor | None,
+    softmax_scale: float,
+    causal: bool,
+) -> Tensor:
+    problem = _problem(key_bounds, query_bounds, softmax_scale, causal)
+    q, k, v = qkv.unbind(2)
+    dqkv = torch.empty_like(qkv)
+    run = implementation(problem, q, k, v).attention_backward
+    run(problem, dout, None, q, k, v, out, lse, gradients=dqkv.unbind(2))
+    return dqkv
+
+
+@packed_attention_forward.register_fake
+def _(qkv, *options):
+    batch, seq_len, _, n_head, head_dim = qkv.shape
+    out = qkv.new_empty(batch, seq_len, n_head, head_dim)
+    return out, qkv.new_empty(batch, n_head, seq_len, dtype=torch.float32)
+
+
+@packed_attention_backward.register_fake
+def _(dout, qkv, *options):
+    return torch.empty_like(qkv)
+
+
+def _save_for_backward(ctx, inputs, output):
+    qkv, key_bounds, query_bounds, *options = inputs
+    ctx.save_for_backward(qkv, *output, key_bounds, query_bounds)
+    ctx.options = options
+
+
+def _backward(ctx, dout, _):
+    return packed_attention_backward(dout, *ctx.saved_tensors, *ctx.options), None, None, None, None
+
+
+packed_attention_forward.register_autograd(_backward, setup_context=_save_for_backward)
+packed_attention_backward.register_autograd(refuse_second_derivative)
+
+
+def _problem(key_bounds, query_bounds, softmax_scale: float, causal: bool) -> Problem:
+    return Problem(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window=None,
+        key_bounds=key_bounds,
+        query_bounds=query_bounds,
+        dropout_p=0.0,
+        dropout_seed=None,
+        deterministic=False,
+    )
+
+
+def flash_attention_packed(
+    qkv: Tensor,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    document_ids: Tensor | None = None,
+) -> Tensor:
+    """`flash_attention` on q, k, v = qkv.unbind(2), (B, T, H, D) each, whose gradient needs no copy.
+
+    qkv: (B, T, 3, H, D) contiguous. Arguments, result and errors are flash_attention's.
+    """
+    if qkv.dim() != 5 or qkv.shape[2] != 3:
+        raise ValueError(f"qkv must have shape (B, T, 3, H, D), got {tuple(qkv.shape)}")
+    if not qkv.is_contiguous():
+        raise ValueError(f"qkv must be contiguous, got strides {qkv.stride()}: call qkv.contiguous()")
+    q, k, v = qkv.unbind(2)
+    checks.check_tensors(q, k, v, n_dims=4)
+    checks.check_options(q, causal, softmax_scale, None, 0.0, None)
+    key_bounds = query_bounds = None
+    if document_ids is not None:
+        checks.check_document_ids(document_ids, q, k)
+        key_bounds, query_bounds = document_bounds(document_ids, q.shape[1], causal=causal, window=None)
+        causal = False
+    scale = qkv.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    return packed_attention_forward(qkv, key_bounds, query_bounds, scale, causal)[0]

@@ -1,0 +1,145 @@
+"""The head of a language model and its loss: the mean of log(sum(exp(x))) - x[target], rows x = hidden W^T.
+
+The logits are a step's largest tensor, so one buffer holds CHUNK rows of them, used again by every chunk. A
+kernel turns each row, in place, into the gradient of its loss, softmax(x) - onehot(target), and two matrix
+products make of these rows the gradients of hidden and W, all in the forward pass; the backward only scales
+them. On Hopper a row waits in shared memory between its passes, so that it is read once
+(cross_entropy_hopper.py); elsewhere it is read twice, first for a running maximum and the sum relative to it
+(Milakov and Gimelshein, arXiv:1805.02867).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import hopper
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# rows whose logits exist at the same time: 1.5 GiB in bf16 with GPT-2's vocabulary
+CHUNK = 16384
+BLOCK = 4096
+NUM_WARPS = 8
+
+
+@triton.jit
+def cross_entropy_kernel(
+    logits_ptr,
+    targets_ptr,
+    losses_ptr,
+    n_columns,
+    vocab_size,
+    BLOCK: tl.constexpr,
+    WITH_GRADIENT: tl.constexpr,
+):
+    """One row; columns from vocab_size on pad the vocabulary: they take no probability and no gradient."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * n_columns
+    offs = tl.arange(0, BLOCK)
+    target = tl.load(targets_ptr + row)
+    target_logit = tl.load(logits_ptr + target).to(tl.float32)
+    m_i = tl.full((), float("-inf"), tl.float32)
+    l_i = tl.full((), 0.0, tl.float32)
+    for start in range(0, n_columns, BLOCK):
+        columns = start + offs
+        x = tl.load(logits_ptr + columns, mask=columns < n_columns, other=0.0).to(tl.float32)
+        x = tl.where(columns < vocab_size, x, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(x, 0))
+        l_i = l_i * tl.exp2((m_i - m_new) * LOG2E) + tl.sum(tl.exp2((x - m_new) * LOG2E), 0)
+        m_i = m_new
+    lse = m_i + tl.log(l_i)
+    tl.store(losses_ptr + row, lse - target_logit)
+    if WITH_GRADIENT:
+        for start in range(0, n_columns, BLOCK):
+            columns = start + offs
+            inside = columns < n_columns
+            x = tl.load(logits_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+            dx = tl.exp2((x - lse) * LOG2E) - tl.where(columns == target, 1.0, 0.0)
+            dx = tl.where(columns < vocab_size, dx, 0.0)
+            tl.store(logits_ptr + columns, dx.to(logits_ptr.dtype.element_ty), mask=inside)
+
+
+def cross_entropy_(
+    logits: Tensor, targets: Tensor, losses: Tensor, vocab_size: int, with_gradient: bool
+) -> None:
+    """Writes the loss of each row of logits (N, V'), and with_gradient overwrites the row by its gradient."""
+    n_rows, n_columns = logits.shape
+    # cross_entropy_hopper is imported where Gluon is known to be there
+    if logits.element_size() == 2 and hopper.is_hopper(logits.device) and hopper.build_error() is None:
+        from kernels.cross_entropy_hopper import cross_entropy_in_shared_memory, fits
+
+        if fits(n_columns, vocab_size):
+            cross_entropy_in_shared_memory(logits, targets, losses, vocab_size, with_gradient)
+            return
+    cross_entropy_kernel[(n_rows,)](
+        logits, targets, losses, n_columns, vocab_size,
+        BLOCK=BLOCK, WITH_GRADIENT=with_gradient, num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("nanoflash::linear_cross_entropy", mutates_args=())
+def linear_cross_entropy_forward(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk: int, with_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean loss, and the gradients of the losses' sum by hidden and weight: empty without gradient."""
+    n_rows = hidden.shape[0]
+    cast = weight.to(hidden.dtype)
+    losses = torch.empty(n_rows, dtype=torch.float32, device=hidden.device)
+    dhidden, dweight = _gradients(hidden, weight, with_gradient)
+    buffer = torch.empty(min(chunk, n_rows), weight.shape[0], dtype=hidden.dtype, device=hidden.device)
+    for start in range(0, n_rows, chunk):
+        rows = slice(start, min(start + chunk, n_rows))
+        logits = torch.mm(hidden[rows], cast.T, out=buffer[: rows.stop - start])
+        cross_entropy_(logits, targets[rows], losses[rows], vocab_size, with_gradient)
+        if with_gradient:
+            torch.mm(logits, cast, out=dhidden[rows])
+            if start == 0:
+                _mm(logits.T, hidden[rows], out=dweight)
+            else:
+                dweight += _mm(logits.T, hidden[rows], out=torch.empty_like(dweight))
+    return losses.mean(), dhidden, dweight
+
+
+@linear_cross_entropy_forward.register_fake
+def _(hidden, weight, targets, vocab_size, chunk, with_gradient):
+    return hidden.new_empty((), dtype=torch.float32), *_gradients(hidden, weight, with_gradient)
+
+
+def _gradients(hidden: Tensor, weight: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor]:
+    if with_gradient:
+        return torch.empty_like(hidden), torch.empty_like(weight)
+    return hidden.new_empty(0), weight.new_empty(0)
+
+
+def _mm(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """a b, summed and stored in out's dtype."""
+    if a.is_cuda and a.dtype != out.dtype:
+        return torch.mm(a, b, out_dtype=out.dtype, out=out)
+    return out.copy_(torch.mm(a, b))
+
+
+def _save_for_backward(ctx, inputs, output):
+    ctx.n_rows = inputs[0].shape[0]
+    ctx.save_for_backward(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dloss, *_):
+    dhidden, dweight = ctx.saved_tensors
+    scale = dloss / ctx.n_rows
+    return dhidden * scale, dweight * scale, None, None, None, None
+
+
+linear_cross_entropy_forward.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk: int = CHUNK
+) -> Tensor:
+    """The mean cross-entropy in nats, () float32, of targets (N,) int64 under logits hidden weight^T.
+
+    hidden: (N, C); weight: (V', C), usually float32, rows from vocab_size on pad it; the products run in
+    hidden's dtype, the gradient of weight is summed in weight's.
+    """
+    with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return linear_cross_entropy_forward(hidden, weight, targets, vocab_size, chunk, with_gradient)[0]

@@ -1,0 +1,33 @@
+"""Compiles the Hopper kernel of the loss without a GPU and prints what it uses, as one JSON line.
+
+Run by test_cross_entropy.py in a process of its own, because Triton's interpreter cannot run Gluon:
+    python -m tests.ahead_of_time_cross_entropy
+"""
+
+import json
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from kernels.cross_entropy_hopper import BLOCK, NUM_WARPS, cross_entropy_kernel
+from tests.ahead_of_time_hopper import assemble
+
+# GPT-2's vocabulary, padded
+N_COLUMNS = 50304
+
+
+def compile_kernel() -> dict:
+    types = {"logits_ptr": "*bf16", "targets_ptr": "*i64", "losses_ptr": "*fp32"}
+    constants = {"N_BLOCKS": triton.cdiv(N_COLUMNS, BLOCK), "BLOCK": BLOCK, "WITH_GRADIENT": True}
+    names = cross_entropy_kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in (*types, "n_columns")}
+    source = GluonASTSource(cross_entropy_kernel, signature, values, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": NUM_WARPS})
+    return {"shared": compiled.metadata.shared} | assemble(compiled.asm["ptx"])
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_kernel()))

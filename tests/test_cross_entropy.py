@@ -1,0 +1,93 @@
+"""The fused head and loss, against PyTorch's cross-entropy of the logits."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels.cross_entropy import linear_cross_entropy
+from tests.test_ahead_of_time import VERSIONS
+
+
+def inputs(device, n_rows=37, n_embd=16, vocab_size=300, padded=384, dtype=torch.float32):
+    hidden = torch.randn(n_rows, n_embd, device=device, dtype=dtype)
+    weight = torch.randn(padded, n_embd, device=device)
+    return (
+        hidden.requires_grad_(),
+        weight.requires_grad_(),
+        torch.randint(vocab_size, (n_rows,), device=device),
+    )
+
+
+def expected(hidden, weight, targets, vocab_size):
+    logits = F.linear(hidden.double(), weight[:vocab_size].double())
+    return F.cross_entropy(logits, targets)
+
+
+@pytest.mark.parametrize("chunk", [1000, 37, 16])
+@pytest.mark.parametrize(("vocab_size", "padded"), [(300, 384), (384, 384), (5000, 5120)])
+def test_loss_and_gradients_are_those_of_the_logits(device, chunk, vocab_size, padded):
+    hidden, weight, targets = inputs(device, vocab_size=vocab_size, padded=padded)
+    loss = linear_cross_entropy(hidden, weight, targets, vocab_size, chunk)
+    # a factor in front, as gradient accumulation and loss scaling have it
+    actual = torch.autograd.grad(loss * 3.0, (hidden, weight))
+    truth = expected(hidden, weight, targets, vocab_size)
+    torch.testing.assert_close(loss, truth.float())
+    for ours, theirs in zip(actual, torch.autograd.grad(truth * 3.0, (hidden, weight)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert not actual[1][vocab_size:].any(), "the padding of the vocabulary takes no gradient"
+
+
+def test_without_gradients_it_is_the_loss_alone(device):
+    hidden, weight, targets = inputs(device)
+    with torch.no_grad():
+        loss = linear_cross_entropy(hidden, weight, targets, 300)
+    torch.testing.assert_close(loss, expected(hidden, weight, targets, 300).float())
+
+
+def test_large_logits_do_not_overflow(device):
+    hidden, weight, targets = inputs(device)
+    loss = linear_cross_entropy(hidden * 100, weight, targets, 300)
+    torch.testing.assert_close(loss, expected(hidden * 100, weight, targets, 300).float())
+
+
+def test_the_operator_keeps_pytorchs_rules(device):
+    hidden, weight, targets = inputs(device, n_rows=4)
+    torch.library.opcheck(
+        torch.ops.nanoflash.linear_cross_entropy.default, (hidden, weight, targets, 300, 3, True)
+    )
+
+
+@pytest.mark.parametrize("version", VERSIONS, ids=["pinned", "3.6.0"][: len(VERSIONS)])
+def test_two_rows_fit_a_hopper_multiprocessor_without_spilling(version):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if version:
+        environment["PYTHONPATH"] = version
+    command = [sys.executable, "-m", "tests.ahead_of_time_cross_entropy"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    used = json.loads(done.stdout)
+    # a multiprocessor has 228 KiB, of which each block takes one for the system
+    assert 2 * (used["shared"] + 1024) <= 228 * 1024
+    assert used["spilled"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_are_as_accurate_as_torch(dtype):
+    hidden, weight, targets = inputs(
+        "cuda", n_rows=1000, n_embd=768, vocab_size=50257, padded=50304, dtype=dtype
+    )
+    with torch.no_grad():
+        weight *= 0.05
+    loss = linear_cross_entropy(hidden, weight, targets, 50257, chunk=384)
+    truth = expected(hidden, weight, targets, 50257)
+    torchs = F.cross_entropy(F.linear(hidden, weight[:50257].to(dtype)).float(), targets)
+    assert abs(loss - truth) <= 2 * abs(torchs - truth) + 1e-5
+    gradients = [torch.autograd.grad(x, (hidden, weight)) for x in (loss, torchs, truth)]
+    for ours, theirs, exact in zip(*gradients, strict=True):
+        assert (ours - exact).norm() <= 2 * (theirs - exact).norm()

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.flash_attention import flash_attention
+from kernels.packed import flash_attention_packed
 from kernels.reference import attention_reference
 from model.config import ModelConfig
 from model.ring_attention import Ring, ring_attention
@@ -57,6 +58,9 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.dropout = config.dropout
         self.implementation = implementation
+        # nothing comes between the product and the kernel: its gradient can be written in place
+        equal_heads = config.n_head == config.n_kv_head
+        self.takes_packed = implementation == "flash" and equal_heads and not config.qk_norm
         width = config.n_head * config.head_dim
         self.qkv = nn.Linear(config.n_embd, sum(self.n_heads) * config.head_dim, config.bias != "none")
         self.projection = nn.Linear(width, config.n_embd, config.bias == "all")
@@ -76,6 +80,10 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """rotation: cos and sin by which queries and keys turn; ring: x is a part of longer sequences."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        dropout_p = self.dropout if self.training else 0.0
+        if self.takes_packed and (cache, rotation, ring) == (None, None, None) and dropout_p == 0.0:
+            out = flash_attention_packed(qkv.unflatten(2, (3, -1)), document_ids=document_ids)
+            return self.projection(out.flatten(2))
         # views of the packed product: no copy is made for the kernel
         q, k, v = qkv.split(self.n_heads, dim=2)  # (B, T, H, D), twice (B, T, Hkv, D)
         if self.qk_norm:
@@ -87,7 +95,6 @@ class SelfAttention(nn.Module):
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         if cache is not None:
             k, v = cache.append(k, v)
-        dropout_p = self.dropout if self.training else 0.0
         if ring is not None:
             if dropout_p > 0.0:
                 raise ValueError(f"model.dropout={dropout_p}: there is none over several processes, set it 0")

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.cross_entropy import linear_cross_entropy
 from model.attention import AttentionConfig, LayerCache, SelfAttention
 from model.config import ModelConfig
 from model.ring_attention import Ring
@@ -62,11 +63,23 @@ class GPT(nn.Module):
     """A language model over B sequences of T tokens.
 
     Parameters are float32; lower precision is autocast's business (see train/loop.py).
+    fused_loss: the loss by kernels/cross_entropy.py, on a GPU; never are all logits in memory.
+    low_precision_residual: under autocast the stream between the blocks, and its gradient, are in autocast's
+    dtype, which halves what every norm and every sum reads and writes; else they are float32.
     """
 
-    def __init__(self, config: ModelConfig, attention: AttentionConfig):
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: AttentionConfig,
+        *,
+        fused_loss: bool = False,
+        low_precision_residual: bool = False,
+    ):
         super().__init__()
         self.config = config
+        self.fused_loss = fused_loss
+        self.low_precision_residual = low_precision_residual
         self.token_embedding = nn.Embedding(config.padded_vocab_size, config.n_embd)
         if config.rotary is None:
             self.position_embedding = nn.Embedding(config.max_seq_len, config.n_embd)
@@ -98,6 +111,9 @@ class GPT(nn.Module):
         hidden = self.hidden_states(tokens, document_ids, positions, ring=ring)
         if targets is None:
             return self._logits(hidden)
+        if self.fused_loss:
+            rows = hidden.to(compute_dtype(hidden)).flatten(0, 1)  # (B T, C)
+            return linear_cross_entropy(rows, self.head_weight, targets.flatten(), self.config.vocab_size)
         # the padding takes no probability, at no cost: cutting it off as below would copy the logits
         logits = F.linear(hidden, self.head_weight, self.padding_bias)  # (B, T, padded V)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
@@ -123,6 +139,8 @@ class GPT(nn.Module):
         else:
             turn = rotation(self.config.rotary, self.config.head_dim, positions)
         x = self.embedding_dropout(x)
+        if self.low_precision_residual:
+            x = x.to(compute_dtype(x))
         for index, block in enumerate(self.blocks):
             cache = None if caches is None else caches[index]
             x = block(x, document_ids=document_ids, cache=cache, rotation=turn, ring=ring)
@@ -166,3 +184,9 @@ class GPT(nn.Module):
         for block in self.blocks:
             for branch in (block.attention, block.mlp):
                 nn.init.normal_(branch.projection.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """What a matrix product of x runs in: autocast's dtype where it is on, else x's own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

@@ -101,6 +101,12 @@ def test_flash_without_a_gpu_is_refused_with_the_change_to_make():
         check_machine(config)
 
 
+def test_the_fused_loss_without_a_gpu_is_refused_with_the_change_to_make():
+    config = parse(composed("experiment=laptop", "fused_loss=true"))
+    with pytest.raises(ValueError, match="fused_loss=true runs on a GPU, got device=cpu: use fused_loss=fal"):
+        check_machine(config)
+
+
 def test_a_model_for_another_vocabulary_is_refused():
     config = parse(composed("experiment=laptop", "data.tokenizer=bytes"))
     message = "model.vocab_size=50257, but data.tokenizer=bytes has 257 tokens: use model.vocab_size=257"

@@ -20,8 +20,15 @@ def config(**changes) -> ModelConfig:
     return ModelConfig(**{**values, **changes})
 
 
-def model(implementation: str = "sdpa", **changes) -> GPT:
-    return GPT(config(**changes), AttentionConfig(implementation=implementation))
+def model(
+    implementation: str = "sdpa", fused_loss: bool = False, low_precision_residual: bool = False, **changes
+) -> GPT:
+    return GPT(
+        config(**changes),
+        AttentionConfig(implementation=implementation),
+        fused_loss=fused_loss,
+        low_precision_residual=low_precision_residual,
+    )
 
 
 @pytest.mark.parametrize("size", PUBLISHED)
@@ -80,6 +87,45 @@ def test_implementations_give_the_same_loss_and_gradients(implementation, device
         gpt(tokens[:, :-1], tokens[:, 1:]).backward()
     for (name, expected), actual in zip(sdpa.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_the_fused_loss_has_the_value_and_the_gradients_of_the_plain_one(device):
+    plain, fused = model().to(device), model(fused_loss=True).to(device)
+    fused.load_state_dict(plain.state_dict())
+    tokens = torch.randint(300, (2, 50), device=device)
+    losses = [gpt(tokens[:, :-1], tokens[:, 1:]) for gpt in (plain, fused)]
+    torch.testing.assert_close(losses[1], losses[0])
+    for loss in losses:
+        # as gradient accumulation divides it
+        (loss / 4).backward()
+    for (name, expected), actual in zip(plain.named_parameters(), fused.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_attention_and_the_fused_loss_compile_into_one_graph(device):
+    gpt = model("flash", fused_loss=True).to(device)
+    compiled = torch.compile(gpt, backend="aot_eager", fullgraph=True)
+    tokens = torch.randint(300, (2, 17), device=device)
+    expected = gpt(tokens[:, :-1], tokens[:, 1:])
+    actual = compiled(tokens[:, :-1], tokens[:, 1:])
+    torch.testing.assert_close(actual, expected)
+    gradients = [torch.autograd.grad(loss, list(gpt.parameters())) for loss in (actual, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("low_precision_residual", [False, True])
+def test_the_residual_stream_is_in_low_precision_where_that_is_asked_for(low_precision_residual):
+    gpt = model(low_precision_residual=low_precision_residual)
+    dtypes = []
+    for block in gpt.blocks:
+        block.register_forward_hook(lambda _, __, x: dtypes.append(x.dtype))
+    tokens = torch.randint(300, (2, 50))
+    exact = gpt(tokens[:, :-1], tokens[:, 1:])
+    assert dtypes == [torch.float32] * 2, "autocast is off"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = gpt(tokens[:, :-1], tokens[:, 1:])
+    assert dtypes[2:] == [torch.bfloat16 if low_precision_residual else torch.float32] * 2
+    assert loss.item() == pytest.approx(exact.item(), abs=2e-3)
 
 
 def test_a_few_steps_learn_a_repeating_sequence():

@@ -33,6 +33,10 @@ class Config:
     precision: str
     # torch.compile of the model: one to two minutes before the first step, then about twice the speed
     compile: bool
+    # the head and its loss by our kernel, which never holds all logits; false: by PyTorch
+    fused_loss: bool
+    # the residual stream in `precision`, with half the traffic; false: in float32
+    low_precision_residual: bool
     # tokens a sequence: the one dial of context length
     seq_len: int
     # tokens between two updates of the weights, over all processes
@@ -119,6 +123,8 @@ def check_machine(config: Config) -> None:
             f"attention.implementation=flash runs on a GPU, got device={config.device}: "
             "use attention.implementation=sdpa"
         )
+    if config.fused_loss and config.device != "cuda":
+        raise ValueError(f"fused_loss=true runs on a GPU, got device={config.device}: use fused_loss=false")
     if config.precision == "fp16" and config.device == "cpu":
         raise ValueError("precision=fp16 needs a GPU, got device=cpu: use precision=fp32 or bf16")
     vocab_size = load_tokenizer(config.data.tokenizer).vocab_size

@@ -100,7 +100,12 @@ def _train(
     # the same weights on every rank, whatever their number
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high")
-    weights = GPT(config.model, config.attention).to(device)
+    weights = GPT(
+        config.model,
+        config.attention,
+        fused_loss=config.fused_loss,
+        low_precision_residual=config.low_precision_residual,
+    ).to(device)
     optimizer = build_optimizer(weights, config.optim)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     guard = StepGuard(

@@ -1,11 +1,17 @@
-"""Times training steps of GPT-2, one row for each model, length and attention:
-python -m scripts.benchmark_training 'seq_lens=[1024,4096]' out=training.json"""
+"""Times whole training steps of GPT-2 on random tokens, one row for each model, length and attention:
+
+    python -m scripts.benchmark_training 'seq_lens=[1024,4096]' out=training.json
+    python -m scripts.benchmark_training ladder=true out=ladder.json
+
+ladder=true makes one row for each switch, from plain PyTorch to the defaults, on the same tokens and first
+weights. A step is what train/loop.py does between two log lines: forward, backward, the loss read back,
+clipping, AdamW. Its time is the mean over a window, from the device's own events.
+"""
 
 import gc
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 import torch
 from omegaconf import OmegaConf
@@ -16,8 +22,9 @@ from train.distributed import join_processes
 from train.logger import readable
 from train.loop import autocast_context, forward_backward, update
 from train.optim import OptimConfig, build_optimizer
+from train.plot import draw_bars
 from train.results import write_result
-from train.throughput import StepTimer, model_flop_utilization, peak_memory_bytes
+from train.throughput import Stopwatch, model_flop_utilization, peak_memory_bytes
 
 SIZES = Path(__file__).resolve().parent.parent / "conf" / "model"
 OPTIM = OptimConfig(
@@ -37,13 +44,41 @@ OPTIM = OptimConfig(
 class Arguments:
     models: list[str] = argument(["gpt2"], "names of files in conf/model/")
     seq_lens: list[int] = argument([1024], "tokens a sequence")
-    implementations: list[str] = argument(["flash", "sdpa"], "attention: flash, sdpa, reference")
-    tokens_per_step: int = argument(32768, "random tokens a step, one micro-batch")
-    steps: int = argument(20, "timed steps of each row, after as many for warm-up as compilation takes")
+    implementations: list[str] = argument(["flash"], "attention: flash, sdpa, reference")
+    ladder: bool = argument(False, "rows from plain PyTorch to the defaults, of the first model and length")
+    tokens_per_step: int = argument(32768, "random tokens a step; a longer sequence is a step of its own")
+    tokens_per_microbatch: int = argument(32768, "of these at once; a longer sequence likewise")
+    steps: int = argument(20, "timed steps of each row")
+    warmup_steps: int = argument(5, "steps before these, the first of which compiles")
     precision: str = argument("bf16", "bf16, fp16 or fp32")
     compile: bool = argument(True, "torch.compile the model")
+    fused_loss: bool = argument(True, "the head and its loss by our kernel")
+    low_precision_residual: bool = argument(True, "the residual stream in `precision`, not in float32")
     device: str = argument("cuda", "cuda or cpu")
-    out: str = argument("", "JSON file for the rows; empty for none")
+    out: str = argument("", "JSON file for the rows, and for a ladder a picture beside it; empty for none")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What distinguishes two rows of the same model and length."""
+
+    implementation: str
+    precision: str
+    compile: bool
+    fused_loss: bool
+    low_precision_residual: bool
+
+
+PLAIN = Step("reference", "fp32", compile=False, fused_loss=False, low_precision_residual=False)
+# each rung keeps what the ones before it switched on
+LADDER = (
+    ("plain PyTorch, float32 (TF32)", {}),
+    ("bf16 matrix products", {"precision": "bf16"}),
+    ("flash attention", {"implementation": "flash"}),
+    ("torch.compile", {"compile": True}),
+    ("fused head and loss", {"fused_loss": True}),
+    ("bf16 residual stream", {"low_precision_residual": True}),
+)
 
 
 def main(arguments: Arguments) -> None:
@@ -52,30 +87,62 @@ def main(arguments: Arguments) -> None:
     if unknown:
         raise ValueError(f"models must be of {', '.join(sizes)}, got {', '.join(unknown)}")
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda, but torch sees no GPU: use device=cpu implementations=[sdpa]")
+        raise ValueError(
+            "device=cuda, but torch sees no GPU: use device=cpu implementations=[sdpa] fused_loss=false"
+        )
     rows = []
+    for label, name, seq_len, step in jobs(arguments):
+        rows.append({"label": label, **measure(arguments, name, seq_len, step)})
+        print(describe(rows[-1]), flush=True)
+        if arguments.out:
+            write_result(Path(arguments.out), rows)
+    if arguments.ladder and arguments.out:
+        bars = {row["label"]: row["tokens_per_second"] or 0.0 for row in rows}
+        title = f"{rows[0]['model']}, {rows[0]['seq_len']} tokens a sequence: what each switch adds"
+        draw_bars(bars, Path(arguments.out).with_suffix(".png"), title, "tokens/s")
+
+
+def jobs(arguments: Arguments):
+    """(label, model, length, step) of every row."""
+    if arguments.ladder:
+        step = PLAIN
+        for label, switch in LADDER:
+            step = replace(step, **switch)
+            yield label, arguments.models[0], arguments.seq_lens[0], step
+        return
     for name in arguments.models:
         for seq_len in arguments.seq_lens:
             for implementation in arguments.implementations:
-                row = measure(arguments, name, seq_len, implementation)
-                rows.append(row)
-                mfu = "-" if row["mfu_palm"] is None else f"{row['mfu_palm']:.1%}"
-                print(
-                    f"{name}  T {seq_len}  B {row['batch']}  {implementation:<9}  "
-                    f"{readable(row['tokens_per_second'])} tokens/s  MFU {mfu}  "
-                    f"{row['peak_memory_bytes'] / 2**30:.1f} GiB  {row['step_ms']:.1f} ms",
-                    flush=True,
+                step = Step(
+                    implementation,
+                    arguments.precision,
+                    arguments.compile,
+                    arguments.fused_loss,
+                    arguments.low_precision_residual,
                 )
-                if arguments.out:
-                    write_result(Path(arguments.out), rows)
+                yield implementation, name, seq_len, step
 
 
-def measure(arguments: Arguments, name: str, seq_len: int, implementation: str) -> dict:
-    """One row: the median step of a model in training, on the same random tokens in every row."""
-    if arguments.tokens_per_step % seq_len:
-        raise ValueError(f"tokens_per_step={arguments.tokens_per_step} must be a multiple of {seq_len}")
+def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
+    """One row, on the same random tokens and first weights as every other row of this model and length."""
+    tokens_per_step = max(arguments.tokens_per_step, seq_len)
+    tokens_per_microbatch = max(arguments.tokens_per_microbatch, seq_len)
+    for key, value, unit in (
+        ("tokens_per_microbatch", tokens_per_microbatch, seq_len),
+        ("tokens_per_step", tokens_per_step, tokens_per_microbatch),
+    ):
+        if value % unit:
+            raise ValueError(f"{key}={value} must be a multiple of {unit}")
     size = OmegaConf.create({"seq_len": seq_len, "model": OmegaConf.load(SIZES / f"{name}.yaml")})
     config = ModelConfig(**OmegaConf.to_container(size.model, resolve=True))
+    row = {
+        "model": name,
+        "seq_len": seq_len,
+        "batch": tokens_per_microbatch // seq_len,
+        "tokens_per_step": tokens_per_step,
+        "n_gpus": 1,
+        **asdict(step),
+    }
     with join_processes(arguments.device) as processes:
         device = processes.device
         gc.collect()
@@ -85,46 +152,58 @@ def measure(arguments: Arguments, name: str, seq_len: int, implementation: str) 
         torch.compiler.reset()
         torch.manual_seed(0)
         torch.set_float32_matmul_precision("high")
-        batch = arguments.tokens_per_step // seq_len
-        text = torch.randint(config.vocab_size, (batch, seq_len + 1), device=device)
-        weights = GPT(config, AttentionConfig(implementation=implementation)).to(device)
-        model = torch.compile(weights) if arguments.compile else weights
+        text = torch.randint(config.vocab_size, (tokens_per_step // seq_len, seq_len + 1), device=device)
+        weights = GPT(
+            config,
+            AttentionConfig(implementation=step.implementation),
+            fused_loss=step.fused_loss,
+            low_precision_residual=step.low_precision_residual,
+        ).to(device)
+        model = torch.compile(weights) if step.compile else weights
         optimizer = build_optimizer(weights, OPTIM)
-        scaler = torch.amp.GradScaler(device.type, enabled=arguments.precision == "fp16")
-        autocast = partial(autocast_context, device.type, arguments.precision)
-        timer, seconds = StepTimer(device), []
-        # the first steps compile, allocate and warm the clocks up
-        for step in range(-max(3, arguments.steps // 2), arguments.steps):
-            timer.start()
-            timer.finish("data")
-            _, loss = forward_backward(model, text[:, :-1], text[:, 1:], 1, processes, autocast, scaler)
-            timer.finish("forward_backward")
-            update(optimizer, scaler, OPTIM.learning_rate, OPTIM.gradient_clip, float("inf"))
-            timer.finish("optimizer")
-            elapsed = timer.seconds()["step_seconds"]
-            if step >= 0:
-                seconds.append(elapsed)
-        per_second = arguments.tokens_per_step / median(seconds)
-        mfu = {
-            key: model_flop_utilization(
-                config, seq_len, arguments.precision, per_second, device, causal=causal
-            )
-            for key, causal in (("mfu_palm", False), ("mfu_causal", True))
-        }
+        scaler = torch.amp.GradScaler(device.type, enabled=step.precision == "fp16")
+        autocast = partial(autocast_context, device.type, step.precision)
+        accumulation = tokens_per_step // tokens_per_microbatch
+        inputs, targets = text[:, :-1], text[:, 1:]
+        first, watch = Stopwatch(device), Stopwatch(device)
+        try:
+            for index in range(arguments.warmup_steps + arguments.steps):
+                if index == arguments.warmup_steps:
+                    watch.start()
+                _, loss = forward_backward(model, inputs, targets, accumulation, processes, autocast, scaler)
+                update(optimizer, scaler, OPTIM.learning_rate, OPTIM.gradient_clip, float("inf"))
+                if index == 0:
+                    first_seconds = first.seconds()
+        except torch.OutOfMemoryError:
+            return {**row, "tokens_per_second": None}
+        step_seconds = watch.seconds() / arguments.steps
+        per_second = tokens_per_step / step_seconds
         return {
-            "implementation": implementation,
-            "model": name,
-            "seq_len": seq_len,
-            "batch": batch,
-            "n_gpus": 1,
-            "precision": arguments.precision,
-            "compile": arguments.compile,
+            **row,
             "tokens_per_second": per_second,
-            **mfu,
+            "mfu_palm": utilization(config, row, per_second, device, causal=False),
+            "mfu_causal": utilization(config, row, per_second, device, causal=True),
             "peak_memory_bytes": peak_memory_bytes(device)[0],
-            "step_ms": median(seconds) * 1000,
+            "step_ms": step_seconds * 1000,
+            "first_step_seconds": first_seconds,
             "final_loss": loss,
         }
+
+
+def utilization(config, row: dict, per_second: float, device: torch.device, *, causal: bool) -> float | None:
+    return model_flop_utilization(config, row["seq_len"], row["precision"], per_second, device, causal=causal)
+
+
+def describe(row: dict) -> str:
+    job = f"{row['model']:<11} T {row['seq_len']:<6} B {row['batch']:<3} {row['label']:<30}"
+    if row["tokens_per_second"] is None:
+        return f"{job} out of memory"
+    mfu = "-" if row["mfu_palm"] is None else f"{row['mfu_palm']:.1%}"
+    return (
+        f"{job} {readable(row['tokens_per_second'])} tokens/s  MFU {mfu}  {row['step_ms']:.1f} ms  "
+        f"{row['peak_memory_bytes'] / 2**30:.1f} GiB  loss {row['final_loss']:.4f}  "
+        f"first step {row['first_step_seconds']:.0f} s"
+    )
 
 
 if __name__ == "__main__":

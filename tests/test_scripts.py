@@ -69,7 +69,8 @@ def test_sample_needs_a_run_or_a_checkpoint(tmp_path):
 def test_benchmark_training_writes_a_row_for_each_combination(tmp_path):
     done = call(
         "benchmark_training", "models=[tiny]", "seq_lens=[32,64]", "implementations=[sdpa,reference]",
-        "tokens_per_step=64", "steps=1", "device=cpu", "precision=fp32", "compile=false",
+        "tokens_per_step=128", "tokens_per_microbatch=64", "steps=1", "warmup_steps=1", "device=cpu",
+        "precision=fp32", "compile=false", "fused_loss=false",
         f"out={tmp_path}/r.json",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

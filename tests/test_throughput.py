@@ -3,7 +3,7 @@ import time
 import pytest
 import torch
 
-from train.throughput import StepTimer, peak_flops, peak_memory_bytes
+from train.throughput import StepTimer, Stopwatch, peak_flops, peak_memory_bytes
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,18 @@ def test_the_timer_starts_anew_after_it_was_read(device):
         timer.finish("optimizer")
         seconds = timer.seconds()
     assert seconds["step_seconds"] < 0.04
+
+
+def test_the_stopwatch_counts_the_work_that_was_queued_since_its_start(device):
+    watch = Stopwatch(device)
+    time.sleep(0.02)
+    assert watch.seconds() >= 0.019
+    watch.start()
+    if device.type == "cuda":
+        torch.cuda._sleep(20_000_000)
+    else:
+        time.sleep(0.01)
+    assert 0.009 <= watch.seconds() < 0.02
 
 
 def test_peak_memory_covers_a_large_allocation(device):

@@ -1,4 +1,4 @@
-"""Loss curves of one run or several, as a picture."""
+"""Loss curves of one run or several, and bars of a benchmark, as pictures."""
 
 from pathlib import Path
 
@@ -34,6 +34,22 @@ def draw_loss(runs: dict[str, Path], picture: Path, title: str) -> None:
     axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     axes.grid(alpha=0.3)
     axes.legend()
+    axes.set_title(title)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=150)
+    plt.close(figure)
+
+
+def draw_bars(values: dict[str, float], picture: Path, title: str, unit: str) -> None:
+    """Draws one horizontal bar a label, the first on top, with its value beside it."""
+    figure, axes = plt.subplots(figsize=(8, 0.45 * len(values) + 1.2), layout="constrained")
+    bars = axes.barh(list(values), list(values.values()))
+    axes.bar_label(bars, [f"{value:,.0f}" for value in values.values()], padding=3)
+    axes.invert_yaxis()
+    axes.set_xmargin(0.12)
+    axes.set_xlabel(unit)
+    axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+    axes.grid(axis="x", alpha=0.3)
     axes.set_title(title)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=150)

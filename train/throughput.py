@@ -58,6 +58,23 @@ def model_flop_utilization(
     return tokens_per_second_per_gpu * flops_per_token(model, seq_len, causal=causal) / peak
 
 
+class Stopwatch:
+    """Seconds between start(), or its making, and seconds(): on a GPU until all queued work is done."""
+
+    def __init__(self, device: torch.device):
+        self._on_gpu = device.type == "cuda"
+        self.start()
+
+    def start(self) -> None:
+        self._start = _mark(self._on_gpu)
+
+    def seconds(self) -> float:
+        end = _mark(self._on_gpu)
+        if self._on_gpu:
+            end.synchronize()
+        return _between(self._start, end)
+
+
 class StepTimer:
     """Splits training steps into phases without waiting for the device.
 
@@ -71,12 +88,12 @@ class StepTimer:
         self._steps: list[list[torch.cuda.Event | float]] = []
 
     def start(self) -> None:
-        self._steps.append([self._mark()])
+        self._steps.append([_mark(self._on_gpu)])
 
     def finish(self, phase: str) -> None:
         marks = self._steps[-1]
         assert phase == PHASES[len(marks) - 1], f"{phase} out of order"
-        marks.append(self._mark())
+        marks.append(_mark(self._on_gpu))
 
     def seconds(self) -> dict[str, float]:
         """{"step_seconds", "data_seconds", ...}: means over the steps since the last call."""
@@ -84,20 +101,23 @@ class StepTimer:
         if self._on_gpu:
             torch.cuda.synchronize()
         mean = {
-            f"{phase}_seconds": sum(self._between(m[i], m[i + 1]) for m in steps) / len(steps)
+            f"{phase}_seconds": sum(_between(m[i], m[i + 1]) for m in steps) / len(steps)
             for i, phase in enumerate(PHASES)
         }
         return {"step_seconds": sum(mean.values()), **mean}
 
-    def _mark(self) -> torch.cuda.Event | float:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
-    def _between(self, start, end) -> float:
-        return start.elapsed_time(end) / 1000 if self._on_gpu else end - start
+def _mark(on_gpu: bool) -> torch.cuda.Event | float:
+    """Now, on the clock of the device: an event in its stream, or a reading."""
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(start, end) -> float:
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
 
 
 def peak_memory_bytes(device: torch.device) -> tuple[int, int]:

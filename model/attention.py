@@ -81,7 +81,8 @@ class SelfAttention(nn.Module):
         """rotation: cos and sin by which queries and keys turn; ring: x is a part of longer sequences."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         dropout_p = self.dropout if self.training else 0.0
-        if self.takes_packed and (cache, rotation, ring) == (None, None, None) and dropout_p == 0.0:
+        as_it_is = cache is None and rotation is None and ring is None and dropout_p == 0.0
+        if self.takes_packed and as_it_is:
             out = flash_attention_packed(qkv.unflatten(2, (3, -1)), document_ids=document_ids)
             return self.projection(out.flatten(2))
         # views of the packed product: no copy is made for the kernel

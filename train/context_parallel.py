@@ -1,0 +1,82 @@
+"""Sequences longer than one GPU: the ranks of a group share each of them (model/ring_attention.py).
+
+The world is a grid of data and context: neighbouring ranks form a context group and read the same sequences,
+the groups read different ones. Each rank takes its part of every sequence through the whole model; only keys,
+values and their gradients are exchanged, inside attention. All parts are equally long, so the mean over all
+ranks of the losses is the loss, and that of the gradients, which data parallelism takes anyway, the gradient.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from model.ring_attention import Ring
+from train.distributed import Processes
+
+
+@dataclass(frozen=True, slots=True)
+class ContextGroups:
+    """Where this process stands: `size` ranks share each sequence; which part of the data they read."""
+
+    size: int
+    data_rank: int
+    data_size: int
+    # None if each process has whole sequences
+    group: dist.ProcessGroup | None
+
+
+def join_context_groups(processes: Processes, size: int) -> ContextGroups:
+    """Forms groups of `size` neighbouring ranks. Raises ValueError if that does not divide the processes."""
+    if processes.world_size % size:
+        raise ValueError(
+            f"context_parallel={size} must divide the {processes.world_size} processes: "
+            f"start a multiple of {size} of them, or lower context_parallel"
+        )
+    data_rank, data_size = processes.rank // size, processes.world_size // size
+    if size == 1:
+        return ContextGroups(1, data_rank, data_size, None)
+    names = ("data", "context")
+    mesh = init_device_mesh(processes.device.type, (data_size, size), mesh_dim_names=names)
+    group = mesh["context"].get_group()
+    # NCCL wants every rank of a group in its first call, and a rank may have nothing to send
+    dist.barrier(group)
+    return ContextGroups(size, data_rank, data_size, group)
+
+
+class SharedSequences(nn.Module):
+    """A GPT that is given whole sequences, takes this rank's part of them, and gives that part's loss."""
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup):
+        super().__init__()
+        self.model = model
+        self.group = group
+        self.rings: dict[int, Ring] = {}
+
+    def forward(self, tokens: Tensor, targets: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        """tokens, targets: (B, T) int64, the same on every rank of the group; document_ids: (B, T) int32.
+
+        Positions start anew with each document. Returns the mean cross-entropy of this rank's tokens, ().
+        """
+        ring = self._ring(tokens.shape[1], document_ids, tokens.device)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        if document_ids is not None:
+            positions = positions_in_documents(document_ids.to(tokens.device))
+        inputs, labels, positions = (ring.split(x).contiguous() for x in (tokens, targets, positions))
+        return self.model(inputs, labels, positions=positions, ring=ring)
+
+    def _ring(self, seq_len: int, document_ids: Tensor | None, device: torch.device) -> Ring:
+        if document_ids is not None:
+            return Ring(self.group, seq_len, document_ids.cpu(), device)
+        # one for each length: its masks are made once, and a compiled model meets the same object again
+        if seq_len not in self.rings:
+            self.rings[seq_len] = Ring(self.group, seq_len, None, device)
+        return self.rings[seq_len]
+
+
+def positions_in_documents(document_ids: Tensor) -> Tensor:
+    """The place of each token in its document, (B, T) int64, of document_ids (B, T), non-decreasing."""
+    ids = document_ids.contiguous()
+    return torch.arange(ids.shape[1], device=ids.device) - torch.searchsorted(ids, ids)

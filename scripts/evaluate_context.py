@@ -1,0 +1,126 @@
+"""Measures what a model gains from its context.
+
+    python -m scripts.evaluate_context model=runs/NAME data=data/NAME
+
+model is a run of ours, a checkpoint, or a Hugging Face folder; data a folder that training or
+scripts.prepare_data has prepared, of which the validation split is read. Writes one JSON file of rows and a
+picture: the loss by position, the loss of the same tokens by the length of context, recall of a passkey by
+length and depth, and of one of many keys.
+"""
+
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from data.loader import TokenLoader
+from data.manifest import read_manifest
+from data.tokenizer import load_tokenizer
+from model import GPT, AttentionConfig
+from scripts.arguments import argument, run_script
+from train.context import (
+    effective_context,
+    key_value,
+    loss_by_context,
+    loss_by_position,
+    passkey,
+    recall_accuracy,
+    token_losses,
+)
+from train.loop import autocast_context
+from train.plot_context import draw_context
+from train.results import write_result
+from train.weights import load_model
+
+
+@dataclass
+class Arguments:
+    model: str = argument(..., "a run's folder, a checkpoint, or a Hugging Face folder")
+    data: str = argument(..., "a prepared folder of the model's tokenizer")
+    seq_len: int | None = argument(None, "tokens a sequence; null: the model's longest")
+    sequences: int = argument(16, "sequences of the validation split to score")
+    scored: int = argument(256, "tokens at the end of each that are scored with more and more context")
+    lengths: list[int] = argument([], "of the recall prompts; empty: seq_len and its halves down to 256")
+    depths: list[float] = argument(
+        [0.0, 0.25, 0.5, 0.75, 1.0], "where the needle is, 0 the start to 1 the end"
+    )
+    prompts: int = argument(10, "of each length and depth")
+    seed: int = argument(1, "of the prompts")
+    attention: str = argument("flash" if torch.cuda.is_available() else "sdpa", "flash, sdpa or reference")
+    device: str = argument("cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu")
+    precision: str = argument("bf16" if torch.cuda.is_available() else "fp32", "bf16, fp16 or fp32")
+    out: str = argument("context.json", "the rows; the picture goes beside it, as .png")
+
+
+def main(arguments: Arguments) -> None:
+    name = read_manifest(Path(arguments.data))["config"]["tokenizer"]
+    model = load_model(arguments.model, AttentionConfig(implementation=arguments.attention))
+    model.to(arguments.device).eval()
+    seq_len = arguments.seq_len or model.config.max_seq_len
+    loader = TokenLoader(
+        arguments.data,
+        split="val",
+        seq_len=seq_len,
+        sequences_per_step=1,
+        seed=0,
+        tokenizer=name,
+        shuffle=False,
+    )
+    with autocast_context(arguments.device, arguments.precision):
+        rows = text_rows(model, loader, arguments) + recall_rows(model, loader, seq_len, name, arguments)
+    for row in rows:
+        row |= {"model": arguments.model, "seq_len": seq_len}
+    out = Path(arguments.out)
+    write_result(out, rows)
+    draw_context(rows, out.with_suffix(".png"))
+    for row in rows:
+        print("  ".join(f"{key} {value}" for key, value in row.items() if key not in ("model", "seq_len")))
+    print(f"{out}\n{out.with_suffix('.png')}")
+
+
+def text_rows(model: GPT, loader: TokenLoader, arguments: Arguments) -> list[dict]:
+    """Loss by position and by length of context, means over the sequences."""
+    n_sequences = min(arguments.sequences, len(loader))
+    by_position, by_context = [], []
+    for index in range(n_sequences):
+        tokens, targets = (part.to(arguments.device) for part in loader.batch(index))
+        by_position.append(loss_by_position(token_losses(model, tokens, targets)))
+        by_context.append(loss_by_context(model, tokens, targets, min(arguments.scored, loader.seq_len // 2)))
+    by_context = mean_rows(by_context)
+    rows = [{"kind": "position", **row} for row in mean_rows(by_position)]
+    rows += [{"kind": "context", **row} for row in by_context]
+    return [*rows, {"kind": "effective_context", "context": effective_context(by_context), "n": n_sequences}]
+
+
+def mean_rows(tables: list[list[dict]]) -> list[dict]:
+    """One table whose losses are the means of those of several."""
+    return [
+        {**rows[0], "loss": float(np.mean([row["loss"] for row in rows]))}
+        for rows in zip(*tables, strict=True)
+    ]
+
+
+def recall_rows(
+    model: GPT, loader: TokenLoader, seq_len: int, tokenizer_name: str, arguments: Arguments
+) -> list[dict]:
+    """Accuracy of the passkey and of one key among many, for each length and depth."""
+    tokenizer, rng = load_tokenizer(tokenizer_name), np.random.default_rng(arguments.seed)
+    lengths = arguments.lengths or [seq_len // 2**i for i in range(20) if seq_len // 2**i >= 256] or [seq_len]
+    filler = np.concatenate([loader.batch(i)[0][0].numpy() for i in range(min(4, len(loader)))])
+    rows = []
+    for length, depth in product(sorted(lengths), arguments.depths):
+        tasks = {
+            "passkey": lambda length=length, depth=depth: passkey(tokenizer, filler, length, depth, rng),
+            "key_value": lambda length=length, depth=depth: key_value(tokenizer, length, depth, rng),
+        }
+        for kind, draw in tasks.items():
+            prompts = (draw() for _ in range(arguments.prompts))
+            accuracy, loss = recall_accuracy(model, prompts, torch.device(arguments.device))
+            rows.append({"kind": kind, "length": length, "depth": depth, "accuracy": accuracy, "loss": loss})
+    return rows
+
+
+if __name__ == "__main__":
+    run_script(main, Arguments, __doc__)

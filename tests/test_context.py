@@ -1,0 +1,108 @@
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from data.tokenizer import load_tokenizer
+from model import GPT, AttentionConfig, ModelConfig
+from train.context import (
+    Recall,
+    effective_context,
+    key_value,
+    loss_by_context,
+    loss_by_position,
+    passkey,
+    position_bins,
+    recall_accuracy,
+    token_losses,
+)
+from train.plot_context import draw_context
+
+
+@pytest.fixture
+def gpt() -> GPT:
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=257, max_seq_len=64, dropout=0.0)
+    return GPT(config, AttentionConfig(implementation="sdpa")).eval()
+
+
+def test_token_losses_are_the_parts_of_the_mean_loss(gpt, monkeypatch):
+    monkeypatch.setattr("train.context.HEAD_CHUNK", 7)
+    tokens = torch.randint(257, (2, 41))
+    losses = token_losses(gpt, tokens[:, :-1], tokens[:, 1:])
+    assert losses.shape == (2, 40)
+    torch.testing.assert_close(losses.mean(), gpt(tokens[:, :-1], tokens[:, 1:]))
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 3, 64, 65])
+def test_bins_of_positions_cover_each_position_once(seq_len):
+    covered = [i for first, end in position_bins(seq_len) for i in range(first, end)]
+    assert covered == list(range(seq_len))
+
+
+def test_loss_by_position_is_the_mean_of_each_bin():
+    losses = torch.arange(8.0).repeat(3, 1)
+    assert [row["loss"] for row in loss_by_position(losses)] == [0.0, 1.0, 2.5, 5.5]
+
+
+def test_loss_by_context_scores_the_same_tokens_with_more_and_more_before_them(gpt):
+    tokens = torch.randint(257, (2, 65))
+    rows = loss_by_context(gpt, tokens[:, :-1], tokens[:, 1:], n_scored=8)
+    assert [row["context"] for row in rows] == [0, 8, 16, 32, 56]
+    alone = F.cross_entropy(gpt(tokens[:, 56:64]).transpose(1, 2), tokens[:, 57:])
+    assert rows[0]["loss"] == pytest.approx(alone.item(), rel=1e-5)
+
+
+def test_effective_context_is_the_least_that_is_as_good_as_all():
+    rows = [{"context": c, "loss": loss} for c, loss in ((0, 3.0), (8, 2.0), (16, 1.005), (32, 1.0))]
+    assert effective_context(rows) == 16
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+def test_a_passkey_prompt_has_its_length_and_asks_for_what_it_hides(name, depth):
+    tokenizer = load_tokenizer(name)
+    filler = np.tile(tokenizer.encode("some filler text, "), 200)
+    prompt = passkey(tokenizer, filler, 600, depth, np.random.default_rng(0))
+    assert len(prompt.tokens) == 600
+    text, answer = tokenizer.decode(prompt.tokens), tokenizer.decode(prompt.tokens[-prompt.n_answer :])
+    assert text.count(f"# the passkey is{answer}\n") == 1
+    assert text.endswith(f"# the passkey is{answer}")
+    place = tokenizer.encode(text[: text.index("# the passkey")]).size / 600
+    assert place == pytest.approx(depth, abs=0.2)
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_a_key_value_prompt_asks_for_one_of_its_lines(depth):
+    tokenizer = load_tokenizer("gpt2")
+    prompt = key_value(tokenizer, 400, depth, np.random.default_rng(0))
+    assert 370 < len(prompt.tokens) <= 400
+    *lines, question = tokenizer.decode(prompt.tokens).split("\n")
+    assert lines.count(question) == 1
+    assert lines.index(question) == pytest.approx(depth * (len(lines) - 1), abs=1)
+
+
+def test_recall_is_right_only_if_every_token_of_the_answer_is():
+    class Copying(GPT):
+        """The likeliest token is the one of two places before."""
+
+        def hidden_states(self, tokens, *_):
+            return F.one_hot(tokens.roll(1, 1), 257).float() * 20
+
+    sizes = {"n_layer": 1, "n_head": 1, "n_embd": 257, "vocab_size": 257, "max_seq_len": 64, "dropout": 0.0}
+    gpt = Copying(ModelConfig(**sizes), AttentionConfig(implementation="sdpa"))
+    gpt.token_embedding.weight.data = torch.eye(384, 257)
+    prompts = [Recall(np.array(tokens), 2) for tokens in ([1, 2, 1, 2], [1, 2, 1, 3])]
+    accuracy, loss = recall_accuracy(gpt, prompts, torch.device("cpu"))
+    assert accuracy == 0.5
+    assert loss == pytest.approx(20 / 4, abs=1e-3)
+
+
+def test_the_picture_is_drawn(tmp_path):
+    rows = [{"kind": "position", "first": 0, "end": 1, "loss": math.pi}]
+    rows += [{"kind": "context", "context": c, "loss": 3.0} for c in (0, 8)]
+    rows += [{"kind": k, "length": 64, "depth": 0.5, "accuracy": 0.3} for k in ("passkey", "key_value")]
+    draw_context(json.loads(json.dumps(rows)), tmp_path / "context.png")
+    assert (tmp_path / "context.png").read_bytes()[:4] == b"\x89PNG"

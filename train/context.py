@@ -1,0 +1,126 @@
+"""Does a model use its context? Loss by position, the gain of context, and recall of what lies far back."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from data.tokenizer import Tokenizer
+from model import GPT
+
+# tokens whose logits are in memory at once
+HEAD_CHUNK = 4096
+# a context is long enough when its loss is this close, in nats, to that of the whole
+CLOSE = 0.01
+PASSKEY = ("\n# the passkey is {}\n", "\n# the passkey is")
+
+
+@torch.no_grad()
+def token_losses(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
+    """The cross-entropy in nats of each target, (B, T) float32; the logits take HEAD_CHUNK tokens of memory."""
+    hidden = model.hidden_states(tokens)
+    return torch.cat(
+        [
+            F.cross_entropy(_logits(model, part).transpose(1, 2), labels, reduction="none")
+            for part, labels in zip(hidden.split(HEAD_CHUNK, 1), targets.split(HEAD_CHUNK, 1), strict=True)
+        ],
+        dim=1,
+    )
+
+
+def position_bins(seq_len: int) -> list[tuple[int, int]]:
+    """[first, end) of bins of positions, each twice as long as the one before: 0-1, 1-2, 2-4, 4-8 ..."""
+    ends = [min(2**i, seq_len) for i in range(math.ceil(math.log2(seq_len)) + 1)]
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def loss_by_position(losses: Tensor) -> list[dict]:
+    """The mean of losses (B, T) in bins of positions: rows of first, end, loss."""
+    return [
+        {"first": first, "end": end, "loss": losses[:, first:end].mean().item()}
+        for first, end in position_bins(losses.shape[1])
+    ]
+
+
+def loss_by_context(model: GPT, tokens: Tensor, targets: Tensor, n_scored: int) -> list[dict]:
+    """The mean loss of the last n_scored tokens when the model sees only so many tokens before them.
+
+    tokens, targets: (B, T). Rows of context, loss, for 0, n_scored, 2 n_scored, 4 n_scored ... T - n_scored
+    tokens of context: the same targets each time.
+    """
+    most = tokens.shape[1] - n_scored
+    contexts = [0, *(n_scored * 2**i for i in range(20) if n_scored * 2**i < most), most]
+    rows = []
+    for context in contexts:
+        part = slice(most - context, None)
+        losses = token_losses(model, tokens[:, part], targets[:, part])
+        rows.append({"context": context, "loss": losses[:, -n_scored:].mean().item()})
+    return rows
+
+
+def effective_context(rows: list[dict]) -> int:
+    """The least context of loss_by_context from which on more tokens gain less than CLOSE nats."""
+    whole = rows[-1]["loss"]
+    return next(row["context"] for row in rows if row["loss"] - whole < CLOSE)
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """A prompt that ends with an answer to be recalled: tokens (T,), the last n_answer are the answer."""
+
+    tokens: np.ndarray
+    n_answer: int
+
+
+def passkey(
+    tokenizer: Tokenizer, filler: np.ndarray, length: int, depth: float, rng: np.random.Generator
+) -> Recall:
+    """`length` tokens of filler with a number hidden at `depth`, from 0, the start, to 1, and asked for."""
+    number = f" {rng.integers(10**6, 10**7)}"
+    needle, question = tokenizer.encode(PASSKEY[0].format(number.strip())), tokenizer.encode(PASSKEY[1])
+    answer = tokenizer.encode(number)
+    room = length - len(needle) - len(question) - len(answer)
+    if not 0 < room <= len(filler):
+        raise ValueError(f"length={length} leaves {room} tokens of filler, there are {len(filler)}")
+    start = rng.integers(len(filler) - room + 1)
+    text, place = filler[start : start + room], round(depth * room)
+    return Recall(np.concatenate([text[:place], needle, text[place:], question, answer]), len(answer))
+
+
+def key_value(tokenizer: Tokenizer, length: int, depth: float, rng: np.random.Generator) -> Recall:
+    """Up to `length` tokens of lines that give each key a number; the one at `depth` is asked for again."""
+    lines, used = [], 0
+    for key in rng.permutation(900_000) + 100_000:
+        number = rng.integers(100_000, 1_000_000)
+        line = tokenizer.encode(f"value_{key} = {number}\n")
+        # question and answer take as much as a line
+        if used + 2 * len(line) > length:
+            break
+        lines.append((key, number, line))
+        used += len(line)
+    if not lines:
+        raise ValueError(f"length={length} has no room for a line and a question: raise it")
+    key, number, _ = lines[min(int(depth * len(lines)), len(lines) - 1)]
+    question, answer = tokenizer.encode(f"value_{key} ="), tokenizer.encode(f" {number}")
+    return Recall(np.concatenate([*(line for _, _, line in lines), question, answer]), len(answer))
+
+
+@torch.no_grad()
+def recall_accuracy(model: GPT, prompts: Iterator[Recall], device: torch.device) -> tuple[float, float]:
+    """Share of the prompts whose whole answer is the likeliest continuation, and its mean loss in nats."""
+    right, losses = [], []
+    for prompt in prompts:
+        tokens = torch.from_numpy(prompt.tokens.astype(np.int64)).to(device)[None]
+        hidden = model.hidden_states(tokens[:, :-1])[:, -prompt.n_answer :]
+        logits, answer = _logits(model, hidden)[0], tokens[0, -prompt.n_answer :]
+        right.append(bool((logits.argmax(-1) == answer).all()))
+        losses.append(F.cross_entropy(logits, answer).item())
+    return float(np.mean(right)), float(np.mean(losses))
+
+
+def _logits(model: GPT, hidden: Tensor) -> Tensor:
+    return F.linear(hidden, model.head_weight)[..., : model.config.vocab_size].float()

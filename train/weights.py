@@ -1,0 +1,70 @@
+"""Weights to start from: a Hugging Face folder or a run of ours, with room for longer sequences if asked."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from model import GPT, AttentionConfig, ModelConfig
+from model.extend import EXTENSIONS, ROTARY_METHODS, extended_config, extended_state
+from model.pretrained import load_pretrained, read_pretrained_config
+from train.checkpoint import list_checkpoints, read_checkpoint
+
+
+@dataclass(kw_only=True, slots=True)
+class StartConfig:
+    # a Hugging Face folder, a run's folder or a checkpoint; null: random weights
+    weights: str | None
+    # how positions reach beyond those of the weights. rotary: none, linear, ntk or yarn; learned: repeat or
+    # interpolate
+    positions: str
+    # the base of rotary positions; null: that of the weights
+    rotary_base: float | None
+
+    def __post_init__(self):
+        choices = (*ROTARY_METHODS, *EXTENSIONS)
+        if self.positions not in choices:
+            raise ValueError(f"start.positions must be one of {', '.join(choices)}, got {self.positions!r}")
+
+
+def start_model(config: StartConfig, seq_len: int, dropout: float) -> ModelConfig:
+    """The shape of the model that training starts from, with room for seq_len tokens."""
+    model = extended_config(read_model_config(config.weights), seq_len, config.positions, config.rotary_base)
+    return replace(model, dropout=dropout)
+
+
+def load_start(model: GPT, config: StartConfig) -> None:
+    """Fills a model of the shape that start_model gave with the weights."""
+    weights = load_model(config.weights, AttentionConfig(implementation="reference"))
+    state = extended_state(weights.state_dict(), model.config.max_seq_len, config.positions)
+    model.load_state_dict(state)
+
+
+def read_model_config(source: Path | str) -> ModelConfig:
+    """The shape of the model in a Hugging Face folder, a run's folder or a checkpoint."""
+    source = Path(source)
+    if (source / "config.json").is_file():
+        return read_pretrained_config(source)
+    return ModelConfig(**read_checkpoint(_checkpoint(source))["config"]["model"])
+
+
+def load_model(source: Path | str, attention: AttentionConfig) -> GPT:
+    """The model in a Hugging Face folder, a run's folder (its newest checkpoint) or a checkpoint, on the CPU.
+
+    Raises ValueError if there is none.
+    """
+    source = Path(source)
+    if (source / "config.json").is_file():
+        return load_pretrained(source, attention)
+    saved = read_checkpoint(_checkpoint(source))
+    model = GPT(ModelConfig(**saved["config"]["model"]), attention)
+    model.load_state_dict(saved["model"])
+    return model
+
+
+def _checkpoint(source: Path) -> Path:
+    folder = source / "checkpoints"
+    if not folder.is_dir():
+        return source
+    found = list_checkpoints(folder)
+    if not found:
+        raise ValueError(f"{source} holds neither config.json, as Hugging Face folders do, nor a checkpoint")
+    return found[-1]

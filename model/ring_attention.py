@@ -117,6 +117,8 @@ class Ring:
         return Step(source, rows, keys, mask, destination, send)
 
 
+# processes talk to each other inside: nothing for a compiler to trace
+@torch.compiler.disable
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -149,8 +151,6 @@ def ring_attention(
 
 class RingAttention(torch.autograd.Function):
     @staticmethod
-    # processes talk to each other inside: nothing for a compiler to trace
-    @torch.compiler.disable
     def forward(ctx, q, k, v, ring, implementation, softmax_scale, window):
         attention_forward, _ = BLOCK_ATTENTION[implementation]
         batch, n_query, n_head, _ = q.shape
@@ -172,7 +172,6 @@ class RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.compiler.disable
     def backward(ctx, dout):
         q, kv, out, lse = ctx.saved_tensors
         ring, implementation, softmax_scale, window = ctx.options

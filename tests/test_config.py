@@ -1,9 +1,12 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from model import GPT, AttentionConfig
+from model.pretrained import export_pretrained
 from train.config import check_machine, parse, write_config
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -49,6 +52,22 @@ def test_accumulation_follows_from_the_budgets_and_the_number_of_processes():
     assert [config.accumulation(world_size) for world_size in (1, 2, 4, 8)] == [16, 8, 4, 2]
 
 
+def test_processes_that_share_sequences_take_more_of_them_at_once():
+    config = parse(composed("context_parallel=4", "seq_len=131072", "tokens_per_microbatch=32768"))
+    assert config.microbatch == 1
+    assert config.accumulation(world_size=4) == 1
+
+
+def test_a_run_from_weights_has_their_shape_with_room_for_its_sequences(tmp_path):
+    llama = parse(composed("model=llama", "seq_len=64")).model
+    config = replace(llama, n_layer=1, n_embd=64, mlp_width=64, vocab_size=500)
+    export_pretrained(GPT(config, AttentionConfig(implementation="sdpa")), tmp_path / "weights")
+    overrides = ["seq_len=256", f"start.weights={tmp_path / 'weights'}", "start.positions=yarn"]
+    model = parse(composed(*overrides)).model
+    assert (model.n_layer, model.n_embd, model.vocab_size, model.max_seq_len) == (1, 64, 500, 256)
+    assert (model.rotary.scaling, model.rotary.factor, model.rotary.original_seq_len) == ("yarn", 4.0, 64)
+
+
 def test_the_run_is_rounded_up_to_whole_steps():
     assert parse(composed("total_tokens=300000", "tokens_per_step=131072")).steps == 3
 
@@ -72,6 +91,15 @@ def test_the_run_is_rounded_up_to_whole_steps():
         ("wandb.mode=on", "wandb.mode must be one of offline, online, disabled"),
         ("checkpoint.resume=missing.pt", "checkpoint.resume must be auto, never or a checkpoint's folder"),
         ("sample.top_p=2", r"sample.top_p must be in \(0, 1\] or null, got 2"),
+        (
+            "context_parallel=3",
+            r"seq_len=1024 must be a multiple of 2 \* context_parallel=3=6: the nearest are seq_len=1020",
+        ),
+        (
+            ["context_parallel=2", "attention=sdpa"],
+            "context_parallel=2 needs an attention that gives its lse: use attention=flash",
+        ),
+        ("start.positions=stretch", "start.positions must be one of none, linear, ntk, yarn, repeat, interp"),
         ("model.max_seq_len=512", "seq_len=1024 exceeds the model's positions, model.max_seq_len=512"),
         (
             "tokens_per_microbatch=5000",
@@ -82,7 +110,7 @@ def test_the_run_is_rounded_up_to_whole_steps():
 )
 def test_a_wrong_value_is_refused_by_key_value_and_way_out(override, message):
     with pytest.raises(ValueError, match=message):
-        parse(composed(override))
+        parse(composed(*([override] if isinstance(override, str) else override)))
 
 
 def test_budgets_that_do_not_divide_over_the_processes_name_the_nearest_that_do():

@@ -70,8 +70,7 @@ def test_a_passkey_prompt_has_its_length_and_asks_for_what_it_hides(name, depth)
     text, answer = tokenizer.decode(prompt.tokens), tokenizer.decode(prompt.tokens[-prompt.n_answer :])
     assert text.count(f"# the passkey is{answer}\n") == 1
     assert text.endswith(f"# the passkey is{answer}")
-    place = tokenizer.encode(text[: text.index("# the passkey")]).size / 600
-    assert place == pytest.approx(depth, abs=0.2)
+    assert text.index("# the passkey") / len(text) == pytest.approx(depth, abs=0.1)
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])

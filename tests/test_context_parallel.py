@@ -1,14 +1,14 @@
-import os
-
+import faults
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from model import GPT, AttentionConfig, ModelConfig
 from model.rope import RotaryConfig
-from train.context_parallel import SharedSequences, join_context_groups, positions_in_documents
+from tests.together import run_together
+from train.context_parallel import SharedSequences, join_context_groups
 from train.distributed import Processes
+from train.documents import positions_in_documents
 
 SHAPES = {
     "gpt2": {},
@@ -30,13 +30,10 @@ def build(shape: str, dropout: float = 0.0) -> GPT:
 
 
 def processes(rank: int, size: int) -> Processes:
-    return Processes(rank, size, torch.device("cpu"), None)
+    return Processes(rank, size, torch.device("cpu"), None, None)
 
 
-def run_on_part(rank: int, size: int, context_size: int, meeting: str) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+def run_on_part(rank: int, size: int, context_size: int) -> None:
     context = join_context_groups(processes(rank, size), context_size)
     assert (context.data_rank, context.data_size) == (rank // context_size, size // context_size)
     batch = torch.randint(50, (2, context.data_size, 33), generator=torch.Generator().manual_seed(1))
@@ -52,14 +49,32 @@ def run_on_part(rank: int, size: int, context_size: int, meeting: str) -> None:
         expected = torch.stack(losses).mean()
         expected.backward()
         part = slice(None), context.data_rank
-        loss = SharedSequences(shared, context.group)(tokens[part], targets[part], ids)
+        loss = SharedSequences(shared, context.group)(tokens[part], targets[part], ids, positions)
         loss.backward()
 
         # the model takes its loss in float32
         assert mean(loss) == pytest.approx(expected.item(), rel=1e-6)
         for (name, x), y in zip(one.named_parameters(), shared.parameters(), strict=True):
             torch.testing.assert_close(mean(y.grad), x.grad, rtol=1e-5, atol=1e-7, msg=name)
-    dist.destroy_process_group()
+
+
+def test_a_run_whose_sequences_are_shared_follows_the_curve_of_one_process(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    faults.write_corpus(tmp_path)
+    given = ["model.dropout=0.0", "attention.implementation=reference", "separate_documents=true"]
+    runs = {
+        "alone": (1, []),
+        "shared": (2, ["context_parallel=2", "tokens_per_microbatch=64"]),
+    }
+    losses = {}
+    try:
+        for name, (world_size, more) in runs.items():
+            faults.complete(faults.small_config(name, 12, *given, *more), world_size)
+            metrics = faults.read_metrics(tmp_path / "runs" / name / "metrics.jsonl")
+            losses[name] = [m["train_loss"] for m in metrics if m["step"]] + [metrics[-1]["val_loss"]]
+    finally:
+        faults.Attempt.kill_all()
+    assert losses["shared"] == pytest.approx(losses["alone"], rel=1e-4)
 
 
 def mean(x: torch.Tensor) -> torch.Tensor:
@@ -70,12 +85,7 @@ def mean(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("size", "context_size"), [(2, 2), (4, 2)])
 def test_loss_and_gradients_are_those_of_one_process(size, context_size, tmp_path):
-    mp.spawn(run_on_part, (size, context_size, str(tmp_path / "meeting")), nprocs=size)
-
-
-def test_positions_start_anew_with_each_document():
-    ids = torch.tensor([[0, 0, 0, 4, 4], [1, 2, 2, 2, 3]], dtype=torch.int32)
-    assert positions_in_documents(ids).tolist() == [[0, 1, 2, 0, 1], [0, 0, 1, 2, 0]]
+    run_together(run_on_part, size, tmp_path / "meeting", size, context_size)
 
 
 def test_a_number_of_ranks_that_does_not_divide_the_processes_is_refused():

@@ -1,16 +1,15 @@
-import os
 from dataclasses import dataclass
 from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from kernels.reference import attention_reference, visible_keys
 from model.block_attention import BLOCK_ATTENTION
 from model.ring_attention import Ring, merge, ring_attention
 from tests.accuracy import assert_within_rule, random_qkv, run
+from tests.together import run_together
 
 # (window, whether the sequences are cut into documents)
 MASKS = list(product((None, 1, 10, 40), (False, True)))
@@ -145,13 +144,10 @@ def add_up(q, k, v, dout, ids, window, implementation, size=2):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_processes_together_give_the_output_and_gradients_of_one(size, tmp_path):
-    mp.spawn(compare_with_one_process, (size, str(tmp_path / "meeting")), nprocs=size)
+    run_together(compare_with_one_process, size, tmp_path / "meeting")
 
 
-def compare_with_one_process(rank: int, size: int, meeting: str) -> None:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+def compare_with_one_process(rank: int) -> None:
     for (window, in_documents), n_kv_head in product(MASKS, (4, 2)):
         torch.manual_seed(0)
         batch = 2 if in_documents else 1
@@ -170,4 +166,3 @@ def compare_with_one_process(rank: int, size: int, meeting: str) -> None:
         torch.testing.assert_close(actual, ring.split(expected), rtol=1e-12, atol=1e-12)
         for part, x in zip(parts, whole, strict=True):
             torch.testing.assert_close(part.grad, ring.split(x.grad), rtol=1e-12, atol=1e-12)
-    dist.destroy_process_group()

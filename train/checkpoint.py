@@ -25,8 +25,8 @@ FORMAT_VERSION = 2
 MARKER = "checkpoint.json"
 # bytes read, written and summed at once
 PIECE = 1 << 24
-# what a run may not change while it goes on: the weights' shapes, then the stream of tokens
-MODEL_KEYS = ("n_layer", "n_head", "n_embd", "vocab_size", "max_seq_len")
+# what a run may change of its model while it goes on, and what it may not of the stream of tokens
+FREE_MODEL_KEYS = ("dropout",)
 STREAM_KEYS = ("seed", "seq_len", "tokens_per_step")
 # these two change how data is prepared, not what it is
 FREE_DATA_KEYS = ("workers", "folder")
@@ -186,11 +186,12 @@ def _make_places(saved: dict, weights: nn.Module, optimizer: torch.optim.Optimiz
 def check_fits(info: dict, path: Path, config: dict, *, same_run: bool) -> None:
     """Raises ValueError that names each key in which a checkpoint differs from the configuration.
 
-    Always compared: the weights' shapes and the tokenizer. same_run compares what fixes the stream of
+    Always compared: the model and the tokenizer. same_run compares what fixes the stream of
     tokens too: a run that goes on by itself must not change it unnoticed.
     """
     saved = info["config"]
-    compared = [("model", key) for key in MODEL_KEYS] + [("data", "tokenizer")]
+    compared = [("model", key) for key in config["model"] if key not in FREE_MODEL_KEYS]
+    compared += [("data", "tokenizer")]
     if same_run:
         compared += [("", key) for key in STREAM_KEYS]
         compared += [("data", key) for key in config["data"] if key not in (*FREE_DATA_KEYS, "tokenizer")]

@@ -17,6 +17,7 @@ from train.evaluate import EvaluationConfig
 from train.logger import LoggingConfig, WandbConfig
 from train.optim import OptimConfig
 from train.sample import SampleConfig
+from train.weights import StartConfig, start_model
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 DEVICES = ("cuda", "cpu")
@@ -43,12 +44,17 @@ class Config:
     tokens_per_step: int
     # tokens that one process takes through the model at once: bounds its memory
     tokens_per_microbatch: int
+    # processes that share each sequence, so that it can be longer than one GPU's memory
+    context_parallel: int
+    # no attention across the documents packed into a sequence, and positions that start anew
+    separate_documents: bool
     # the length of the run, rounded up to whole steps
     total_tokens: int
     # a loss or gradients that are not finite: stop the run, or skip the step; the weights never see them
     on_bad_step: str
     # a process without progress for so long is named, and the run ends to be started again; 0: wait forever
     hang_seconds: float
+    start: StartConfig
     model: ModelConfig
     attention: AttentionConfig
     data: DataConfig
@@ -68,7 +74,13 @@ class Config:
         _one_of("on_bad_step", self.on_bad_step, BAD_STEP_ACTIONS)
         if self.hang_seconds < 0:
             raise ValueError(f"hang_seconds must be at least 0, got {self.hang_seconds}")
-        for field in ("seq_len", "tokens_per_step", "tokens_per_microbatch", "total_tokens"):
+        for field in (
+            "seq_len",
+            "tokens_per_step",
+            "tokens_per_microbatch",
+            "context_parallel",
+            "total_tokens",
+        ):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
         if self.seq_len > self.model.max_seq_len:
@@ -76,7 +88,7 @@ class Config:
                 f"seq_len={self.seq_len} exceeds the model's positions, model.max_seq_len="
                 f"{self.model.max_seq_len}: lower seq_len, or raise model.max_seq_len"
             )
-        _check_divides("tokens_per_microbatch", self.tokens_per_microbatch, "seq_len", self.seq_len)
+        self._check_context_parallel()
 
     @property
     def steps(self) -> int:
@@ -84,8 +96,27 @@ class Config:
 
     @property
     def microbatch(self) -> int:
-        """Sequences that one process takes through the model at once."""
-        return self.tokens_per_microbatch // self.seq_len
+        """Sequences that one process, or those that share them, take through the model at once."""
+        return self.tokens_per_microbatch * self.context_parallel // self.seq_len
+
+    def _check_context_parallel(self) -> None:
+        ranks = self.context_parallel
+        if ranks == 1:
+            _check_divides("tokens_per_microbatch", self.tokens_per_microbatch, "seq_len", self.seq_len)
+            return
+        # each process holds two pieces of each sequence
+        _check_divides("seq_len", self.seq_len, f"2 * context_parallel={ranks}", 2 * ranks)
+        name = f"seq_len / context_parallel={ranks}"
+        _check_divides("tokens_per_microbatch", self.tokens_per_microbatch, name, self.seq_len // ranks)
+        if self.attention.implementation == "sdpa":
+            raise ValueError(
+                f"context_parallel={ranks} needs an attention that gives its lse: use attention=flash, "
+                "or attention=reference on a CPU"
+            )
+        if self.model.dropout > 0.0:
+            raise ValueError(
+                f"context_parallel={ranks} has no dropout, got model.dropout={self.model.dropout}"
+            )
 
     def accumulation(self, world_size: int) -> int:
         """Micro-batches of each process in a step. Raises ValueError if the budgets do not divide."""
@@ -104,11 +135,14 @@ def parse(cfg: DictConfig) -> Config:
     missing values, and whatever the dataclasses refuse.
     """
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), cfg))
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), cfg))
     except OmegaConfBaseException as error:
         key = error.full_key or "configuration"
         reason = str(error.msg or error).splitlines()[0]
         raise ValueError(f"{key}: {reason}") from error
+    if config.start.weights is not None:
+        config.model = start_model(config.start, config.seq_len, config.model.dropout)
+    return config
 
 
 def check_machine(config: Config) -> None:

@@ -21,7 +21,7 @@ PASSKEY = ("\n# the passkey is {}\n", "\n# the passkey is")
 
 @torch.no_grad()
 def token_losses(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
-    """The cross-entropy in nats of each target, (B, T) float32; the logits take HEAD_CHUNK tokens of memory."""
+    """The cross-entropy in nats of each target, (B, T) float32; only HEAD_CHUNK tokens' logits in memory."""
     hidden = model.hidden_states(tokens)
     return torch.cat(
         [

@@ -55,15 +55,20 @@ class SharedSequences(nn.Module):
         self.group = group
         self.rings: dict[int, Ring] = {}
 
-    def forward(self, tokens: Tensor, targets: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """tokens, targets: (B, T) int64, the same on every rank of the group; document_ids: (B, T) int32.
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        document_ids: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """The arguments of GPT.forward for whole sequences, (B, T), the same on every rank of the group.
 
-        Positions start anew with each document. Returns the mean cross-entropy of this rank's tokens, ().
+        Returns the mean cross-entropy of this rank's tokens, ().
         """
         ring = self._ring(tokens.shape[1], document_ids, tokens.device)
-        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        if document_ids is not None:
-            positions = positions_in_documents(document_ids.to(tokens.device))
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         inputs, labels, positions = (ring.split(x).contiguous() for x in (tokens, targets, positions))
         return self.model(inputs, labels, positions=positions, ring=ring)
 
@@ -74,9 +79,3 @@ class SharedSequences(nn.Module):
         if seq_len not in self.rings:
             self.rings[seq_len] = Ring(self.group, seq_len, None, device)
         return self.rings[seq_len]
-
-
-def positions_in_documents(document_ids: Tensor) -> Tensor:
-    """The place of each token in its document, (B, T) int64, of document_ids (B, T), non-decreasing."""
-    ids = document_ids.contiguous()
-    return torch.arange(ids.shape[1], device=ids.device) - torch.searchsorted(ids, ids)

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from data.loader import TokenLoader
 from data.prepare import prepare
+from data.tokenizer import load_tokenizer
 from model import GPT
 from train.bad_steps import RollBack, StepGuard, read_left_out, write_left_out
 from train.checkpoint import (
@@ -23,7 +24,9 @@ from train.checkpoint import (
     run_tensors,
 )
 from train.config import Config, check_machine
+from train.context_parallel import SharedSequences, join_context_groups
 from train.distributed import Processes, join_processes
+from train.documents import SeparateDocuments
 from train.evaluate import evaluate
 from train.interruption import Interrupted, Interruption
 from train.optim import build_optimizer, learning_rate
@@ -32,6 +35,7 @@ from train.run_lock import lock_run
 from train.saving import CheckpointSaver
 from train.throughput import StepTimer
 from train.watchdog import Watchdog
+from train.weights import load_start
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -81,6 +85,7 @@ def _train(
     accumulation = config.accumulation(processes.world_size)
     checkpoints = folder / "checkpoints"
     saved_path = processes.from_main(lambda: find_checkpoint(checkpoints, resume))
+    context = join_context_groups(processes, config.context_parallel)
 
     load = partial(
         TokenLoader,
@@ -88,11 +93,11 @@ def _train(
         seq_len=config.seq_len,
         tokenizer=config.data.tokenizer,
         seed=config.seed,
-        rank=processes.rank,
-        world_size=processes.world_size,
+        rank=context.data_rank,
+        world_size=context.data_size,
     )
     train_data = load(split="train", sequences_per_step=config.tokens_per_step // config.seq_len)
-    sequences_at_once = config.microbatch * processes.world_size
+    sequences_at_once = config.microbatch * context.data_size
     val_data = load(split="val", sequences_per_step=sequences_at_once, shuffle=False)
     val_sequences = min(config.evaluation.tokens // config.seq_len, val_data.sequences_per_epoch)
     val_batches = max(1, val_sequences // sequences_at_once)
@@ -123,7 +128,13 @@ def _train(
         scaler.load_state_dict(info["scaler"])
         guard.load_state(info["guard"])
         first_step = processes.step = info["step"]
+    elif config.start.weights:
+        load_start(weights, config.start)
     model = torch.compile(weights) if config.compile else weights
+    if context.group is not None:
+        model = SharedSequences(model, context.group)
+    if config.separate_documents:
+        model = SeparateDocuments(model, load_tokenizer(config.data.tokenizer).end_of_text)
     if processes.world_size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     autocast = partial(autocast_context, device.type, config.precision)

@@ -6,7 +6,7 @@ from pathlib import Path
 from model import GPT, AttentionConfig, ModelConfig
 from model.extend import EXTENSIONS, ROTARY_METHODS, extended_config, extended_state
 from model.pretrained import load_pretrained, read_pretrained_config
-from train.checkpoint import list_checkpoints, read_checkpoint
+from train.checkpoint import MARKER, load_tensors, newest_checkpoint, read_checkpoint, verify_checkpoint
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,17 +54,17 @@ def load_model(source: Path | str, attention: AttentionConfig) -> GPT:
     source = Path(source)
     if (source / "config.json").is_file():
         return load_pretrained(source, attention)
-    saved = read_checkpoint(_checkpoint(source))
-    model = GPT(ModelConfig(**saved["config"]["model"]), attention)
-    model.load_state_dict(saved["model"])
+    checkpoint = _checkpoint(source)
+    model = GPT(ModelConfig(**read_checkpoint(checkpoint)["config"]["model"]), attention)
+    load_tensors(checkpoint, model)
     return model
 
 
 def _checkpoint(source: Path) -> Path:
-    folder = source / "checkpoints"
-    if not folder.is_dir():
-        return source
-    found = list_checkpoints(folder)
-    if not found:
+    newest = newest_checkpoint(source / "checkpoints")
+    if newest is not None:
+        return newest
+    if not (source / MARKER).is_file():
         raise ValueError(f"{source} holds neither config.json, as Hugging Face folders do, nor a checkpoint")
-    return found[-1]
+    verify_checkpoint(source)
+    return source

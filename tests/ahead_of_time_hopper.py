@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from kernels.hopper.backward import backward_kernel
+from kernels.hopper.backward_64 import backward_64_kernel
 from kernels.hopper.forward import ROWS, forward_kernel
 from kernels.hopper.launch import REGISTERS
 from kernels.hopper.tiles import backward_tile, forward_tile
@@ -33,8 +34,8 @@ def descriptor(dtype: str, *shape: int, swizzle: int = 128) -> str:
     )
 
 
-def forward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int) -> tuple[dict, dict, int]:
-    """Descriptors by argument, constants, registers of one thread, as launch.attention_forward has them."""
+def forward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int) -> tuple:
+    """The kernel, its descriptors by argument, constants, registers of one thread, as launch.py has them."""
     tile = forward_tile(head_dim, mask, seq_q)
     rows = {"q_desc": ROWS.value, "out_desc": ROWS.value, "k_desc": tile.block_n, "v_desc": tile.block_n}
     descriptors = {name: descriptor(dtype, 1, 1, n, head_dim) for name, n in rows.items()}
@@ -49,40 +50,40 @@ def forward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int) -> t
         "CONSUMER_REGISTERS": tile.consumer_registers,
         "PRODUCER_REGISTERS": tile.producer_registers,
     }
-    return descriptors, constants, REGISTERS[tile.consumers]
+    return forward_kernel, descriptors, constants, REGISTERS[tile.consumers]
 
 
-def backward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int) -> tuple[dict, dict, int]:
-    """The same for launch.attention_backward."""
+def backward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int) -> tuple:
+    """The same for the backward pass."""
     tile = backward_tile(head_dim)
-    rows = {"q_desc": tile.block_m, "dout_desc": tile.block_m, "k_desc": 128, "v_desc": 128}
-    rows |= {"dk_desc": 64, "dv_desc": 64}
+    rows = {"q_desc": 64, "dout_desc": 64, "k_desc": 128, "v_desc": 128, "dk_desc": 64, "dv_desc": 64}
     descriptors = {name: descriptor(dtype, 1, 1, n, head_dim) for name, n in rows.items()}
-    descriptors["minus_lse_desc"] = descriptor("fp32", tile.block_m, swizzle=0)
-    descriptors["minus_delta_desc"] = descriptor("fp32", tile.block_m, swizzle=0)
+    descriptors["minus_lse_desc"] = descriptor("fp32", 64, swizzle=0)
+    descriptors["minus_delta_desc"] = descriptor("fp32", 64, swizzle=0)
     descriptors["dq_desc"] = descriptor("fp32", 64, 64)
     constants = {
         "MASK": mask,
-        "BLOCK_M": tile.block_m,
-        "HEAD_DIM": head_dim,
-        "KV_STAGES": tile.kv_stages,
         "STAGES": tile.stages,
-        "CONSUMER_REGISTERS": 240,
-        "PRODUCER_REGISTERS": 24,
+        "CONSUMER_REGISTERS": tile.consumer_registers,
+        "PRODUCER_REGISTERS": tile.producer_registers,
     }
-    return descriptors, constants, REGISTERS[2]
+    if head_dim != 64:
+        return backward_kernel, descriptors, constants | {"HEAD_DIM": head_dim}, REGISTERS[2]
+    constants |= {
+        "KV_STAGES": tile.kv_stages,
+        "DS_STAGES": tile.ds_stages,
+        "DQ_STAGES": tile.dq_stages,
+        "REDUCER_REGISTERS": tile.reducer_registers,
+    }
+    return backward_64_kernel, descriptors, constants, REGISTERS[3]
 
 
-KERNELS = {
-    "forward": (forward_kernel, forward_configuration),
-    "backward": (backward_kernel, backward_configuration),
-}
+KERNELS = {"forward": forward_configuration, "backward": backward_configuration}
 
 
 def compile_kernel(kernel: str, head_dim: int, dtype: str, mask: str, seq_q: int) -> dict:
     """What the compiled kernel uses: shared memory, spilled bytes, warnings, tensor core instructions."""
-    function, configuration = KERNELS[kernel]
-    descriptors, constants, registers = configuration(head_dim, dtype, mask, seq_q)
+    function, descriptors, constants, registers = KERNELS[kernel](head_dim, dtype, mask, seq_q)
     signature, attributes = {}, {}
     for index, name in enumerate(function.arg_names):
         if name in constants:
@@ -90,7 +91,7 @@ def compile_kernel(kernel: str, head_dim: int, dtype: str, mask: str, seq_q: int
         elif name in descriptors:
             signature[name] = descriptors[name]
         elif name.endswith("_ptr"):
-            signature[name] = "*i32" if name == "bounds_ptr" else "*fp32"
+            signature[name] = "*i32" if name in ("bounds_ptr", "counter_ptr") else "*fp32"
             attributes[index,] = [["tt.divisibility", 16]]
         elif name.startswith("by_"):
             signature[name] = "i64"

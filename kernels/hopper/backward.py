@@ -5,6 +5,7 @@ walks the queries that see them, in every head of the group. Scores are held tra
 that P and dS are the left operands of dv += P^T dout and dk += dS^T q without leaving the registers. dS goes
 through shared memory for dq = dS k, of which each warpgroup makes a 64 x 64 part and adds it to a float32 sum
 by bulk reduction. The two score products begin from -lse / scale and -delta, so that no subtraction is left.
+Heads of 64 leave registers for a better division of labour: see backward_64.py.
 
 Sources: FlashAttention-2 (arXiv:2307.08691), FlashAttention-3 (arXiv:2407.08608).
 """
@@ -38,17 +39,31 @@ BLOCK_N = gl.constexpr(128)
 BOTH_BARRIER = gl.constexpr(9)
 
 
+@gluon.jit
+def query_blocks(mask, batch, key):
+    """The ranges of query blocks that a tile of keys visits, as schedule.blocks_between gives them."""
+    first_of_first, end_of_first = mask.queries_of(batch, key)
+    first_of_last, end_of_last = mask.queries_of(batch, key + BLOCK_N - 1)
+    begin, whole_begin, whole_end, end = blocks_between(
+        first_of_first, end_of_first, first_of_last, end_of_last, ROWS
+    )
+    # the end of the keys needs a mask in every block
+    if key + BLOCK_N > mask.seq_k:
+        whole_end = whole_begin
+    return begin, whole_begin, whole_end, end
+
+
 @record
 class Tiles:
     """Shared memory and the work list, as every partition sees them."""
 
-    k: gl.shared_memory_descriptor  # (KV_STAGES, 1, 1, BLOCK_N, D)
+    k: gl.shared_memory_descriptor  # (1, 1, 1, BLOCK_N, D)
     v: gl.shared_memory_descriptor
-    q: gl.shared_memory_descriptor  # (STAGES, 1, 1, BLOCK_M, D)
+    q: gl.shared_memory_descriptor  # (STAGES, 1, 1, ROWS, D)
     dout: gl.shared_memory_descriptor
-    minus_lse: gl.shared_memory_descriptor  # (STAGES, BLOCK_M)
+    minus_lse: gl.shared_memory_descriptor  # (STAGES, ROWS)
     minus_delta: gl.shared_memory_descriptor
-    ds: gl.shared_memory_descriptor  # (2, BLOCK_N, BLOCK_M)
+    ds: gl.shared_memory_descriptor  # (2, BLOCK_N, ROWS)
     dq: gl.shared_memory_descriptor  # (CONSUMERS, ROWS, ROWS)
     kv_ring: Ring
     q_ring: Ring
@@ -56,7 +71,6 @@ class Tiles:
     mask: Mask
     group: gl.tensor
     padded: gl.tensor  # rows of one head in lse, delta and dq
-    BLOCK_M: gl.constexpr
     HEAD_DIM: gl.constexpr
 
     @gluon.jit
@@ -64,14 +78,7 @@ class Tiles:
         """Batch, head of k and v, first key and the ranges of query blocks of this program."""
         batch = gl.program_id(2)
         key = gl.program_id(0) * BLOCK_N
-        first_of_first, end_of_first = self.mask.queries_of(batch, key)
-        first_of_last, end_of_last = self.mask.queries_of(batch, key + BLOCK_N - 1)
-        begin, whole_begin, whole_end, end = blocks_between(
-            first_of_first, end_of_first, first_of_last, end_of_last, self.BLOCK_M
-        )
-        # the end of the keys needs a mask in every block
-        if key + BLOCK_N > self.mask.seq_k:
-            whole_end = whole_begin
+        begin, whole_begin, whole_end, end = query_blocks(self.mask, batch, key)
         return batch, gl.program_id(1), key, begin, whole_begin, whole_end, end
 
     @gluon.jit
@@ -93,7 +100,7 @@ def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delt
         head = kv_head * tiles.group + g
         line = tiles.first_line() + g * tiles.padded
         for block in range(begin, end):
-            row = block * tiles.BLOCK_M
+            row = block * ROWS
             stage, full = tiles.q_ring.fill(n)
             mbarrier.expect(full, q_desc.block_type.nbytes + minus_lse_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(q_desc, [batch, head, row, 0], full, tiles.q.index(stage))
@@ -108,15 +115,15 @@ def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delt
 
 
 @gluon.jit
-def hide(tiles, p, first, end, block):
-    """0 outside of each key's interval of queries."""
-    index = gl.expand_dims(gl.arange(0, tiles.BLOCK_M, layout=gl.SliceLayout(0, p.type.layout)), 0)
+def hide(mask, p, first, end):
+    """0 outside of each key's interval of queries, counted from the first column."""
+    index = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, p.type.layout)), 0)
     # as in forward.hide
     eight = index & -8
     rest = index & 7
-    visible = eight >= gl.expand_dims(opaque(first - block * tiles.BLOCK_M), 1) - rest
-    if tiles.mask.KIND == "window" or tiles.mask.KIND == "intervals":
-        visible = visible & (eight < gl.expand_dims(opaque(end - block * tiles.BLOCK_M), 1) - rest)
+    visible = eight >= gl.expand_dims(opaque(first), 1) - rest
+    if mask.KIND == "window" or mask.KIND == "intervals":
+        visible = visible & (eight < gl.expand_dims(opaque(end), 1) - rest)
     return gl.where(visible, p, 0.0)
 
 
@@ -133,23 +140,23 @@ def step(
     tiles, dq_desc, dk, dv, k, v, k_of_dq, n, row, block, masked, first, end, scale_log2, INDEX: gl.constexpr
 ):  # fmt: skip
     """One block of queries, of which row is the first line in lse, delta and dq."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_M, 16])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     dtype: gl.constexpr = tiles.q.dtype
     stage = tiles.q_ring.take(n)
-    q = tiles.q.index(stage).reshape([tiles.BLOCK_M, tiles.HEAD_DIM])
+    q = tiles.q.index(stage).reshape([ROWS, tiles.HEAD_DIM])
     minus_lse = columns(tiles.minus_lse.index(stage), S_LAYOUT)
     stage = tiles.dout_ring.take(n)
-    dout = tiles.dout.index(stage).reshape([tiles.BLOCK_M, tiles.HEAD_DIM])
+    dout = tiles.dout.index(stage).reshape([ROWS, tiles.HEAD_DIM])
     minus_delta = columns(tiles.minus_delta.index(stage), S_LAYOUT)
-    s = warpgroup_mma(k, q.permute((1, 0)), minus_lse, is_async=True)  # (ROWS, BLOCK_M)
-    dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)  # (ROWS, BLOCK_M)
+    s = warpgroup_mma(k, q.permute((1, 0)), minus_lse, is_async=True)  # (ROWS, ROWS)
+    dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)  # (ROWS, ROWS)
 
     s = warpgroup_mma_wait(1, deps=[s])
     p = gl.exp2(s * scale_log2)
     if masked:
-        p = hide(tiles, p, first, end, block)
+        p = hide(tiles.mask, p, first - block * ROWS, end - block * ROWS)
     p16 = gl.convert_layout(p.to(dtype), A_LAYOUT)
     dp = warpgroup_mma_wait(0, deps=[dp])
     dv = warpgroup_mma(p16, dout, dv, is_async=True)  # (ROWS, D)
@@ -164,8 +171,7 @@ def step(
     dv = warpgroup_mma_wait(0, deps=[dv])
     tiles.dout_ring.release(n)
     zeros = gl.full([ROWS, ROWS], 0.0, gl.float32, DQ_LAYOUT)
-    ds_of_dq = buffer if tiles.BLOCK_M == ROWS else buffer.slice(INDEX * ROWS, ROWS, 1)
-    dq = warpgroup_mma(ds_of_dq.permute((1, 0)), k_of_dq, zeros, use_acc=False, is_async=True)  # (ROWS, ROWS)
+    dq = warpgroup_mma(buffer.permute((1, 0)), k_of_dq, zeros, use_acc=False, is_async=True)  # (ROWS, ROWS)
     dk = warpgroup_mma(gl.convert_layout(ds, A_LAYOUT), q, dk, is_async=True)  # (ROWS, D)
     dq = warpgroup_mma_wait(1, deps=[dq])
     # the reduction of the step before must have left the buffer
@@ -174,10 +180,7 @@ def step(
     tiles.dq.index(INDEX).store(dq)
     fence_async_shared()
     thread_barrier()
-    if tiles.BLOCK_M == ROWS:
-        reduce_add_to_global(dq_desc, [row, INDEX * ROWS], tiles.dq.index(INDEX))
-    else:
-        reduce_add_to_global(dq_desc, [row + INDEX * ROWS, 0], tiles.dq.index(INDEX))
+    reduce_add_to_global(dq_desc, [row, INDEX * ROWS], tiles.dq.index(INDEX))
     dk = warpgroup_mma_wait(0, deps=[dk])
     tiles.q_ring.release(n)
     return dk, dv
@@ -186,7 +189,7 @@ def step(
 @gluon.jit
 def consume(tiles, dq_desc, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.constexpr):
     """dk and dv of 64 keys of every tile of this block, and its part of dq."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_M, 16])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.HEAD_DIM, 16])
     n = gl.to_tensor(0)
     batch, kv_head, key, begin, whole_begin, whole_end, end = tiles.locate()
@@ -203,13 +206,13 @@ def consume(tiles, dq_desc, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: 
     k_all = tiles.k.index(0).reshape([BLOCK_N, tiles.HEAD_DIM])
     k = k_all.slice(INDEX * ROWS, ROWS, 0)
     v = tiles.v.index(0).reshape([BLOCK_N, tiles.HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0)
-    k_of_dq = k_all.slice(INDEX * ROWS, ROWS, 1) if tiles.BLOCK_M == ROWS else k_all
+    k_of_dq = k_all.slice(INDEX * ROWS, ROWS, 1)
     dk = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
     dv = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
     block = begin
     for n in range((end - begin) * tiles.group):
         masked = (block < whole_begin) | (block >= whole_end)
-        row = line + block * tiles.BLOCK_M
+        row = line + block * ROWS
         dk, dv = step(
             tiles, dq_desc, dk, dv, k, v, k_of_dq, n, row, block, masked, query_first, query_end, scale_log2,
             INDEX
@@ -236,27 +239,26 @@ def backward_kernel(
     bounds_ptr,
     group, seq_q, seq_k, window, padded, scale_log2, softmax_scale,
     MASK: gl.constexpr,
-    BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, KV_STAGES: gl.constexpr, STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     tiles = Tiles(
-        gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout),
-        gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout),
-        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout),
-        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], dout_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], minus_lse_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], minus_delta_desc.layout),
-        gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], DS_LAYOUT),
+        gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout),
+        gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, HEAD_DIM], q_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, HEAD_DIM], dout_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], minus_lse_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], minus_delta_desc.layout),
+        gl.allocate_shared_memory(dtype, [2, BLOCK_N, ROWS], DS_LAYOUT),
         gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, ROWS], dq_desc.layout),
-        make_ring(KV_STAGES, CONSUMERS),
+        make_ring(1, CONSUMERS),
         make_ring(STAGES, CONSUMERS),
         make_ring(STAGES, CONSUMERS),
         Mask(seq_q, seq_k, window, bounds_ptr, MASK),
         group,
         padded,
-        BLOCK_M,
         HEAD_DIM,
     )
     fence_async_shared()

@@ -5,11 +5,14 @@ import triton
 from torch import Tensor
 
 from kernels.hopper.backward import BLOCK_N, CONSUMERS, backward_kernel
+from kernels.hopper.backward import ROWS as BACKWARD_ROWS
+from kernels.hopper.backward_64 import backward_64_kernel
 from kernels.hopper.forward import ROWS, forward_kernel
 from kernels.hopper.prologue import prepare_kernel, round_kernel
 from kernels.hopper.tiles import (
     BackwardTile,
     ForwardTile,
+    backward_section_heads,
     backward_tile,
     division,
     float32_descriptor,
@@ -95,6 +98,8 @@ def attention_backward(
         2, batch * n_head * padded, dtype=torch.float32, device=q.device
     ).unbind()
     dq_sum = torch.empty(batch * n_head * padded, head_dim, dtype=torch.float32, device=q.device)
+    # tiles handed out, see backward_64.produce
+    counter = torch.empty(1, dtype=torch.int32, device=q.device)
     dq, dk, dv = gradients or (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     rows_grid = (padded // PREPARE_ROWS, batch * n_head)
     prepare_kernel[rows_grid](
@@ -105,6 +110,7 @@ def attention_backward(
         minus_lse,
         minus_delta,
         dq_sum,
+        counter,
         *out.stride()[:3],
         *dout.stride()[:3],
         n_head,
@@ -116,35 +122,60 @@ def attention_backward(
         HAS_DLSE=dlse is not None,
         num_warps=4,
     )
-    n_tiles = triton.cdiv(seq_k, BLOCK_N.value)
-    backward_kernel[(n_tiles, n_kv_head, batch)](
-        head_descriptor(q, tile.block_m),
-        head_descriptor(dout, tile.block_m),
+    descriptors = (
+        head_descriptor(q, BACKWARD_ROWS.value),
+        head_descriptor(dout, BACKWARD_ROWS.value),
         head_descriptor(k, BLOCK_N.value),
         head_descriptor(v, BLOCK_N.value),
-        float32_descriptor(minus_lse, [tile.block_m]),
-        float32_descriptor(minus_delta, [tile.block_m]),
-        float32_descriptor(dq_sum, [ROWS.value, ROWS.value]),
-        head_descriptor(dk, ROWS.value),
-        head_descriptor(dv, ROWS.value),
+        float32_descriptor(minus_lse, [BACKWARD_ROWS.value]),
+        float32_descriptor(minus_delta, [BACKWARD_ROWS.value]),
+        float32_descriptor(dq_sum, [BACKWARD_ROWS.value] * 2),
+        head_descriptor(dk, BACKWARD_ROWS.value),
+        head_descriptor(dv, BACKWARD_ROWS.value),
         lse if problem.query_bounds is None else problem.query_bounds,
-        group,
-        seq_q,
-        seq_k,
-        problem.window or 0,
-        padded,
-        problem.softmax_scale * LOG2E,
-        problem.softmax_scale,
-        MASK=problem.mask,
-        BLOCK_M=tile.block_m,
-        HEAD_DIM=head_dim,
-        KV_STAGES=tile.kv_stages,
-        STAGES=tile.stages,
-        CONSUMER_REGISTERS=240,
-        PRODUCER_REGISTERS=24,
-        num_warps=4,
-        maxnreg=REGISTERS[CONSUMERS.value],
     )
+    sizes = (group, seq_q, seq_k, problem.window or 0, padded)
+    scales = (problem.softmax_scale * LOG2E, problem.softmax_scale)
+    n_tiles = triton.cdiv(seq_k, BLOCK_N.value)
+    if head_dim == 64:
+        section = backward_section_heads(seq_q, head_dim, group, batch * n_kv_head)
+        n_sm = torch.cuda.get_device_properties(q.device).multi_processor_count
+        backward_64_kernel[(min(batch * n_kv_head * n_tiles, n_sm),)](
+            *descriptors,
+            counter,
+            *sizes,
+            batch,
+            n_kv_head,
+            section,
+            division(section * n_tiles),
+            division(section),
+            division(batch * n_kv_head % section or section),
+            division(n_kv_head),
+            *scales,
+            MASK=problem.mask,
+            KV_STAGES=tile.kv_stages,
+            STAGES=tile.stages,
+            DS_STAGES=tile.ds_stages,
+            DQ_STAGES=tile.dq_stages,
+            CONSUMER_REGISTERS=tile.consumer_registers,
+            REDUCER_REGISTERS=tile.reducer_registers,
+            PRODUCER_REGISTERS=tile.producer_registers,
+            num_warps=4,
+            maxnreg=REGISTERS[CONSUMERS.value + 1],
+        )
+    else:
+        backward_kernel[(n_tiles, n_kv_head, batch)](
+            *descriptors,
+            *sizes,
+            *scales,
+            MASK=problem.mask,
+            HEAD_DIM=head_dim,
+            STAGES=tile.stages,
+            CONSUMER_REGISTERS=tile.consumer_registers,
+            PRODUCER_REGISTERS=tile.producer_registers,
+            num_warps=4,
+            maxnreg=REGISTERS[CONSUMERS.value],
+        )
     round_kernel[rows_grid](
         dq_sum,
         dq,

@@ -121,10 +121,10 @@ class Ring:
 
 
 @gluon.jit
-def make_ring(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+def make_ring(STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PRODUCERS: gl.constexpr = 1):
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(full.index(stage), count=PRODUCERS)
         mbarrier.init(empty.index(stage), count=CONSUMERS)
     return Ring(full, empty, STAGES)

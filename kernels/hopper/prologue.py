@@ -6,16 +6,19 @@ import triton.language as tl
 
 @triton.jit
 def prepare_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, dq_sum_ptr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, dq_sum_ptr, counter_ptr,
     stride_ob, stride_ot, stride_oh, stride_db, stride_dt, stride_dh,
     n_head, seq_q, padded, softmax_scale,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
     """One block of rows: -lse / softmax_scale, dlse - rowsum(out * dout), and zeros for the sum of dq.
 
-    A row that does not exist, or sees nothing, gets -inf, and so the probability 0.
+    A row that does not exist, or sees nothing, gets -inf, and so the probability 0. counter_ptr: how many
+    tiles backward_64.py has handed out.
     """
     head = tl.program_id(1)
+    if (head == 0) & (tl.program_id(0) == 0):
+        tl.store(counter_ptr, 0)
     b = (head // n_head).to(tl.int64)
     h = head % n_head
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)

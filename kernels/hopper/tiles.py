@@ -35,15 +35,24 @@ def forward_tile(head_dim: int, mask: str, seq_q: int) -> ForwardTile:
 
 
 class BackwardTile(NamedTuple):
-    """block_m: queries of one step."""
+    """stages: buffers in the ring of queries; for heads of 64 also in those of K and V, of dS and of dq.
 
-    block_m: int
-    kv_stages: int
+    A reducer is the warpgroup that makes dq of heads of 64.
+    """
+
     stages: int
+    kv_stages: int
+    ds_stages: int
+    dq_stages: int
+    consumer_registers: int
+    reducer_registers: int
+    producer_registers: int
 
 
 def backward_tile(head_dim: int) -> BackwardTile:
-    return BackwardTile(128 if head_dim == 64 else 64, 1, 2)
+    if head_dim == 64:
+        return BackwardTile(3, 2, 2, 2, 208, 72, 24)
+    return BackwardTile(2, 1, 2, 1, 240, 0, 24)
 
 
 def float32_descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
@@ -69,6 +78,12 @@ def section_heads(seq: int, head_dim: int, group: int, n_heads: int) -> int:
     """Query heads whose keys and values, or queries and gradients, stay in L2 together."""
     bytes_per_head = 2 * seq * head_dim * 2
     return min(max(1, SECTION_BYTES // bytes_per_head) * group, n_heads)
+
+
+def backward_section_heads(seq_q: int, head_dim: int, group: int, n_kv_heads: int) -> int:
+    """Heads of k and v whose queries, dout and float32 sums of dq stay in L2 together."""
+    bytes_per_head = 8 * seq_q * head_dim * group
+    return min(max(1, SECTION_BYTES // bytes_per_head), n_kv_heads)
 
 
 def division(divisor: int) -> int:

@@ -1,0 +1,299 @@
+"""dq, dk and dv of heads of 64 on sm_90, in Gluon: backward.py with a warpgroup of its own for dq.
+
+A block is persistent and takes tiles of BLOCK_N keys from a counter, the longest first under a causal mask.
+Two warpgroups own 64 keys of a tile each, hold k and v in registers as left operands, and make dk and dv.
+They leave dS in a ring, from which a third makes dq = dS k and adds it to a float32 sum by bulk reduction: so
+neither waits for the other's half of dS, nor for a reduction. One warp copies what they read, a tile ahead.
+
+Sources: FlashAttention-2 (arXiv:2307.08691), FlashAttention-3 (arXiv:2407.08608).
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.hopper.backward import BLOCK_N, CONSUMERS, ROWS, columns, hide, query_blocks
+from kernels.hopper.primitives import Ring, make_ring, record, reduce_add_to_global, thread_barrier
+from kernels.hopper.schedule import Mask, TileOrder, quotient
+
+HEAD_DIM = gl.constexpr(64)
+
+
+@record
+class Tiles:
+    """Shared memory and the work list, as every partition sees them."""
+
+    k: gl.shared_memory_descriptor  # (KV_STAGES, 1, 1, BLOCK_N, D)
+    v: gl.shared_memory_descriptor
+    number: gl.shared_memory_descriptor  # (KV_STAGES, 1), of the tile in order, int32
+    q: gl.shared_memory_descriptor  # (STAGES, 1, 1, ROWS, D)
+    dout: gl.shared_memory_descriptor
+    minus_lse: gl.shared_memory_descriptor  # (STAGES, ROWS)
+    minus_delta: gl.shared_memory_descriptor
+    ds: gl.shared_memory_descriptor  # (DS_STAGES, BLOCK_N, ROWS)
+    dq: gl.shared_memory_descriptor  # (DQ_STAGES, ROWS, D)
+    dk: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, D)
+    dv: gl.shared_memory_descriptor
+    kv_ring: Ring
+    q_ring: Ring
+    ds_ring: Ring
+    order: TileOrder
+    mask: Mask
+    n_kv_head: gl.tensor
+    by_n_kv_head: gl.tensor
+    group: gl.tensor
+    padded: gl.tensor  # rows of one head in lse, delta and dq
+    KV_STAGES: gl.constexpr
+    DQ_STAGES: gl.constexpr
+
+    @gluon.jit
+    def take(self, t):
+        """The number in order of this block's tile t, once its keys and values have arrived."""
+        number = self.number.index(self.kv_ring.take(t)).load(gl.BlockedLayout([1], [32], [4], [0]))
+        return gl.max(number, 0)
+
+    @gluon.jit
+    def locate(self, i):
+        """Batch, head of k and v, first key and the ranges of query blocks of the i-th tile in order."""
+        head, tile = self.order.find(i)
+        batch = quotient(head, self.by_n_kv_head)
+        key = tile * BLOCK_N
+        begin, whole_begin, whole_end, end = query_blocks(self.mask, batch, key)
+        return batch, head - batch * self.n_kv_head, key, begin, whole_begin, whole_end, end
+
+    @gluon.jit
+    def first_line(self, batch, kv_head, g):
+        """Where query head g of the group begins in lse, delta and dq."""
+        return ((batch * self.n_kv_head + kv_head) * self.group + g) * self.padded
+
+
+@gluon.jit
+def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc, counter_ptr):
+    """Takes tiles, and fills the rings: k and v of a tile, then the queries that see it, head after head."""
+    n = 0
+    t = 0
+    i = gl.program_id(0)
+    while i < tiles.order.total():
+        batch, kv_head, key, begin, _, _, end = tiles.locate(i)
+        stage, full = tiles.kv_ring.fill(t)
+        announce(tiles, stage, i)
+        mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_desc, [batch, kv_head, key, 0], full, tiles.k.index(stage))
+        tma.async_copy_global_to_shared(v_desc, [batch, kv_head, key, 0], full, tiles.v.index(stage))
+        for g in range(tiles.group):
+            head = kv_head * tiles.group + g
+            line = tiles.first_line(batch, kv_head, g)
+            for block in range(begin, end):
+                row = block * ROWS
+                stage, full = tiles.q_ring.fill(n)
+                mbarrier.expect(full, 2 * (q_desc.block_type.nbytes + minus_lse_desc.block_type.nbytes))
+                tma.async_copy_global_to_shared(q_desc, [batch, head, row, 0], full, tiles.q.index(stage))
+                tma.async_copy_global_to_shared(
+                    minus_lse_desc, [line + row], full, tiles.minus_lse.index(stage)
+                )
+                tma.async_copy_global_to_shared(
+                    dout_desc, [batch, head, row, 0], full, tiles.dout.index(stage)
+                )
+                tma.async_copy_global_to_shared(
+                    minus_delta_desc, [line + row], full, tiles.minus_delta.index(stage)
+                )
+                n += 1
+        t += 1
+        i = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    # a number behind the last ends the others
+    stage, full = tiles.kv_ring.fill(t)
+    announce(tiles, stage, i)
+    mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def announce(tiles, stage, i):
+    """Writes the number of a tile beside its keys, before their barrier is armed."""
+    tiles.number.index(stage).store(gl.full([1], i, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    thread_barrier()
+
+
+@gluon.jit
+def step(tiles, dk, dv, k, v, n, block, masked, first, end, scale_log2, INDEX: gl.constexpr):
+    """One block of queries."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    dtype: gl.constexpr = tiles.q.dtype
+    stage = tiles.q_ring.take(n)
+    q = tiles.q.index(stage).reshape([ROWS, HEAD_DIM])
+    dout = tiles.dout.index(stage).reshape([ROWS, HEAD_DIM])
+    minus_lse = columns(tiles.minus_lse.index(stage), S_LAYOUT)
+    minus_delta = columns(tiles.minus_delta.index(stage), S_LAYOUT)
+    s = warpgroup_mma(k, q.permute((1, 0)), minus_lse, is_async=True)  # (keys, queries)
+    dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)  # (keys, queries)
+
+    s = warpgroup_mma_wait(1, deps=[s])
+    p = gl.exp2(s * scale_log2)
+    if masked:
+        p = hide(tiles.mask, p, first - block * ROWS, end - block * ROWS)
+    p16 = gl.convert_layout(p.to(dtype), A_LAYOUT)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    dv = warpgroup_mma(p16, dout, dv, is_async=True)  # (keys, D)
+    ds = (p * dp).to(dtype)
+    dk = warpgroup_mma(gl.convert_layout(ds, A_LAYOUT), q, dk, is_async=True)  # (keys, D)
+
+    stage, full = tiles.ds_ring.fill(n)
+    tiles.ds.index(stage).slice(INDEX * ROWS, ROWS, 0).store(ds)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(full, count=1)
+    dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+    tiles.q_ring.release(n)
+    return dk, dv
+
+
+@gluon.jit
+def store(desc, coordinates, x, buffer):
+    """Copies dk or dv of a tile out, through a buffer that its copy of the tile before has left."""
+    tma.store_wait(1)
+    thread_barrier()
+    buffer.reshape([ROWS, HEAD_DIM]).store(x.to(desc.dtype))
+    fence_async_shared()
+    thread_barrier()
+    tma.async_copy_shared_to_global(desc, coordinates, buffer)
+
+
+@gluon.jit
+def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.constexpr):
+    """dk and dv of 64 keys of every tile of this block, and dS."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
+    n = gl.to_tensor(0)
+    t = 0
+    i = tiles.take(t)
+    while i < tiles.order.total():
+        batch, kv_head, key, begin, whole_begin, whole_end, end = tiles.locate(i)
+        stage = t % tiles.KV_STAGES
+        k = tiles.k.index(stage).reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0).load(A_LAYOUT)
+        v = tiles.v.index(stage).reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0).load(A_LAYOUT)
+        tiles.kv_ring.release(t)
+        key += INDEX * ROWS
+        keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
+        query_first, query_end = tiles.mask.queries_of(batch, keys)
+        # keys behind the last see no query
+        query_first = gl.where(keys < tiles.mask.seq_k, query_first, tiles.padded)
+        dk = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, S_LAYOUT)
+        dv = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, S_LAYOUT)
+        block = begin
+        for j in range((end - begin) * tiles.group):
+            masked = (block < whole_begin) | (block >= whole_end)
+            dk, dv = step(
+                tiles, dk, dv, k, v, n + j, block, masked, query_first, query_end, scale_log2, INDEX
+            )
+            block += 1
+            if block == end:
+                block = begin
+        n += (end - begin) * tiles.group
+
+        store(dv_desc, [batch, kv_head, key, 0], dv, tiles.dv.index(INDEX))
+        store(dk_desc, [batch, kv_head, key, 0], dk * softmax_scale, tiles.dk.index(INDEX))
+        t += 1
+        i = tiles.take(t)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def reduce(tiles, dq_desc):
+    """dq of every step, added to its sum."""
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    n = 0
+    t = 0
+    i = tiles.take(t)
+    while i < tiles.order.total():
+        batch, kv_head, _, begin, _, _, end = tiles.locate(i)
+        k = tiles.k.index(t % tiles.KV_STAGES).reshape([BLOCK_N, HEAD_DIM])
+        for g in range(tiles.group):
+            line = tiles.first_line(batch, kv_head, g)
+            for block in range(begin, end):
+                ds = tiles.ds.index(tiles.ds_ring.take(n))
+                zeros = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, DQ_LAYOUT)
+                dq = warpgroup_mma(ds.permute((1, 0)), k, zeros, use_acc=False, is_async=True)  # (queries, D)
+                dq = warpgroup_mma_wait(0, deps=[dq])
+                tiles.ds_ring.release(n)
+                buffer = tiles.dq.index(n % tiles.DQ_STAGES)
+                # an earlier reduction must have left the buffer
+                tma.store_wait(tiles.DQ_STAGES - 1)
+                thread_barrier()
+                buffer.store(dq)
+                fence_async_shared()
+                thread_barrier()
+                reduce_add_to_global(dq_desc, [line + block * ROWS, 0], buffer)
+                n += 1
+        tiles.kv_ring.release(t)
+        t += 1
+        i = tiles.take(t)
+    tma.store_wait(0)
+
+
+NOT_SPECIALIZED = [
+    "group", "seq_q", "seq_k", "window", "padded", "n_batch", "n_kv_head", "section",
+    "by_section_tiles", "by_section", "by_last_section", "by_n_kv_head",
+]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
+def backward_64_kernel(
+    q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc, dq_desc, dk_desc, dv_desc,
+    bounds_ptr, counter_ptr,
+    group, seq_q, seq_k, window, padded, n_batch, n_kv_head, section,
+    by_section_tiles, by_section, by_last_section, by_n_kv_head, scale_log2, softmax_scale,
+    MASK: gl.constexpr,
+    KV_STAGES: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, REDUCER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q_desc.dtype
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    order = TileOrder(
+        n_batch * n_kv_head, gl.cdiv(seq_k, BLOCK_N), section,
+        by_section_tiles, by_section, by_last_section, False
+    )  # fmt: skip
+    NUMBER_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tiles = Tiles(
+        gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout),
+        gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout),
+        gl.allocate_shared_memory(gl.int32, [KV_STAGES, 1], NUMBER_LAYOUT),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, HEAD_DIM], q_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, HEAD_DIM], dout_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], minus_lse_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], minus_delta_desc.layout),
+        gl.allocate_shared_memory(dtype, [DS_STAGES, BLOCK_N, ROWS], DS_LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [DQ_STAGES, ROWS, HEAD_DIM], dq_desc.layout),
+        gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], dk_desc.layout),
+        gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], dv_desc.layout),
+        make_ring(KV_STAGES, CONSUMERS + 1),
+        make_ring(STAGES, CONSUMERS),
+        make_ring(DS_STAGES, 1, CONSUMERS),
+        order,
+        Mask(seq_q, seq_k, window, bounds_ptr, MASK),
+        n_kv_head,
+        by_n_kv_head,
+        group,
+        padded,
+        KV_STAGES,
+        DQ_STAGES,
+    )
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (consume, (tiles, dk_desc, dv_desc, scale_log2, softmax_scale, gl.constexpr(0))),
+            (consume, (tiles, dk_desc, dv_desc, scale_log2, softmax_scale, gl.constexpr(1))),
+            (reduce, (tiles, dq_desc)),
+            (
+                produce,
+                (tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc, counter_ptr),
+            ),
+        ],
+        [4, 4, 1],
+        [CONSUMER_REGISTERS, REDUCER_REGISTERS, PRODUCER_REGISTERS],
+    )

@@ -1,5 +1,6 @@
 import json
 import os
+import random
 import subprocess
 import sys
 import warnings
@@ -13,16 +14,13 @@ from kernels.hopper.tiles import division
 from kernels.operators import use_implementation
 from kernels.problem import Problem
 from tests.accuracy import assert_as_accurate_as_torch, random_qkv
+from tests.sanitize_hopper import run_random_problem
 
 # what one block may use of a multiprocessor
 SHARED_MEMORY = 232448
 # bytes of scalars that the assembler keeps in local memory; every other configuration spills nothing
 SPILLED = {
     ("forward", 64, "full"): 160,
-    ("backward", 64, "full"): 64,
-    ("backward", 64, "causal"): 64,
-    ("backward", 64, "window"): 88,
-    ("backward", 64, "intervals"): 88,
     ("backward", 128, "window"): 8,
     ("backward", 128, "intervals"): 8,
 }
@@ -185,3 +183,13 @@ def test_two_hundred_runs_give_the_same_bits(head_dim):
         assert (gradients[0] - dq).abs().max() < 0.05
         assert torch.equal(gradients[1], dk)
         assert torch.equal(gradients[2], dv)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_two_thousand_random_problems_end_with_finite_numbers():
+    generator = random.Random(0)
+    torch.manual_seed(0)
+    for _ in range(2000):
+        name, numbers = run_random_problem(generator, longest=1500)
+        assert all(x.isfinite().all() for x in numbers), name

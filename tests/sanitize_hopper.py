@@ -1,0 +1,57 @@
+"""Random small problems for the Hopper kernels, to be run under NVIDIA's compute-sanitizer.
+
+    compute-sanitizer --tool memcheck python -m tests.sanitize_hopper
+    compute-sanitizer --tool racecheck python -m tests.sanitize_hopper problems=8 longest=200
+
+Racecheck reports the loop in which Triton's idle warps wait for their role against the place that hands it to
+them, which a hardware barrier orders; a report that names another pair is a bug. See docs/hopper.md.
+"""
+
+import random
+import sys
+
+import torch
+from torch import Tensor
+
+from kernels.flash_attention import flash_attention
+from kernels.operators import use_implementation
+
+
+def run_random_problem(generator: random.Random, longest: int) -> tuple[dict, list[Tensor]]:
+    """The shape and mask, and out, dq, dk and dv, of one bf16 problem of up to `longest` tokens."""
+    mask = generator.choice(["full", "causal", "window", "documents"])
+    batch, n_kv_head, group = (generator.randint(1, 3) for _ in range(3))
+    head_dim = generator.choice([64, 128])
+    seq_q, seq_k = (generator.randint(1, longest) for _ in range(2))
+    options = {"causal": mask != "full"}
+    if mask == "window":
+        options["window"] = generator.randint(1, longest)
+    if mask == "documents":
+        # of about ten tokens; the queries are the last of the tokens
+        seq_k = seq_q
+        options["document_ids"] = (torch.rand(batch, seq_k, device="cuda") < 0.1).cumsum(1).int()
+
+    def draw(seq: int, heads: int) -> Tensor:
+        x = torch.randn(batch, seq, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+        return x.requires_grad_()
+
+    q, k, v = draw(seq_q, n_kv_head * group), draw(seq_k, n_kv_head), draw(seq_k, n_kv_head)
+    # around the backward pass too: an operator chooses anew in each
+    with use_implementation("hopper"):
+        out = flash_attention(q, k, v, **options)
+        gradients = torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+    return {"mask": mask, "q": tuple(q.shape), "k": tuple(k.shape)}, [out, *gradients]
+
+
+def main(arguments: list[str]) -> None:
+    chosen = {"problems": "40", "longest": "400"} | dict(a.split("=") for a in arguments)
+    generator = random.Random(0)
+    torch.manual_seed(0)
+    for _ in range(int(chosen["problems"])):
+        run_random_problem(generator, int(chosen["longest"]))
+    torch.cuda.synchronize()
+    print(f"{chosen['problems']} problems of up to {chosen['longest']} tokens ran")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

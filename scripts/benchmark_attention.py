@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -32,6 +31,7 @@ from kernels.flash_attention import flash_attention
 from kernels.operators import IMPLEMENTATIONS, use_implementation
 from kernels.reference import attention_reference
 from scripts.arguments import argument, run_script
+from scripts.timing import capture, median_ms
 from train.results import write_result
 
 NAMES = ("ours", "hopper", "portable", "cudnn", "fa2", "flex", "fa4", "eager")
@@ -58,8 +58,6 @@ class Arguments:
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
-# of one implementation's turn, in milliseconds
-WARMUP_MS, TURN_MS = 5, 20
 
 
 class Shape(NamedTuple):
@@ -167,23 +165,6 @@ def measure(arguments: Arguments, shape: Shape) -> list[dict]:
     return rows
 
 
-def capture(attention: Callable, qkv: tuple[Tensor, ...], dout: Tensor):
-    """out, and the graphs of one forward and one backward pass."""
-    # a backward pass runs on the stream of its forward pass
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            torch.autograd.grad(attention(*qkv), qkv, dout)
-        out = attention(*qkv)
-    forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(forward, stream=stream):
-        attention(*qkv)
-    with torch.cuda.graph(backward, stream=stream):
-        torch.autograd.grad(out, qkv, dout, retain_graph=True)
-    return out, forward, backward
-
-
 def visible_share(seq_len: int, window: int | None) -> float:
     """The share of all scores that a causal mask keeps; one half without a window, as all papers count."""
     if window is None or window >= seq_len:
@@ -237,10 +218,6 @@ def block_mask(seq_len: int, window: int | None):
         return (j <= i) & (j > i - window) if window is not None else j <= i
 
     return create_block_mask(visible, None, None, seq_len, seq_len, device="cuda")
-
-
-def median_ms(function: Callable) -> float:
-    return triton.testing.do_bench(function, warmup=WARMUP_MS, rep=TURN_MS, return_mode="median")
 
 
 def print_row(row: dict) -> None:

@@ -1,0 +1,79 @@
+"""Timing of GPU work: the medians that the benchmarks and the reproduction of the paper report.
+
+Short work is timed as the replay of a CUDA graph with a cold L2 cache: the GPU's own time, as in a captured
+or deeply queued training step, without what Python takes to issue it.
+"""
+
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import triton
+from torch import Tensor
+
+# of one turn, in milliseconds
+WARMUP_MS, TURN_MS = 5, 20
+# a pass that takes longer hides what Python takes, and its graph would hold its memory twice
+LONGEST_CAPTURED = 2048
+LONG_CALLS = 5
+# larger than any L2 cache
+CACHE_BYTES = 256 * 2**20
+
+
+def capture(attention: Callable, qkv: tuple[Tensor, ...], dout: Tensor):
+    """out, and the graphs of one forward and one backward pass."""
+    # a backward pass runs on the stream of its forward pass
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            torch.autograd.grad(attention(*qkv), qkv, dout)
+        out = attention(*qkv)
+    forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(forward, stream=stream):
+        attention(*qkv)
+    with torch.cuda.graph(backward, stream=stream):
+        torch.autograd.grad(out, qkv, dout, retain_graph=True)
+    return out, forward, backward
+
+
+def capture_forward(function: Callable) -> torch.cuda.CUDAGraph:
+    """The graph of one call."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        function()
+    return graph
+
+
+def median_ms(function: Callable) -> float:
+    return triton.testing.do_bench(function, warmup=WARMUP_MS, rep=TURN_MS, return_mode="median")
+
+
+def forward_backward_ms(attention: Callable, qkv: tuple[Tensor, ...], dout: Tensor) -> tuple[float, float]:
+    """Medians of the forward and the backward pass of attention(*qkv), q (B, T, H, D), on a GPU."""
+    if qkv[0].shape[1] <= LONGEST_CAPTURED:
+        _, forward, backward = capture(attention, qkv, dout)
+        return median_ms(forward.replay), median_ms(backward.replay)
+    torch.autograd.grad(attention(*qkv), qkv, dout)
+    cache = torch.empty(CACHE_BYTES, dtype=torch.int8, device=dout.device)
+    forward_ms, backward_ms = [], []
+    for _ in range(LONG_CALLS):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        cache.zero_()
+        marks[0].record()
+        out = attention(*qkv)
+        marks[1].record()
+        cache.zero_()
+        marks[2].record()
+        torch.autograd.grad(out, qkv, dout)
+        marks[3].record()
+        torch.cuda.synchronize()
+        del out
+        forward_ms.append(marks[0].elapsed_time(marks[1]))
+        backward_ms.append(marks[2].elapsed_time(marks[3]))
+    return median(forward_ms), median(backward_ms)

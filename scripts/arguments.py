@@ -21,8 +21,13 @@ def argument(default, meaning: str):
     return field(default=default, metadata=metadata)
 
 
-def run_script(main: Callable[[Arguments], None], arguments: type[Arguments], description: str) -> None:
-    """Calls main with the command line's arguments; --help prints them; a ValueError is told in one line."""
+def run_script(
+    main: Callable[[Arguments], None], arguments: type[Arguments], description: str, words: str | None = None
+) -> None:
+    """Calls main with the command line's arguments; --help prints them; a ValueError is told in one line.
+
+    words: the argument, a list, that gathers what is given without a key.
+    """
     if any(word in ("-h", "--help") for word in sys.argv[1:]):
         print(f"{description.strip()}\n\narguments, as key=value:")
         for item in fields(arguments):
@@ -31,10 +36,12 @@ def run_script(main: Callable[[Arguments], None], arguments: type[Arguments], de
             print(f"  {item.name:<16} {item.metadata['meaning']} {value}")
         return
     try:
-        for word in sys.argv[1:]:
-            if "=" not in word:
-                raise ValueError(f"arguments are key=value, got {word!r}: --help lists them")
-        given = OmegaConf.from_cli(sys.argv[1:])
+        bare = [word for word in sys.argv[1:] if "=" not in word]
+        if bare and words is None:
+            raise ValueError(f"arguments are key=value, got {bare[0]!r}: --help lists them")
+        given = OmegaConf.from_cli([word for word in sys.argv[1:] if "=" in word])
+        if bare:
+            given[words] = bare
         main(OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(arguments), given)))
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]

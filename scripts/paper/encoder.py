@@ -1,0 +1,96 @@
+"""A classifier of sequences: our GPT's layers without their causal mask, the mean of the last one, a linear
+head."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels.flash_attention import flash_attention
+from scripts.paper import baselines
+from scripts.paper.training import OtherAttention, configure, our_gpt
+from train.config import Config
+from train.loop import autocast_context
+from train.optim import build_optimizer
+
+
+class Encoder(nn.Module):
+    """attention: of q, k, v (B, T, H, D) and dropout_p, returns (B, T, H, D)."""
+
+    def __init__(self, config: Config, attention: Callable, n_classes: int):
+        super().__init__()
+        self.layers = our_gpt(config)
+        for block in self.layers.blocks:
+            block.attention = OtherAttention(block.attention, attention)
+        self.head = nn.Linear(config.model.n_embd, n_classes)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, n_classes) logits of (B, T) int64 tokens."""
+        return self.head(self.layers.hidden_states(tokens).mean(1))
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy, (); targets: (B,) int64."""
+        return F.cross_entropy(self(tokens).float(), targets)
+
+
+def encoder_config(
+    seq_len: int, n_layer: int, n_head: int, n_embd: int, vocab_size: int, dropout: float
+) -> Config:
+    sizes = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "vocab_size": vocab_size}
+    overrides = [f"model.{key}={value}" for key, value in sizes.items()]
+    # the budgets are not used here, but have to divide
+    budgets = [f"tokens_per_step={seq_len}", f"tokens_per_microbatch={seq_len}"]
+    return configure(f"seq_len={seq_len}", f"model.dropout={dropout}", *overrides, *budgets)
+
+
+def attention_function(name: str, seq_len: int, device: torch.device) -> Callable:
+    """Full attention by its name in the reports: eager, ours."""
+    if name == "eager":
+        return partial(baselines.eager, mask=None)
+    if name == "ours":
+        return partial(flash_attention, causal=False)
+    raise ValueError(f"attention must be eager or ours, got {name!r}")
+
+
+def train_classifier(
+    model: Encoder,
+    config: Config,
+    train: tuple[Tensor, Tensor],
+    test: tuple[Tensor, Tensor],
+    *,
+    steps: int,
+    batch: int,
+    learning_rate: float,
+    precision: str,
+) -> dict:
+    """Accuracy on test, in percent, after `steps` steps of AdamW with a cosine; the order is the seed's."""
+    device = test[1].device
+    optimizer = build_optimizer(model, config.optim)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, learning_rate, total_steps=max(2, steps), pct_start=0.1, cycle_momentum=False
+    )
+    generator = torch.Generator().manual_seed(0)
+    model.train()
+    for _ in range(steps):
+        picks = torch.randint(len(train[1]), (batch,), generator=generator).to(device)
+        with autocast_context(device.type, precision):
+            loss = model.loss(train[0][picks].long(), train[1][picks])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return {"accuracy": accuracy(model, *test, batch, precision), "final_loss": loss.item()}
+
+
+@torch.no_grad()
+def accuracy(model: Encoder, tokens: Tensor, targets: Tensor, batch: int, precision: str) -> float:
+    """Percent of (n, T) tokens whose likeliest class is their target."""
+    model.eval()
+    right = 0
+    for part, wanted in zip(tokens.split(batch), targets.split(batch), strict=True):
+        with autocast_context(targets.device.type, precision):
+            right += (model(part.long()).argmax(1) == wanted).sum().item()
+    return 100 * right / len(targets)

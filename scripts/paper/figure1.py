@@ -1,0 +1,109 @@
+"""Figure 1, right: where the time of GPT-2's attention goes, operation by operation, against one kernel."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from kernels.flash_attention import flash_attention
+from scripts.paper import baselines
+from scripts.paper.report import rows_table
+from scripts.paper.verdict import Verdict, matching, ratio, value
+from scripts.timing import capture_forward, median_ms
+
+TITLE = "Figure 1, right: the forward pass of GPT-2's attention"
+PAPER = """
+The paper times PyTorch's five operations and its one kernel on an A100, batch not given. Read off the
+figure (±0.2 ms): matmul 2.2, mask 4.5, softmax 3.7, dropout 4.6, matmul 1.8, fused kernel 2.2 ms: 7.6 times
+as fast, and mask, softmax and dropout, which only move memory, are 76% of PyTorch's time.
+"""
+HERE = """
+GPT-2 medium's attention in fp16, causal, dropout 0.1, forward. Eager is the authors' own baseline, five
+operations; each is timed alone, on the result of the one before.
+"""
+# the memory-bound ones
+ELEMENTWISE = ("mask", "softmax", "dropout")
+FUSED = "fused kernel (ours)"
+PAPER_SHAPE = {"batch": 64, "heads": 16, "seq_len": 1024, "head_dim": 64}
+
+
+@dataclass
+class Sizes:
+    batch: int = 64
+    heads: int = 16
+    seq_len: int = 1024
+    head_dim: int = 64
+    dropout_p: float = 0.1
+
+
+QUICK = {"batch": 1, "heads": 2, "seq_len": 64, "head_dim": 16}
+
+
+def measure(sizes: Sizes, device: torch.device) -> list[dict]:
+    q, k, v = baselines.inputs(sizes.batch, sizes.seq_len, sizes.heads, sizes.head_dim, device)
+    mask = baselines.causal_mask(sizes.seq_len, device)
+    shape = {key: getattr(sizes, key) for key in PAPER_SHAPE}
+    rows = []
+    with torch.no_grad():
+        x = None
+        for name, operation in baselines.eager_steps(q, k, v, mask, sizes.dropout_p):
+            run = partial(operation, x)
+            rows.append({"operation": name, "fused": False, "ms": time_ms(run, device), **shape})
+            x = run()
+        fused = partial(flash_attention, q, k, v, causal=True, dropout_p=sizes.dropout_p)
+        rows.append({"operation": FUSED, "fused": True, "ms": time_ms(fused, device), **shape})
+        exact = flash_attention(q, k, v, causal=True)
+        rows[-1]["max_difference"] = (exact - baselines.eager(q, k, v, mask)).abs().max().item()
+    return rows
+
+
+def time_ms(function, device: torch.device) -> float | None:
+    """None on a CPU, whose speed says nothing about the paper."""
+    return median_ms(capture_forward(function).replay) if device.type == "cuda" else None
+
+
+def judge(rows: list[dict]) -> list[Verdict]:
+    rows = matching(rows, **PAPER_SHAPE)
+    times = [row["ms"] for row in matching(rows, fused=False)]
+    eager = sum(times) if times and None not in times else None
+    elementwise = [row["ms"] for row in rows if row["operation"] in ELEMENTWISE]
+    moved = None if eager is None else sum(elementwise)
+    return [
+        Verdict(
+            claim="the fused kernel is faster than the five operations",
+            paper="7.6x",
+            gate=5.0,
+            ours=ratio(eager, value(rows, "ms", fused=True)),
+        ),
+        Verdict(
+            claim="mask, softmax and dropout take most of PyTorch's time",
+            paper="76%",
+            gate=65.0,
+            unit="%",
+            ours=None if eager is None else 100 * moved / eager,
+        ),
+    ]
+
+
+def describe(rows: list[dict]) -> str:
+    return rows_table(rows, ("operation", "ms", "max_difference"))
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """Two stacked bars, as in the paper."""
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(4.5, 4.5), layout="constrained")
+    for bar, fused in (("PyTorch", False), ("ours", True)):
+        bottom = 0.0
+        for row in matching(rows, fused=fused):
+            height = row["ms"] or 0.0
+            axis.bar(bar, height, bottom=bottom, width=0.6)
+            if height:
+                axis.annotate(row["operation"], (bar, bottom + height / 2), ha="center", va="center")
+            bottom += height
+    axis.set_ylabel("ms")
+    axis.set_title("Attention on GPT-2, forward")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,95 @@
+"""The report: every verdict in one table, then each experiment with its picture and its numbers."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+from scripts.paper.verdict import NOT_MEASURED, NOT_REACHED, REACHED, Verdict
+
+MARKS = {REACHED: "**reached**", NOT_REACHED: "**not reached**", NOT_MEASURED: "not measured"}
+
+
+def write_report(folder: Path, experiments: dict[str, ModuleType]) -> Path:
+    """Writes folder/README.md from the result files that lie there, and draws the pictures anew.
+
+    experiments: name -> module, in the order of the report.
+    """
+    summary, sections = [], []
+    for name, experiment in experiments.items():
+        path = folder / f"{name}.json"
+        name_only = experiment.TITLE.split(":")[0]
+        title = f"## {experiment.TITLE}\n\n{experiment.PAPER.strip()}\n"
+        if not path.is_file():
+            sections.append(f"{title}\nNot run: `python -m scripts.reproduce_paper {name}`\n")
+            summary.append([name_only, "", "", "", "not run"])
+            continue
+        result = json.loads(path.read_text())
+        rows = result["rows"]
+        verdicts = [with_reason(verdict, result) for verdict in experiment.judge(rows)]
+        experiment.draw(rows, path.with_suffix(".png"))
+        summary += [verdict_line(name_only, verdict) for verdict in verdicts]
+        sections.append(
+            f"{title}\n**Here:** {experiment.HERE.strip()}\n\n![{experiment.TITLE}]({name}.png)\n\n"
+            f"{experiment.describe(rows)}\n\n{notes(verdicts)}{origin(name, result)}\n"
+        )
+    header = ["experiment", "claim", "paper", "here (needed)", "verdict"]
+    text = (
+        "# The FlashAttention paper, measured again\n\n"
+        "Dao, Fu, Ermon, Rudra, Ré, arXiv:2205.14135; numbers are those of version 2 unless a line says "
+        "otherwise, on one A100. `python -m scripts.reproduce_paper` wrote this file.\n\n"
+        f"{markdown(header, summary)}\n\n" + "\n".join(sections)
+    )
+    report = folder / "README.md"
+    report.write_text(text)
+    return report
+
+
+def with_reason(verdict: Verdict, result: dict) -> Verdict:
+    """The verdict; one that was not measured says why."""
+    if verdict.ours is not None or verdict.note:
+        return verdict
+    reason = "this run left out the sizes or implementations that it needs"
+    return replace(verdict, note="this machine has no GPU" if result["gpu"] is None else reason)
+
+
+def verdict_line(title: str, verdict: Verdict) -> list[str]:
+    bound = "at most" if verdict.at_most else "at least"
+    needed = f"{bound} {number(verdict.gate)}{verdict.unit}"
+    here = f"({needed})" if verdict.ours is None else f"{number(verdict.ours)}{verdict.unit} ({needed})"
+    return [title, verdict.claim, verdict.paper, here, MARKS[verdict.word]]
+
+
+def notes(verdicts: list[Verdict]) -> str:
+    lines = [f"* {verdict.claim}: {verdict.note}" for verdict in verdicts if verdict.note]
+    return "\n".join(lines) + "\n\n" if lines else ""
+
+
+def origin(name: str, result: dict) -> str:
+    machine = f"{result['gpu'] or 'CPU'}, torch {result['torch']}, triton {result['triton']}"
+    return f"[{name}.json]({name}.json): {machine}, {result['date']}, commit {result['commit']}.\n"
+
+
+def markdown(header: list[str], lines: list[list]) -> str:
+    """A Markdown table; None is written as a dash."""
+    cells = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in cells)
+
+
+def rows_table(rows: list[dict], columns: tuple[str, ...]) -> str:
+    """These columns of the rows, as Markdown."""
+    return markdown(list(columns), [[row.get(column) for column in columns] for row in rows])
+
+
+def cell(x) -> str:
+    if x is None:
+        return ""
+    return number(x) if isinstance(x, float) else str(x)
+
+
+def number(x: float) -> str:
+    """Four significant digits, without an exponent for numbers that a reader meets."""
+    if x == 0 or 1e-3 <= abs(x) < 1e6:
+        digits = f"{x:.4g}"
+        return digits if "e" not in digits else f"{x:.0f}"
+    return f"{x:.3e}"

@@ -1,0 +1,144 @@
+"""Two tasks of the Long Range Arena that need no download, drawn anew from a seed.
+
+ListOps: the value, 0 to 9, of a nested prefix expression such as [MAX 4 3 [MIN 2 3] 1]. Pathfinder: whether
+two marked ends in a picture belong to one dashed path, among distractors.
+
+Sources: Tay et al., arXiv:2011.04006; Nangia and Bowman, arXiv:1804.06028; Linsley et al., arXiv:1805.08315.
+The pictures are not theirs, so accuracies compare attentions, not papers.
+"""
+
+import math
+import os
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+
+import numpy as np
+
+PADDING, CLOSE, FIRST_DIGIT = 0, 1, 2
+OPERATIONS = (
+    min,
+    max,
+    lambda values: sorted(values)[len(values) // 2],
+    lambda values: sum(values) % 10,
+)
+FIRST_OPERATION = FIRST_DIGIT + 10
+LISTOPS_VOCABULARY = FIRST_OPERATION + len(OPERATIONS)
+MAX_DEPTH, MAX_ARGUMENTS, NESTED = 10, 10, 0.25
+# of a Pathfinder picture, in units of a side of 32: dash, gap, and the nearest that two paths come
+DASH, GAP, MARGIN = 2.0, 1.8, 2.0
+TURN = 0.5
+DISTRACTORS = 6
+GRAY_LEVELS = 256
+
+
+def listops(n: int, shortest: int, longest: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(n, longest) uint8 tokens, padded behind, and (n,) int64 values; expressions of at least `shortest`."""
+    rng = np.random.default_rng(seed)
+    tokens, values = np.full((n, longest), PADDING, dtype=np.uint8), np.empty(n, dtype=np.int64)
+    filled = 0
+    while filled < n:
+        expression, value = draw_expression(rng, 1, longest)
+        if shortest <= len(expression) <= longest:
+            tokens[filled, : len(expression)], values[filled] = expression, value
+            filled += 1
+    return tokens, values
+
+
+def draw_expression(rng: np.random.Generator, depth: int, longest: int) -> tuple[list[int], int]:
+    """Tokens and value; an expression that grows beyond `longest` is broken off, and then too long."""
+    operation = int(rng.integers(len(OPERATIONS)))
+    tokens, values = [FIRST_OPERATION + operation], []
+    for _ in range(int(rng.integers(2, MAX_ARGUMENTS + 1))):
+        if len(tokens) > longest:
+            break
+        if depth < MAX_DEPTH and rng.random() < NESTED:
+            argument, value = draw_expression(rng, depth + 1, longest)
+        else:
+            value = int(rng.integers(10))
+            argument = [FIRST_DIGIT + value]
+        tokens += argument
+        values.append(value)
+    return [*tokens, CLOSE], OPERATIONS[operation](values)
+
+
+def pathfinder(n: int, side: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(n, side * side) uint8 gray levels, row by row, and (n,) int64: 1 where both marks are on one path."""
+    pictures = [draw_picture(np.random.default_rng([seed, index]), side) for index in range(n)]
+    tokens = np.stack([picture for picture, _ in pictures]).reshape(n, side * side)
+    return tokens, np.array([label for _, label in pictures])
+
+
+def draw_picture(rng: np.random.Generator, side: int) -> tuple[np.ndarray, int]:
+    """Two long paths and some short ones, all apart; marks at both ends of one, or at one end of each."""
+    label = int(rng.integers(2))
+    # a path's length grows with the side, as its difficulty does
+    dashes = round(6 * side / 32)
+    paths = []
+    while len(paths) < 2:
+        # one may leave no room for the other
+        first = draw_path(rng, side, dashes, np.zeros((0, 2)))
+        second = None if first is None else draw_path(rng, side, dashes, first.reshape(-1, 2))
+        paths = [first, second] if second is not None else []
+    for _ in range(DISTRACTORS):
+        taken = np.concatenate([path.reshape(-1, 2) for path in paths])
+        distractor = draw_path(rng, side, max(2, dashes // 3), taken)
+        if distractor is not None:
+            paths.append(distractor)
+    picture = np.zeros((side, side))
+    for path in paths:
+        for start, end in path[:, [0, -1]]:
+            paint(picture, np.linspace(start, end, 8), radius=0.6)
+    first, second = paths[:2]
+    marks = (first[0, 0], first[-1, -1]) if label else (first[0, 0], second[-1, -1])
+    for mark in marks:
+        paint(picture, mark[None], radius=1.6)
+    return (picture * (GRAY_LEVELS - 1)).astype(np.uint8), label
+
+
+def draw_path(rng: np.random.Generator, side: int, dashes: int, taken: np.ndarray) -> np.ndarray | None:
+    """(dashes, 3, 2): start, middle and end of each dash; None if twenty attempts meet an edge or a path."""
+    for _ in range(20):
+        point, heading = rng.uniform(2, side - 2, 2), rng.uniform(0, 2 * math.pi)
+        path = []
+        for _ in range(dashes):
+            step = np.array([math.cos(heading), math.sin(heading)])
+            path.append([point, point + DASH / 2 * step, point + DASH * step])
+            point = point + (DASH + GAP) * step
+            heading += rng.uniform(-TURN, TURN)
+        path = np.array(path)
+        points = path.reshape(-1, 2)
+        if points.min() < 2 or points.max() > side - 2:
+            continue
+        apart = np.linalg.norm(points[:, None] - taken[None], axis=-1)
+        if apart.size == 0 or apart.min() > MARGIN:
+            return path
+    return None
+
+
+def paint(picture: np.ndarray, points: np.ndarray, radius: float) -> None:
+    """Brightens the pixels within radius of any of the points (n, 2), with soft edges, in place."""
+    side = len(picture)
+    low = np.maximum(np.floor(points.min(0) - radius - 1).astype(int), 0)
+    high = np.minimum(np.ceil(points.max(0) + radius + 2).astype(int), side)
+    grid = np.stack(np.mgrid[low[0] : high[0], low[1] : high[1]], -1)
+    distance = np.linalg.norm(grid[:, :, None] - points, axis=-1).min(-1)
+    patch = picture[low[0] : high[0], low[1] : high[1]]
+    np.maximum(patch, np.clip(radius + 0.5 - distance, 0, 1), out=patch)
+
+
+def draw_in_parallel(task, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """task(n=, seed=) over all cores: one part of the examples from each."""
+    workers = min(os.cpu_count(), max(1, n // 256))
+    share = -(-n // workers)
+    if workers == 1:
+        return task(n=n, seed=seed)
+    seeds = [seed * 1000 + worker for worker in range(workers)]
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        parts = list(pool.map(partial(_draw_share, task, share), seeds))
+    tokens, targets = (np.concatenate(column)[:n] for column in zip(*parts, strict=True))
+    return tokens, targets
+
+
+def _draw_share(task, n: int, seed: int):
+    return task(n=n, seed=seed)

@@ -1,0 +1,191 @@
+"""Training steps of GPT-2 with one attention or another, and of the models that the paper compares with.
+
+All share the loop's own step (train/loop.py), its optimizer and precision; only the model differs. A model is
+here anything that takes tokens and targets, both (B, T) int64, and returns the mean cross-entropy, ().
+"""
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from hydra import compose, initialize_config_dir
+from torch import Tensor, nn
+
+from model import GPT
+from scripts.paper import baselines
+from train.config import Config, parse
+from train.distributed import join_processes
+from train.loop import autocast_context, forward_backward, update
+from train.optim import build_optimizer
+from train.throughput import peak_memory_bytes
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+
+
+class OtherAttention(nn.Module):
+    """An attention layer of our GPT with another function in the place of its attention.
+
+    attention: of q, k, v (B, T, H, D) and dropout_p, returns (B, T, H, D).
+    """
+
+    def __init__(self, layer: nn.Module, attention: Callable):
+        super().__init__()
+        self.layer, self.attention = layer, attention
+
+    def forward(self, x: Tensor, *others, **options) -> Tensor:
+        # documents, caches and the like are not part of the paper's experiments
+        assert all(value is None for value in (*others, *options.values()))
+        layer = self.layer
+        qkv = layer.qkv(x).unflatten(-1, (-1, layer.head_dim))
+        q, k, v = qkv.split(layer.n_heads, dim=2)  # (B, T, H, D) each
+        out = self.attention(q, k, v, dropout_p=layer.dropout if self.training else 0.0)
+        return layer.residual_dropout(layer.projection(out.flatten(2)))
+
+
+class HuggingFace(nn.Module):
+    """GPT-2 of transformers with the sizes and the dropout of a configuration."""
+
+    def __init__(self, config: Config, attention: str):
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        super().__init__()
+        sizes, dropout = config.model, config.model.dropout
+        self.gpt2 = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=sizes.vocab_size,
+                n_positions=sizes.max_seq_len,
+                n_layer=sizes.n_layer,
+                n_head=sizes.n_head,
+                n_embd=sizes.n_embd,
+                resid_pdrop=dropout,
+                embd_pdrop=dropout,
+                attn_pdrop=dropout,
+                attn_implementation=attention,
+                use_cache=False,
+            )
+        )
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.gpt2(tokens).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def configure(*overrides: str) -> Config:
+    """The configuration of conf/ with these overrides, as `python -m train` has it, for this machine."""
+    machine = [] if torch.cuda.is_available() else ["device=cpu", "fused_loss=false"]
+    with initialize_config_dir(str(CONF), version_base=None):
+        return parse(compose("config", [*machine, *overrides]))
+
+
+def our_gpt(config: Config) -> GPT:
+    return GPT(
+        config.model,
+        config.attention,
+        fused_loss=config.fused_loss,
+        low_precision_residual=config.low_precision_residual,
+    )
+
+
+def hugging_face(config: Config, attention: str) -> nn.Module:
+    """attention: eager, sdpa, nanoflash, or 2022 for the operations that transformers had then."""
+    if attention == "nanoflash":
+        from kernels.hugging_face import register
+
+        register()
+    if attention == "2022":
+        register_2022()
+    return HuggingFace(config, attention)
+
+
+def register_2022() -> None:
+    """Makes "2022" an attention implementation of transformers."""
+    from transformers import AttentionInterface
+
+    def attention(module, query, key, value, attention_mask, dropout=0.0, **kwargs):
+        out = baselines.hugging_face_2022(*(x.transpose(1, 2) for x in (query, key, value)), dropout)
+        return out, None
+
+    AttentionInterface.register("2022", attention)
+
+
+def megatron_gpt(config: Config) -> nn.Module:
+    """Our GPT with Megatron's attention, and its MLPs compiled: Megatron fuses their element-wise steps.
+
+    The residual stream is float32 and the loss PyTorch's, as they were in 2022.
+    """
+    model = our_gpt(replace(config, fused_loss=False, low_precision_residual=False))
+    for block in model.blocks:
+        block.attention = OtherAttention(block.attention, partial(baselines.megatron, causal=True))
+        if config.compile:
+            block.mlp.compile()
+    return model
+
+
+def compiled_gpt(config: Config) -> nn.Module:
+    model = our_gpt(config)
+    if config.compile:
+        model.compile()
+    return model
+
+
+# name -> how to build it and, for our own model, which attention
+MODELS = {
+    "Hugging Face, attention of 2022": (partial(hugging_face, attention="2022"), "reference"),
+    "Hugging Face eager": (partial(hugging_face, attention="eager"), "reference"),
+    "Hugging Face SDPA": (partial(hugging_face, attention="sdpa"), "reference"),
+    "Hugging Face, our attention": (partial(hugging_face, attention="nanoflash"), "reference"),
+    "Megatron-like": (megatron_gpt, "reference"),
+    "ours, eager attention": (our_gpt, "reference"),
+    "ours, compiled, SDPA": (compiled_gpt, "sdpa"),
+    "ours, not compiled": (our_gpt, "flash"),
+    "ours": (compiled_gpt, "flash"),
+}
+
+
+def time_training(name: str, config: Config, warmup_steps: int, steps: int) -> dict:
+    """Tokens per second, milliseconds of a step and peak memory of that model on random tokens."""
+    build, attention = MODELS[name]
+    config.attention.implementation = attention
+    with join_processes(config.device) as processes:
+        device = processes.device
+        on_gpu = device.type == "cuda"
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        torch.compiler.reset()
+        torch.manual_seed(config.seed)
+        torch.set_float32_matmul_precision("high")
+        sequences = config.tokens_per_step // config.seq_len
+        text = torch.randint(config.model.vocab_size, (sequences, config.seq_len + 1), device=device)
+        model = build(config).to(device)
+        optimizer = build_optimizer(model, config.optim)
+        scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+        autocast = partial(autocast_context, device.type, config.precision)
+        accumulation = config.accumulation(1)
+
+        def step() -> float:
+            batch = text[:, :-1], text[:, 1:]
+            _, loss = forward_backward(model, *batch, accumulation, processes, autocast, scaler)
+            update(optimizer, scaler, config.optim.learning_rate, config.optim.gradient_clip, float("inf"))
+            return loss
+
+        for _ in range(warmup_steps):
+            step()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else None
+        if on_gpu:
+            marks[0].record()
+        for _ in range(steps):
+            loss = step()
+        row = {"model": name, "final_loss": loss, "step_ms": None, "tokens_per_second": None}
+        if on_gpu:
+            marks[1].record()
+            torch.cuda.synchronize()
+            row["step_ms"] = marks[0].elapsed_time(marks[1]) / steps
+            row["tokens_per_second"] = config.tokens_per_step / row["step_ms"] * 1000
+            row["peak_memory_bytes"] = peak_memory_bytes(device)[0]
+        return row

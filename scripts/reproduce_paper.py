@@ -1,0 +1,81 @@
+"""Repeats the experiments of the FlashAttention paper on this machine's GPU, with a verdict on each claim.
+
+    python -m scripts.reproduce_paper                          # all of them
+    python -m scripts.reproduce_paper figure2 figure3          # some: the beginnings of their names
+    python -m scripts.reproduce_paper figure3 'sizes.seq_lens=[1024,4096]'
+    python -m scripts.reproduce_paper quick=true               # small; on a CPU by Triton's interpreter
+
+Each experiment is a file of scripts/paper/ that tells what the paper did and claims. It writes its rows to
+<out>/<experiment>.json; the report, <out>/README.md, is written anew from all files that lie there.
+"""
+
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from scripts.arguments import argument, run_script
+from scripts.paper.registry import EXPERIMENTS, choose, load
+from scripts.paper.report import write_report
+from train.results import write_result
+
+
+@dataclass(kw_only=True, slots=True)
+class Arguments:
+    experiments: list[str] = argument([], "of " + " ".join(EXPERIMENTS) + "; empty for all")
+    quick: bool = argument(
+        False, "small sizes, to see that everything runs: no claim of the paper is at them"
+    )
+    sizes: dict[str, Any] = argument({}, "the experiment's own, as sizes.seq_len=512; its file lists them")
+    measure: bool = argument(True, "false: only write the report anew from the results in out")
+    out: str = argument("", "folder of results and report; docs/results/<gpu>/paper if empty")
+
+
+def main(arguments: Arguments) -> None:
+    names = choose(arguments.experiments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        if arguments.measure and not arguments.quick:
+            raise ValueError("the paper's sizes need a CUDA GPU; none was found: use quick=true")
+        # before any kernel is imported: triton reads it at decoration time
+        os.environ["TRITON_INTERPRET"] = "1"
+    folder = Path(arguments.out or Path("docs/results", machine_name(), "paper"))
+    folder.mkdir(parents=True, exist_ok=True)
+    modules = {name: load(name) for name in EXPERIMENTS}
+    for name in names if arguments.measure else []:
+        sizes = choose_sizes(name, modules[name], arguments)
+        print(f"{name}: {modules[name].TITLE}", flush=True)
+        started = time.perf_counter()
+        write_result(folder / f"{name}.json", modules[name].measure(sizes, device))
+        print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
+        # after each, so that an interrupted run leaves a report
+        write_report(folder, modules)
+    print(write_report(folder, modules))
+
+
+def choose_sizes(name: str, experiment: ModuleType, arguments: Arguments):
+    """The experiment's Sizes: the paper's or the quick ones, and over them what the command line says."""
+    quick = experiment.QUICK if arguments.quick else {}
+    known = asdict(experiment.Sizes())
+    unknown = [key for key in arguments.sizes if key not in known]
+    if unknown:
+        raise ValueError(f"sizes of {name} are {', '.join(known)}, got {', '.join(unknown)}")
+    merged = OmegaConf.merge(OmegaConf.structured(experiment.Sizes), quick, arguments.sizes)
+    return OmegaConf.to_object(merged)
+
+
+def machine_name() -> str:
+    """The GPU as a folder is called: h200, rtx-4090; cpu without one."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    words = torch.cuda.get_device_name().replace("NVIDIA", "").replace("GeForce", "").lower().split()
+    return "-".join(words)
+
+
+if __name__ == "__main__":
+    run_script(main, Arguments, __doc__, words="experiments")

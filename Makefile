@@ -13,7 +13,7 @@ RUNTIME := $(VENV)/.runtime
 DEVELOPMENT := $(VENV)/.development
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint format bench clean
+.PHONY: help train test lint format soak bench clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ lint: $(DEVELOPMENT)  ## check style and format
 format: $(DEVELOPMENT)  ## rewrite the files in the house format
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+soak: $(DEVELOPMENT)  ## kill training runs a hundred times and compare them bit for bit
+	$(PY) tests/soak.py $(ARGS)
 
 bench: $(RUNTIME)  ## time attention and training on this GPU
 	$(PY) -m scripts.benchmark_attention $(ARGS)

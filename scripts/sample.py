@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from omegaconf import OmegaConf
 
 from data.tokenizer import load_tokenizer
 from model import GPT, AttentionConfig, ModelConfig
@@ -31,7 +32,8 @@ class Arguments:
 def main(arguments: Arguments) -> None:
     path = _find(arguments)
     config = read_checkpoint(path)["config"]
-    model = GPT(ModelConfig(**config["model"]), AttentionConfig(implementation=arguments.attention))
+    model_config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), config["model"]))
+    model = GPT(model_config, AttentionConfig(implementation=arguments.attention))
     load_tensors(path, model)
     model.to(arguments.device)
     tokenizer = load_tokenizer(config["data"]["tokenizer"])

@@ -133,31 +133,35 @@ class Attempt:
             time.sleep(0.002)
 
 
-def complete(config: Config, world_size: int = 1, fault=no_fault) -> Attempt:
+def complete(config: Config, world_size: int = 1, fault=no_fault, seconds: float = 120) -> Attempt:
     """Runs to the end."""
     attempt = Attempt(config, world_size, fault)
-    codes = attempt.wait(120)
+    codes = attempt.wait(seconds)
     assert codes == [0] * world_size, f"exit codes {codes}: {attempt.logs()}"
     return attempt
 
 
 def kill_at_random(config: Config, kills: int, seed: int, world_size: int = 1, fault=no_fault) -> int:
-    """Kills a run `kills` times at random moments after its first step, then lets it end.
+    """Kills a run `kills` times at random moments, then lets it end.
 
+    Every fourth kill may come while it starts or reads its checkpoint, the others after a first step.
     Returns how many of the kills came in the middle of a save.
     """
     draw = random.Random(seed)
     checkpoints = Path("runs") / config.name / "checkpoints"
     in_a_save = 0
-    for _ in range(kills):
+    for kill in range(kills):
         attempt = Attempt(config, world_size, fault)
-        attempt.wait_for(lambda attempt=attempt: "\nstep " in attempt.log())
-        time.sleep(draw.uniform(0.0, 0.25))
+        if kill % 4 == 3:
+            time.sleep(draw.uniform(0.0, 1.0))
+        else:
+            attempt.wait_for(lambda attempt=attempt: "\nstep " in attempt.log())
+            time.sleep(draw.uniform(0.0, 0.25))
         attempt.kill()
         assert newest_step(config) < config.steps, "it ended before it was killed: give it more steps"
         finished = list_checkpoints(checkpoints)
         in_a_save += any(path not in finished for path in checkpoints.glob("step_*"))
-    complete(config, world_size, fault)
+    complete(config, world_size, fault, seconds=600)
     return in_a_save
 
 

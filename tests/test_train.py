@@ -10,6 +10,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
+from scripts import sample
 from train.config import parse
 from train.logger import read_metrics
 from train.loop import train
@@ -82,6 +83,17 @@ def test_a_run_leaves_its_metrics_pictures_sample_checkpoints_and_summary(corpus
     assert summary["rows"][0]["final_loss"] == val_loss
     assert summary["rows"][0]["tokens"] == 6144
     assert summary["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("model", ["tiny", "llama"])
+def test_a_run_is_sampled_from_its_newest_checkpoint(corpus, capsys, model):
+    run(f"model={model}", "total_tokens=1024", "model.n_head=4")
+    arguments = {"run": "runs/test", "tokens": 5, "device": "cpu"}
+    sample.main(sample.Arguments(**arguments))
+    sample.main(sample.Arguments(checkpoint="runs/test/checkpoints/step_00000002", tokens=5, device="cpu"))
+    first, second = capsys.readouterr().out.split("--- sample 1 ---")[-2:]
+    assert first.strip().startswith("def")
+    assert first == second
 
 
 def test_the_same_seed_gives_the_same_losses_and_another_seed_others(corpus):

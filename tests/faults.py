@@ -127,10 +127,15 @@ class Attempt:
 
     def wait_for(self, sign, seconds: float = 60.0) -> None:
         """Waits until sign() is true."""
-        deadline = time.monotonic() + seconds
-        while not sign():
-            assert time.monotonic() < deadline, f"no sign of it: {self.log()}"
-            time.sleep(0.002)
+        wait_for(sign, self.logs, seconds)
+
+
+def wait_for(sign, log, seconds: float = 60.0) -> None:
+    """Waits until sign() is true, or fails with what log() returns."""
+    deadline = time.monotonic() + seconds
+    while not sign():
+        assert time.monotonic() < deadline, f"no sign of it: {log()}"
+        time.sleep(0.002)
 
 
 def complete(config: Config, world_size: int = 1, fault=no_fault, seconds: float = 120) -> Attempt:

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from train.bad_steps import RollBack, SpikeConfig, StepGuard, read_left_out, write_left_out
+from train.checkpoint import run_tensors
+from train.loop import update
 
 
 def guard(on_bad_step="stop", action="ignore", *, has_scaler=False, left_out=(), window=4, z_score=3.0):
@@ -127,3 +129,45 @@ def test_left_out_batches_are_remembered_in_the_run_folder(tmp_path):
     write_left_out(tmp_path, [7, 3])
     assert read_left_out(tmp_path) == [7, 3]
     assert [path.name for path in tmp_path.iterdir()] == ["left_out.json"]
+
+
+def parameters_after(norm_limit: float, factor: float = 1.0, scaler=None):
+    """A fused AdamW's weights and state after one good update and one with these gradients."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    for limit, scale in ((math.inf, 1.0), (norm_limit, factor)):
+        scaler.scale(model(torch.ones(1, 4)).sum() * scale).backward()
+        norm = update(optimizer, scaler, 0.1, 1.0, limit)
+    return norm, [value.clone() for value in run_tensors(model, optimizer).values()]
+
+
+def test_an_update_changes_the_weights_only_below_its_limit():
+    norm, changed = parameters_after(math.inf)
+    # a norm that is equal to its limit is refused: -inf and the norm itself keep the first update
+    kept = [parameters_after(limit)[1] for limit in (-math.inf, norm.item())]
+    for values in kept:
+        assert all(torch.equal(a, b) for a, b in zip(values, kept[0], strict=True))
+        assert not any(torch.equal(a, b) for a, b in zip(values, changed, strict=True))
+    assert all(value == 1.0 for value in kept[0] if value.ndim == 0), "Adam counts one step, not two"
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_an_update_by_gradients_that_are_not_finite_changes_nothing(factor):
+    _, kept = parameters_after(-math.inf)
+    _, values = parameters_after(math.inf, factor)
+    assert all(torch.equal(a, b) for a, b in zip(values, kept, strict=True))
+
+
+def test_an_overflow_halves_the_loss_scale_and_changes_nothing_else():
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    _, values = parameters_after(math.inf, math.inf, scaler)
+    _, kept = parameters_after(-math.inf)
+    assert all(torch.allclose(a, b) for a, b in zip(values, kept, strict=True))
+    assert all(value == 1.0 for value in values if value.ndim == 0)
+    assert scaler.get_scale() == 512.0
+    # the next good step is taken
+    again = torch.amp.GradScaler("cpu")
+    again.load_state_dict(scaler.state_dict())
+    assert again.get_scale() == 512.0

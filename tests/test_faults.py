@@ -21,6 +21,7 @@ from faults import (
     newest_step,
     numbers,
     small_config,
+    wait_for,
 )
 
 from train.checkpoint import list_checkpoints
@@ -256,6 +257,41 @@ def test_under_torchrun_a_worker_that_dies_is_restarted_and_the_run_goes_on():
     assert len(killed) == 2
     assert "".join(lines).count("continues after step") == 2
     assert_same_run("whole", "restarted", 150)
+
+
+def test_the_slurm_script_stops_a_run_whose_time_is_up_and_puts_it_back_into_the_queue(tmp_path):
+    """With stand-ins for Slurm's two commands."""
+    complete(small_config("whole", 400))
+    (tmp_path / "bin").mkdir()
+    for name, lines in {
+        "srun": 'exec "$@"',
+        "scontrol": '[ "$1" = show ] && echo localhost || echo "$@" >> requeued',
+    }.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{lines}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / ".venv").symlink_to(Path(sys.executable).parent.parent)
+    environment = {
+        **os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
+        "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "1",
+        "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_ID": "7", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    given = [*SMALL, "name=queued", f"total_tokens={400 * 512}"]
+    command = ["bash", str(ROOT / "scripts" / "slurm.sh"), *given]
+    config = small_config("queued", 400)
+    with open("slurm.log", "w") as log:
+        job = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        try:
+            wait_for(lambda: newest_step(config) >= 20, Path("slurm.log").read_text)
+            job.send_signal(signal.SIGUSR1)
+            assert job.wait(60) != 0
+        finally:
+            job.kill()
+    assert Path("requeued").read_text() == "requeue 7\n"
+    assert 20 <= newest_step(config) < 400
+    assert "SIGTERM: finishing the step and saving" in Path("slurm.log").read_text()
+    subprocess.run(command, env=environment, check=True, timeout=120, capture_output=True)
+    assert Path("requeued").read_text() == "requeue 7\n", "a run that has ended stays out of the queue"
+    assert_same_run("whole", "queued", 400)
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all_before_it_reaches_the_weights():

@@ -207,7 +207,8 @@ def final_state(name: str, step: int) -> tuple[dict, dict]:
     info = read_checkpoint(path)
     tensors = {}
     for shard in info["shards"]:
-        tensors |= load_file(path / shard)
+        for key, value in load_file(path / shard).items():
+            tensors[key, shard] = value
     return tensors, {key: info[key] for key in ("step", "val_loss", "scaler", "guard")}
 
 

@@ -17,13 +17,19 @@ import faults  # noqa: E402, found by the lines above
 from scripts.arguments import argument, run_script  # noqa: E402
 from train.results import write_result  # noqa: E402
 
-# processes, what slows them, and the run's share of the kills
-CASES = [(1, faults.no_fault), (1, faults.slow_disk), (2, faults.slow_disk), (4, faults.no_fault)]
+# processes, how the model is spread over them, and what slows them
+CASES = [
+    (1, "ddp", faults.no_fault),
+    (1, "ddp", faults.slow_disk),
+    (2, "ddp", faults.slow_disk),
+    (2, "fsdp", faults.no_fault),
+    (4, "ddp", faults.no_fault),
+]
 
 
 @dataclass
 class Arguments:
-    kills: int = argument(100, "over four cases, a quarter each")
+    kills: int = argument(100, "over five cases, a fifth each")
     seed: int = argument(1, "of the moments of the kills")
     out: str = argument("", "JSON file for the rows; empty for none")
 
@@ -34,11 +40,14 @@ def main(arguments: Arguments) -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         faults.write_corpus(Path(folder))
-        for case, (world_size, fault) in enumerate(CASES):
+        for case, (world_size, distributed, fault) in enumerate(CASES):
             kills = arguments.kills // len(CASES)
             # a killed run makes ten to fifty steps a life: enough for all of its lives
             steps = 60 * kills
-            whole, killed = (faults.small_config(f"{name}-{case}", steps) for name in ("whole", "killed"))
+            whole, killed = (
+                faults.small_config(f"{name}-{case}", steps, f"distributed={distributed}")
+                for name in ("whole", "killed")
+            )
             started = time.monotonic()
             faults.complete(whole, world_size, fault, seconds=600)
             in_a_save = faults.kill_at_random(killed, kills, arguments.seed + case, world_size, fault)
@@ -46,6 +55,7 @@ def main(arguments: Arguments) -> None:
             rows.append(
                 {
                     "processes": world_size,
+                    "distributed": distributed,
                     "fault": fault.__name__,
                     "kills": kills,
                     "kills_in_a_save": in_a_save,

@@ -50,12 +50,20 @@ def run_until(config, step: int, world_size: int = 1) -> Attempt:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "kills", "fault"),
-    [(1, 8, faults.no_fault), (1, 8, faults.slow_disk), (2, 4, faults.slow_disk)],
-    ids=["1-process", "1-process-in-saves", "2-processes-in-saves"],
+    ("world_size", "kills", "fault", "distributed"),
+    [
+        (1, 8, faults.no_fault, "ddp"),
+        (1, 8, faults.slow_disk, "ddp"),
+        (2, 4, faults.slow_disk, "ddp"),
+        (2, 2, faults.no_fault, "fsdp"),
+    ],
+    ids=["1-process", "1-process-in-saves", "2-processes-in-saves", "2-processes-fsdp"],
 )
-def test_a_run_killed_at_random_moments_ends_bit_for_bit_like_one_that_was_not(world_size, kills, fault):
-    whole, killed = (small_config(name, 100) for name in ("whole", "killed"))
+def test_a_run_killed_at_random_moments_ends_bit_for_bit_like_one_that_was_not(
+    world_size, kills, fault, distributed
+):
+    given = f"distributed={distributed}"
+    whole, killed = (small_config(name, 100, given) for name in ("whole", "killed"))
     complete(whole, world_size)
     in_a_save = kill_at_random(killed, kills, 1, world_size, fault)
     if fault is faults.slow_disk:
@@ -74,15 +82,21 @@ def test_four_processes_resume_bit_for_bit_although_ddp_reorders_its_buckets():
 def test_other_numbers_of_processes_and_micro_batches_take_the_same_tokens_along_the_same_curve():
     # without dropout, whose draws belong to the ranks
     plain = "model.dropout=0.0"
-    complete(small_config("whole", 20, plain), 1, faults.record_tokens)
+    complete(small_config("whole", 25, plain), 1, faults.record_tokens)
     whole = tokens_by_step(1)
     for rank in range(4):
         Path(f"tokens.{rank}.jsonl").unlink(missing_ok=True)
     # each part ends as a finished run, the next one raises the budget; the schedule is constant
     constant = [plain, "optim.final_learning_rate_ratio=1.0"]
-    complete(small_config("constant", 20, *constant))
-    for steps, world_size, microbatch in ((5, 1, 512), (10, 2, 128), (15, 4, 64), (20, 1, 256)):
-        given = [*constant, f"tokens_per_microbatch={microbatch}"]
+    complete(small_config("constant", 25, *constant))
+    for steps, world_size, microbatch, distributed in (
+        (5, 1, 512, "ddp"),
+        (10, 2, 128, "fsdp"),
+        (15, 4, 64, "ddp"),
+        (20, 2, 256, "fsdp"),
+        (25, 1, 256, "ddp"),
+    ):
+        given = [*constant, f"tokens_per_microbatch={microbatch}", f"distributed={distributed}"]
         complete(small_config("elastic", steps, *given), world_size, faults.record_tokens)
     assert tokens_by_step(4) == whole
     losses = {line["step"]: line["train_loss"] for line in numbers("constant") if "train_loss" in line}

@@ -16,6 +16,7 @@ from train.checkpoint import CheckpointConfig
 from train.evaluate import EvaluationConfig
 from train.logger import LoggingConfig, WandbConfig
 from train.optim import OptimConfig
+from train.parallel import STRATEGIES
 from train.sample import SampleConfig
 from train.weights import StartConfig, start_model
 
@@ -38,6 +39,9 @@ class Config:
     fused_loss: bool
     # the residual stream in `precision`, with half the traffic; false: in float32
     low_precision_residual: bool
+    # several processes: ddp, each with all weights; fsdp, each with a share of weights, gradients and
+    # optimizer state
+    distributed: str
     # tokens a sequence: the one dial of context length
     seq_len: int
     # tokens between two updates of the weights, over all processes
@@ -71,6 +75,11 @@ class Config:
             raise ValueError(f"name must be a plain folder name, got {self.name!r}")
         _one_of("device", self.device, DEVICES)
         _one_of("precision", self.precision, PRECISIONS)
+        _one_of("distributed", self.distributed, STRATEGIES)
+        if self.distributed == "fsdp" and self.precision == "fp16":
+            raise ValueError(
+                "distributed=fsdp has no loss scale that its processes share: use precision=bf16, got fp16"
+            )
         _one_of("on_bad_step", self.on_bad_step, BAD_STEP_ACTIONS)
         if self.hang_seconds < 0:
             raise ValueError(f"hang_seconds must be at least 0, got {self.hang_seconds}")

@@ -30,6 +30,7 @@ from train.documents import SeparateDocuments
 from train.evaluate import evaluate
 from train.interruption import Interrupted, Interruption
 from train.optim import build_optimizer, learning_rate
+from train.parallel import gather, set_gradient_sync, shard, whole
 from train.report import finish_run, open_run, step_metrics
 from train.run_lock import lock_run
 from train.saving import CheckpointSaver
@@ -105,12 +106,19 @@ def _train(
     # the same weights on every rank, whatever their number
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high")
-    weights = GPT(
+    build_model = partial(
+        GPT,
         config.model,
         config.attention,
         fused_loss=config.fused_loss,
         low_precision_residual=config.low_precision_residual,
-    ).to(device)
+    )
+    weights = build_model().to(device)
+    if config.start.weights and not saved_path:
+        load_start(weights, config.start)
+    is_sharded = config.distributed == "fsdp" and processes.world_size > 1
+    if is_sharded:
+        shard(weights, compiled=config.compile)
     optimizer = build_optimizer(weights, config.optim)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     guard = StepGuard(
@@ -128,14 +136,12 @@ def _train(
         scaler.load_state_dict(info["scaler"])
         guard.load_state(info["guard"])
         first_step = processes.step = info["step"]
-    elif config.start.weights:
-        load_start(weights, config.start)
-    model = torch.compile(weights) if config.compile else weights
+    model = torch.compile(weights) if config.compile and not is_sharded else weights
     if context.group is not None:
         model = SharedSequences(model, context.group)
     if config.separate_documents:
         model = SeparateDocuments(model, load_tokenizer(config.data.tokenizer).end_of_text)
-    if processes.world_size > 1:
+    if processes.world_size > 1 and not is_sharded:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     autocast = partial(autocast_context, device.type, config.precision)
     validate = partial(evaluate, model, val_data, val_batches, processes, autocast)
@@ -196,6 +202,7 @@ def _train(
             if interrupted and not is_last:
                 raise Interrupted(f"stopped after step {done}; the same command goes on from there")
 
+    weights = gather(weights, lambda: build_model().to(device))
     if is_main:
         with autocast():
             finish_run(config, folder, weights, val_loss, time.perf_counter() - started, processes)
@@ -216,9 +223,7 @@ def forward_backward(
     microbatches = list(zip(tokens.chunk(accumulation), targets.chunk(accumulation), strict=True))
     for index, (inputs, labels) in enumerate(microbatches):
         is_last = index == accumulation - 1
-        if processes.world_size > 1:
-            # the ranks' gradients are averaged once a step
-            model.require_backward_grad_sync = is_last
+        set_gradient_sync(model, is_last)
         with autocast():
             loss = model(inputs, labels) / accumulation
         total += loss.detach()
@@ -241,7 +246,7 @@ def update(optimizer, scaler, rate: float, gradient_clip: float, norm_limit: flo
         group["lr"] = rate
     scaler.unscale_(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    grad_norm = torch.nn.utils.clip_grad_norm_(parameters, gradient_clip or float("inf"))
+    grad_norm = whole(torch.nn.utils.clip_grad_norm_(parameters, gradient_clip or float("inf")))
     # the fused optimizers read this flag on the device: nobody waits for the norm
     optimizer.found_inf = 1.0 - (grad_norm < norm_limit).float()
     optimizer.step()

@@ -80,9 +80,14 @@ class CheckpointSaver:
         # torch's own stager (DefaultStager of 2.11) would pin the memory anew each time
         on_gpu = self._processes.device.type == "cuda"
         for name, tensor in tensors.items():
+            is_shard = isinstance(tensor, DTensor)
             if name not in self._host:
-                self._host[name] = torch.empty_like(tensor, device="cpu", pin_memory=on_gpu)
-            self._host[name].copy_(tensor.detach(), non_blocking=True)
+                pinned = on_gpu and not is_shard
+                self._host[name] = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+            copy, source = self._host[name], tensor.detach()
+            if is_shard:
+                copy, source = copy.to_local(), source.to_local()
+            copy.copy_(source, non_blocking=True)
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         return {name: self._host[name] for name in tensors}

@@ -1,0 +1,56 @@
+"""One model on many processes: copies that average their gradients (DDP), or shards of one (FSDP2)."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from model import GPT
+
+STRATEGIES = ("ddp", "fsdp")
+
+
+def shard(weights: GPT, *, compiled: bool) -> None:
+    """Leaves each process its share of the weights, block by block; build the optimizer later.
+
+    Source: ZeRO-3, arXiv:1910.02054.
+    """
+    for block in weights.blocks:
+        if compiled:
+            # each by itself: gathering the weights, between the blocks, is no part of a graph
+            block.compile()
+        fully_shard(block)
+    fully_shard(weights)
+
+
+def set_gradient_sync(model: nn.Module, is_last: bool) -> None:
+    """Whether the next backward exchanges gradients: once a step, in its last micro-batch."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # reaches the blocks inside too
+            module.set_requires_gradient_sync(is_last)
+            return
+        if isinstance(module, DistributedDataParallel):
+            module.require_backward_grad_sync = is_last
+            return
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that may be in shards, put together; every process calls it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gather(weights: GPT, build: Callable[[], GPT]) -> GPT:
+    """The weights as one model that a single process can run; every process calls it.
+
+    build: makes a model of the same kind, which takes the weights that were in shards.
+    """
+    if not isinstance(weights, FSDPModule):
+        return weights
+    values = {name: whole(value) for name, value in weights.state_dict().items()}
+    model = build()
+    model.load_state_dict(values)
+    return model

@@ -60,10 +60,10 @@ class Tiles:
     CONSUMERS: gl.constexpr
 
     @gluon.jit
-    def locate(self, i):
-        """Batch, head, first row and the ranges of key blocks of the i-th tile in order."""
+    def locate(self, turn):
+        """Batch, head, first row and the ranges of key blocks of this block's `turn`-th tile."""
         BLOCK_M: gl.constexpr = self.CONSUMERS * ROWS
-        head, tile = self.order.find(i)
+        head, tile = self.order.deal(turn)
         batch = quotient(head, self.by_n_head)
         row = tile * BLOCK_M
         first_of_first, end_of_first = self.mask.keys_of(batch, row)
@@ -82,8 +82,8 @@ def produce(tiles, q_desc, k_desc, v_desc, group):
     batch_before = 0
     head_before = 0
     block_before = 0
-    for i in range(gl.program_id(0), tiles.order.total(), gl.num_programs(0)):
-        batch, head, row, begin, _, _, end = tiles.locate(i)
+    for turn in range(tiles.order.turns()):
+        batch, head, row, begin, _, _, end = tiles.locate(turn)
         kv_head = head // group
         stage, full = tiles.q_ring.fill(n_q)
         mbarrier.expect(full, tiles.CONSUMERS * q_desc.block_type.nbytes)
@@ -138,12 +138,30 @@ def hide(tiles, s, first, end, block):
 
 
 @gluon.jit
+def row_maximum(s):
+    """(ROWS,): the maximum of each row, of pairs first: one chain of all columns would wait for itself."""
+    low, high = gl.split(gl.reshape(s, [ROWS, s.shape[1] // 2, 2]))
+    return gl.convert_layout(gl.max(gl.maximum(low, high), 1), gl.SliceLayout(1, s.type.layout))
+
+
+@gluon.jit
+def partial_sum(p):
+    """(ROWS, 4): four sums for each row, each of the columns that one thread holds."""
+    low, high = gl.split(gl.reshape(p, [ROWS, p.shape[1] // 2, 2]))
+    return gl.sum(gl.reshape(low + high, [ROWS, p.shape[1] // 8, 4]), 1)
+
+
+@gluon.jit
 def softmax(s, m_i, l_i, scale_log2):
-    """One online step in base 2: probabilities, factor for what was summed before, new maximum and sum."""
-    m_new = gl.maximum(m_i, gl.max(s, 1) * scale_log2)
+    """One online step in base 2: probabilities, factor for what was summed before, new maximum and sums.
+
+    l_i: (ROWS, 4), of which only `store` makes one sum, because that takes an exchange between threads.
+    """
+    m_new = gl.maximum(m_i, row_maximum(s) * scale_log2)
     p = gl.exp2(s * scale_log2 - gl.expand_dims(m_new, 1))
     alpha = gl.exp2(m_i - m_new)
-    return p, alpha, m_new, l_i * alpha + gl.sum(p, 1)
+    alpha_l = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout)), 1)
+    return p, alpha, m_new, l_i * alpha_l + partial_sum(p)
 
 
 @gluon.jit
@@ -186,6 +204,7 @@ def store(tiles, out_desc, lse_ptr, o, m_i, l_i, head, row, INDEX: gl.constexpr)
 
     head counts over all batches.
     """
+    l_i = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
     empty = l_i == 0.0
     inverse = gl.where(empty, 0.0, 1.0 / l_i)
     o = o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout)), 1)
@@ -213,15 +232,15 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr, PINGPONG:
     p = pack_pairs(gl.full([ROWS, tiles.BLOCK_N], 0.0, gl.float32, S_LAYOUT), tiles.q.dtype)
     o = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
     m_i = gl.full([ROWS], LOWEST, gl.float32, ROW_LAYOUT)
-    l_i = gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT)
+    l_i = partial_sum(gl.full([ROWS, tiles.BLOCK_N], 0.0, gl.float32, S_LAYOUT))
     n_q = 0
     n = gl.to_tensor(0)
     head_before = 0
     row_before = 0
     if INDEX == tiles.CONSUMERS - 1:
         pass_turn(n, INDEX, tiles.CONSUMERS, PINGPONG)
-    for i in range(gl.program_id(0), tiles.order.total(), gl.num_programs(0)):
-        batch, head, row, begin, whole_begin, whole_end, end = tiles.locate(i)
+    for turn in range(tiles.order.turns()):
+        batch, head, row, begin, whole_begin, whole_end, end = tiles.locate(turn)
         row += INDEX * ROWS
         rows = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
         key_first, key_end = tiles.mask.keys_of(batch, rows)
@@ -232,9 +251,9 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr, PINGPONG:
         s, o = products(tiles, q, p, o, n, INDEX, PINGPONG)
         if whole_end < end:
             s = hide(tiles, s, key_first, key_end, end - 1)
-        m_new = gl.maximum(gl.max(s, 1) * scale_log2, LOWEST)
+        m_new = gl.maximum(row_maximum(s) * scale_log2, LOWEST)
         p_new = gl.exp2(s * scale_log2 - gl.expand_dims(m_new, 1))
-        l_new = gl.sum(p_new, 1)
+        l_new = partial_sum(p_new)
         o = warpgroup_mma_wait(0, deps=[o])
         tiles.v_ring.release(n)
         p = pack_pairs(p_new, tiles.q.dtype)

@@ -152,6 +152,15 @@ def test_windows_and_documents_cut_the_same_keys_as_the_reference(window, head_d
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_window_inside_of_the_last_block_of_keys_is_cut(head_dim):
+    # the queries see the end of the block, but not its beginning
+    q, k, v = random_qkv(1, 1, 640, 2, 2, head_dim, torch.bfloat16, "cuda")
+    assert_as_accurate_as_torch(hopper_attention, q, k, v, window=50)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_rings_wrap_and_blocks_take_several_tiles(head_dim):
     # more tiles than multiprocessors, uneven, and more steps than ring stages
     q, k, v = random_qkv(3, 1300, 1300, 36, 12, head_dim, torch.bfloat16, "cuda")

@@ -249,7 +249,11 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr, PINGPONG:
 
         # before the first tile p is zero, and what is added to o is never stored
         s, o = products(tiles, q, p, o, n, INDEX, PINGPONG)
-        if whole_end < end:
+        masked = whole_end < end
+        if tiles.mask.KIND == "window" or tiles.mask.KIND == "intervals":
+            # the last block may be whole at its end, and cut at its beginning
+            masked = masked | (whole_begin == end)
+        if masked:
             s = hide(tiles, s, key_first, key_end, end - 1)
         m_new = gl.maximum(row_maximum(s) * scale_log2, LOWEST)
         p_new = gl.exp2(s * scale_log2 - gl.expand_dims(m_new, 1))

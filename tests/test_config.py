@@ -12,7 +12,10 @@ from train.config import check_machine, parse, write_config
 CONF = Path(__file__).resolve().parent.parent / "conf"
 GROUPS = ("model", "data", "optim", "attention", "experiment")
 # values that only the user knows
-NEEDED = {"text": ["data.paths=[README.md]"]}
+NEEDED = {
+    "text": ["data.paths=[README.md]"],
+    "finetune_long": ["data.paths=[README.md]", "start.weights=null"],
+}
 
 
 def composed(*overrides: str):

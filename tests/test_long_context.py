@@ -1,0 +1,56 @@
+"""The third use from end to end: train short, export, go on with longer sequences, measure, export again."""
+
+import json
+import sys
+from pathlib import Path
+
+import faults
+import pytest
+import torch
+import transformers
+
+from model import AttentionConfig
+from scripts import evaluate_context, export_hf
+from scripts.arguments import run_script
+from train.weights import load_model
+
+LLAMA = ["model=llama", "model.dropout=0.0", "model.n_kv_head=1", "model.mlp_width=64"]
+
+
+def call(script, *arguments: str) -> None:
+    sys.argv = ["script", *arguments]
+    run_script(script.main, script.Arguments, "")
+
+
+@pytest.mark.parametrize(
+    ("shape", "method"), [(["model.dropout=0.0"], "repeat"), (LLAMA, "yarn")], ids=["gpt2", "llama"]
+)
+def test_a_model_is_taken_to_longer_sequences_and_out_again(shape, method, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [])
+    faults.write_corpus(tmp_path)
+    short_loss = faults.run_training(faults.small_config("short", 20, *shape))
+    call(export_hf, "model=runs/short", "out=short")
+
+    longer = ["model.dropout=0.0", "seq_len=64", "start.weights=short", f"start.positions={method}"]
+    val_loss = faults.run_training(faults.small_config("long", 20, *longer))
+    metrics = [json.loads(line) for line in Path("runs/long/metrics.jsonl").read_text().splitlines()]
+    # it starts with what the short run had learned, a uniform guess being 5.5, and goes on from there
+    assert metrics[0]["val_loss"] == pytest.approx(short_loss, abs=0.3)
+    assert val_loss < metrics[0]["val_loss"] - 0.1
+    call(export_hf, "model=runs/long", "out=long")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained("long")
+    ours = load_model("long", AttentionConfig(implementation="sdpa"))
+    tokens = torch.randint(257, (1, 64))
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+
+    folder = next(Path("datasets").glob("text-*"))
+    call(
+        evaluate_context, "model=runs/long", f"data={folder}", "sequences=2", "scored=8",
+        "lengths=[64]", "depths=[0.5]", "prompts=2", "attention=sdpa", "out=context.json",
+    )  # fmt: skip
+    rows = json.loads(Path("context.json").read_text())["rows"]
+    kinds = {row["kind"] for row in rows}
+    assert kinds == {"position", "context", "effective_context", "passkey", "key_value"}
+    assert all(0.0 < row["loss"] < 20.0 for row in rows if "loss" in row)
+    assert Path("context.png").read_bytes()[:4] == b"\x89PNG"

@@ -1,6 +1,7 @@
 import faults
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.distributed as dist
 
 from model import GPT, AttentionConfig, ModelConfig
@@ -97,14 +98,33 @@ def test_one_rank_a_sequence_needs_no_group():
     assert join_context_groups(processes(2, 3), 1).group is None
 
 
+class NoGroup:
+    """Stands for a process group of this size where nothing is sent."""
+
+    def __init__(self, size: int):
+        self.n_ranks = size
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return self.n_ranks
+
+
+def test_a_compiled_model_takes_part_and_is_compiled_once():
+    torch._dynamo.reset()
+    gpt = build("llama")
+    counter = torch._dynamo.testing.CompileCounter()
+    shared = SharedSequences(torch.compile(gpt, backend=counter), NoGroup(1))
+    frames = []
+    for _ in range(3):
+        tokens, targets = torch.randint(50, (2, 2, 32))
+        torch.testing.assert_close(shared(tokens, targets), gpt(tokens, targets))
+        frames.append(counter.frame_count)
+    assert frames[0] == frames[2] > 0
+
+
 def test_dropout_over_several_processes_is_refused():
-    class NoGroup:
-        def rank(self):
-            return 0
-
-        def size(self):
-            return 2
-
-    shared = SharedSequences(build("gpt2", dropout=0.1), NoGroup())
+    shared = SharedSequences(build("gpt2", dropout=0.1), NoGroup(2))
     with pytest.raises(ValueError, match=r"model.dropout=0.1: there is none over several processes"):
         shared(torch.zeros(1, 32, dtype=torch.long), torch.zeros(1, 32, dtype=torch.long))

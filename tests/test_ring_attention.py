@@ -147,6 +147,32 @@ def test_processes_together_give_the_output_and_gradients_of_one(size, tmp_path)
     run_together(compare_with_one_process, size, tmp_path / "meeting")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2, 4])
+def test_gpus_together_are_as_accurate_as_torch_on_one(size, tmp_path):
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    run_together(compare_with_one_gpu, size, tmp_path / "meeting", on_gpus=True)
+
+
+def compare_with_one_gpu(rank: int) -> None:
+    for window, in_documents, n_kv_head in product((None, 100), (False, True), (4, 1)):
+        torch.manual_seed(0)
+        q, k, v = random_qkv(2, 1024, 1024, 4, n_kv_head, 64, torch.bfloat16, "cuda")
+        dout, no_dlse = torch.randn_like(q), torch.zeros(2, 4, 1024, device="cuda")
+        ids = (torch.arange(1024, dtype=torch.int32) // 300).repeat(2, 1) if in_documents else None
+        options = {"window": window, "document_ids": None if ids is None else ids.cuda()}
+        torchs = run(attention_reference, q, k, v, dout, no_dlse, **options)
+        truths = run(attention_reference, *(x.double() for x in (q, k, v, dout, no_dlse)), **options)
+        ring = Ring(dist.group.WORLD, 1024, ids, "cuda")
+        parts = [ring.split(x).detach().requires_grad_() for x in (q, k, v)]
+        out = ring_attention(*parts, ring, "flash", window=window)
+        out.backward(ring.split(dout))
+        ours = {"out": out.detach(), **{f"d{n}": x.grad for n, x in zip("qkv", parts, strict=True)}}
+        for index, (name, x) in zip((0, 2, 3, 4), ours.items(), strict=True):
+            assert_within_rule(name, x, ring.split(torchs[index]), ring.split(truths[index]))
+
+
 def compare_with_one_process(rank: int) -> None:
     for (window, in_documents), n_kv_head in product(MASKS, (4, 2)):
         torch.manual_seed(0)

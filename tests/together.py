@@ -12,22 +12,31 @@ import torch.multiprocessing
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run_together(function: Callable, size: int, meeting: Path, *arguments) -> None:
-    """Calls function(rank, *arguments) on `size` processes of one gloo group; any failure fails.
+def run_together(function: Callable, size: int, meeting: Path, *arguments, on_gpus: bool = False) -> None:
+    """Calls function(rank, *arguments) on `size` processes of one group; any failure fails.
 
-    meeting: a file that does not exist yet, where they find each other.
+    meeting: a file that does not exist yet, where they find each other. on_gpus: NCCL, a GPU for each.
     """
     # the server of tests/faults.py, if that has started it already
     multiprocessing.get_context("forkserver").set_forkserver_preload(["faults"])
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     torch.multiprocessing.start_processes(
-        _join, (function, size, str(meeting), arguments), nprocs=size, start_method="forkserver"
+        _join, (function, size, str(meeting), arguments, on_gpus), nprocs=size, start_method="forkserver"
     )
 
 
-def _join(rank: int, function: Callable, size: int, meeting: str, arguments: tuple) -> None:
+def _join(rank: int, function: Callable, size: int, meeting: str, arguments: tuple, on_gpus: bool) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    device_id = torch.device("cuda", rank) if on_gpus else None
+    if on_gpus:
+        torch.cuda.set_device(device_id)
+    dist.init_process_group(
+        "nccl" if on_gpus else "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=size,
+        device_id=device_id,
+    )
     try:
         function(rank, *arguments)
     finally:

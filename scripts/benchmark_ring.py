@@ -1,0 +1,120 @@
+"""Times attention over sequences that several GPUs share, against one GPU alone.
+
+    torchrun --standalone --nproc-per-node=4 -m scripts.benchmark_ring tokens_per_gpu=131072
+
+A rank times flash attention on tokens_per_gpu tokens alone, then ring attention on n times as many together
+with the others. FLOPs are those that the mask keeps; share is TFLOP/s a GPU over those of one GPU alone.
+"""
+
+import time
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from model.attention import attend
+from model.ring_attention import Ring, ring_attention
+from scripts.arguments import argument, run_script
+from train.distributed import join_processes
+from train.results import write_result
+
+
+@dataclass
+class Arguments:
+    tokens_per_gpu: int = argument(131072, "tokens of a sequence that each GPU holds")
+    n_head: int = argument(12, "heads of queries")
+    n_kv_head: int = argument(12, "heads of keys and values")
+    head_dims: list[int] = argument([64, 128], "D")
+    windows: list[int] = argument([0], "keys that a query sees; 0 for all before it")
+    repeats: int = argument(5, "timed passes, after one that is not; the median counts")
+    implementation: str = argument("flash", "flash, or reference to try it on a CPU")
+    device: str = argument("cuda", "cuda, or cpu to try it")
+    out: str = argument("ring.json", "the rows")
+
+
+def main(arguments: Arguments) -> None:
+    with join_processes(arguments.device) as processes:
+        if processes.world_size < 2:
+            raise ValueError("one process shares nothing: start several with torchrun --nproc-per-node")
+        rows = []
+        for head_dim, window in product(arguments.head_dims, arguments.windows):
+            rows += measure(arguments, processes, head_dim, window or None)
+        if processes.is_main:
+            write_result(Path(arguments.out), rows, processes.world_size)
+
+
+def measure(arguments: Arguments, processes, head_dim: int, window: int | None) -> list[dict]:
+    """The rows of one shape: alone if there is no window, and together."""
+    tokens, size, device = arguments.tokens_per_gpu, processes.world_size, processes.device
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    heads = (arguments.n_head, arguments.n_kv_head, arguments.n_kv_head, arguments.n_head)
+    q, k, v, dout = (torch.randn(1, tokens, n, head_dim, device=device, dtype=dtype) for n in heads)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    ring = Ring(dist.group.WORLD, size * tokens, device=device)
+    runs = {"together": lambda: ring_attention(q, k, v, ring, arguments.implementation, window=window)}
+    if window is None:
+        runs = {"alone": lambda: attend(q, k, v, arguments.implementation), **runs}
+    rows = []
+    for name, run in runs.items():
+        forward, backward = (
+            processes.mean(torch.tensor(x, device=device)).item()
+            for x in median_seconds(run, dout, arguments.repeats, device)
+        )
+        n_gpus = 1 if name == "alone" else size
+        flop = 4 * arguments.n_head * head_dim * visible_pairs(n_gpus * tokens, window) / n_gpus
+        row = {
+            "implementation": arguments.implementation, "n_gpus": n_gpus, "seq_len": n_gpus * tokens,
+            "window": window, "head_dim": head_dim, "heads": arguments.n_head,
+            "kv_heads": arguments.n_kv_head, "dtype": str(dtype).removeprefix("torch."),
+            "forward_ms": forward * 1e3, "backward_ms": backward * 1e3,
+            "forward_tflops": flop / forward / 1e12, "backward_tflops": 2.5 * flop / backward / 1e12,
+        }  # fmt: skip
+        if name == "together":
+            row["tokens_sent"] = ring.tokens_sent(window)
+        for direction in ("forward", "backward") if rows else ():
+            row[f"{direction}_share"] = row[f"{direction}_tflops"] / rows[0][f"{direction}_tflops"]
+        rows.append(row)
+        if processes.is_main:
+            print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    return rows
+
+
+def median_seconds(run, dout, repeats: int, device: torch.device) -> tuple[float, float]:
+    """Of the forward and of the backward pass, after one of each that is not timed."""
+    times = []
+    for _ in range(repeats + 1):
+        dist.barrier()
+        start = mark(device)
+        out = run()
+        middle = mark(device)
+        out.backward(dout)
+        times.append((start, middle, mark(device)))
+    pairs = [(seconds(a, b), seconds(b, c)) for a, b, c in times[1:]]
+    return tuple(sorted(column)[repeats // 2] for column in zip(*pairs, strict=True))
+
+
+def mark(device: torch.device):
+    if device.type == "cuda":
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+    return time.perf_counter()
+
+
+def seconds(start, end) -> float:
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def visible_pairs(seq_len: int, window: int | None) -> int:
+    """Pairs of a query and a key that a causal mask keeps."""
+    window = min(window or seq_len, seq_len)
+    return window * (window + 1) // 2 + (seq_len - window) * window
+
+
+if __name__ == "__main__":
+    run_script(main, Arguments, __doc__)

@@ -66,6 +66,7 @@ def test_a_run_whose_sequences_are_shared_follows_the_curve_of_one_process(tmp_p
     runs = {
         "alone": (1, []),
         "shared": (2, ["context_parallel=2", "tokens_per_microbatch=64"]),
+        "in_shards": (2, ["context_parallel=2", "tokens_per_microbatch=64", "distributed=fsdp"]),
     }
     losses = {}
     try:
@@ -76,6 +77,7 @@ def test_a_run_whose_sequences_are_shared_follows_the_curve_of_one_process(tmp_p
     finally:
         faults.Attempt.kill_all()
     assert losses["shared"] == pytest.approx(losses["alone"], rel=1e-4)
+    assert losses["in_shards"] == pytest.approx(losses["alone"], rel=1e-4)
 
 
 def mean(x: torch.Tensor) -> torch.Tensor:

@@ -108,6 +108,28 @@ def test_what_is_kept_is_the_newest_every_nth_and_the_best(tmp_path):
     ]
 
 
+def test_a_damaged_marker_neither_stops_a_save_nor_is_removed(tmp_path):
+    paths = [save(tmp_path, step) for step in (1, 2)]
+    (paths[0] / "checkpoint.json").write_text("{")
+    for step in (3, 4, 5):
+        save(tmp_path, step)
+    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["1", "4", "5"]
+
+
+def test_a_checkpoint_that_cannot_be_set_aside_is_not_lost(tmp_path, monkeypatch, capsys):
+    path = save(tmp_path, 1)
+
+    def refuse(path):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(train.saving, "_set_aside", refuse)
+    with CheckpointSaver(tmp_path, settings(), PROCESSES) as saver:
+        saver.save({"weight": torch.ones(3)}, {"step": 1, "val_loss": None})
+        assert saver.wait() is False
+    verify_checkpoint(path)
+    assert "Read-only file system" in capsys.readouterr().err
+
+
 def test_a_write_that_fails_is_reported_and_leaves_the_checkpoint_before_it(tmp_path, monkeypatch, capsys):
     path = save(tmp_path, 1)
 

@@ -10,6 +10,7 @@ import shutil
 import sys
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -114,14 +115,18 @@ class CheckpointSaver:
                     file=sys.stderr,
                     flush=True,
                 )
-                # its room may be what the next one lacks
-                shutil.rmtree(path, ignore_errors=True)
+                if not (path / MARKER).exists():
+                    # its room may be what the next one lacks
+                    shutil.rmtree(path, ignore_errors=True)
             return False
         if self._processes.is_main:
             for old in superfluous_checkpoints(self._folder, self._settings):
-                # without its marker it is no checkpoint any more, however far the removal gets
-                (old / MARKER).unlink()
-                shutil.rmtree(old)
+                try:
+                    # without its marker it is no checkpoint any more, however far the removal gets
+                    (old / MARKER).unlink()
+                    shutil.rmtree(old)
+                except OSError as error:
+                    print(f"WARNING: {old} was not removed ({error})", file=sys.stderr, flush=True)
         return True
 
 
@@ -205,9 +210,12 @@ class ShardWriter(StorageWriter):
 
 
 def superfluous_checkpoints(folder: Path, settings: CheckpointConfig) -> list[Path]:
-    """The finished checkpoints that the settings do not keep."""
-    found = list_checkpoints(folder)
-    infos = {path: read_checkpoint(path) for path in found}
+    """The finished checkpoints that the settings do not keep; those that cannot be read always stay."""
+    infos = {}
+    for path in list_checkpoints(folder):
+        with suppress(ValueError):
+            infos[path] = read_checkpoint(path)
+    found = list(infos)
     kept = set(found[-settings.keep_last :])
     if settings.keep_every_steps:
         kept |= {path for path in found if infos[path]["step"] % settings.keep_every_steps == 0}

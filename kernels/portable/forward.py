@@ -11,7 +11,8 @@ the reference m of the exponent, the sum l of the probabilities and the unnormal
 `shift` is a number in [0, 1) that differs from row to row. In exact arithmetic it cancels. In bf16 it keeps
 the largest probabilities from being exactly 1: when several keys tie for the maximum, p v is a plain sum of
 rounded values, whose own rounding is biased the same way in every such row (Qiu and Yao, arXiv:2510.04212,
-who shift the maximum of the tied rows alone).
+who shift the maximum of the tied rows alone). Rows of one or two keys are not shifted: they would lose the
+accuracy of a probability that is exactly 1, and are too few to bias anything.
 
 Source: Dao, FlashAttention-2, arXiv:2307.08691, algorithm 1.
 """
@@ -116,7 +117,7 @@ def forward_kernel(
     shift = tl.zeros([BLOCK_M], tl.float32)
     if q.dtype != tl.float32:
         shift = rows * GOLDEN_RATIO
-        shift -= tl.floor(shift)
+        shift = tl.where(end_key - first_key > 2, shift - tl.floor(shift), 0.0)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

@@ -1,12 +1,12 @@
 """Measures candidate tiles of the portable kernels on this GPU, one kernel at a time, best first.
 
     python -m scripts.tune_tiles kernels=[dkdv] head_dims=[64] out=tiles.json
+    python -m scripts.tune_tiles kernels=[dkdv] 'candidates=[[64,64,4,2],[64,64,8,2]]'
 
 Candidates are compiled in parallel. A row gives TFLOP/s of that kernel alone at each length; a kernel counts
 the matrix products that it does: forward 2, dq 3, dkdv 4. kernels/tiles.py is edited by hand from this.
 """
 
-import json
 import math
 import os
 from collections.abc import Callable
@@ -24,6 +24,7 @@ from kernels.problem import Problem
 from kernels.tiles import Tile, choose_tile
 from scripts.arguments import argument, run_script
 from scripts.benchmark_attention import visible_share
+from train.results import write_result
 
 PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}
 BLOCKS = [(64, 32), (64, 64), (128, 32), (128, 64), (64, 128), (128, 128)]
@@ -36,6 +37,7 @@ class Arguments:
     head_dims: list[int] = argument([64, 128], "D")
     seq_lens: list[int] = argument([1024, 4096, 16384], "T")
     causal: list[bool] = argument([True, False], "masks: causal, full or both")
+    candidates: list[list[int]] | None = argument(None, "lists of BLOCK_M, BLOCK_N, warps, stages")
     tma: list[bool] = argument([True], "reading by TMA, by pointers or both")
     window: int | None = argument(None, "keys that a query sees")
     dropout_p: float = argument(0.0, "dropout")
@@ -48,10 +50,8 @@ class Arguments:
 def main(arguments: Arguments) -> None:
     if not torch.cuda.is_available():
         raise ValueError("tune_tiles needs a CUDA GPU; none was found")
-    tiles = [
-        Tile(*blocks, warps, stages, tma)
-        for blocks, warps, stages, tma in product(BLOCKS, WARPS, STAGES, arguments.tma)
-    ]
+    grid = [(*blocks, warps, stages) for blocks, warps, stages in product(BLOCKS, WARPS, STAGES)]
+    tiles = [Tile(*shape, tma) for shape, tma in product(arguments.candidates or grid, arguments.tma)]
     jobs = [
         (arguments, kernel, head_dim, causal, tile)
         for kernel, head_dim, causal in product(arguments.kernels, arguments.head_dims, arguments.causal)
@@ -63,7 +63,7 @@ def main(arguments: Arguments) -> None:
     for job, ran in zip(jobs, runs, strict=True):
         if ran:
             rows.append(measure(*job))
-    Path(arguments.out).write_text(json.dumps(rows, indent=1) + "\n")
+    write_result(Path(arguments.out), rows)
     for kernel, head_dim, causal in product(arguments.kernels, arguments.head_dims, arguments.causal):
         print(f"{kernel} head_dim {head_dim} {'causal' if causal else 'full'}")
         chosen = [r for r in rows if (r["kernel"], r["head_dim"], r["causal"]) == (kernel, head_dim, causal)]
@@ -90,7 +90,16 @@ def measure(arguments: Arguments, kernel: str, head_dim: int, causal: bool, tile
         milliseconds = triton.testing.do_bench(run, warmup=5, rep=15, return_mode="median")
         scores = arguments.tokens * seq_len * (visible_share(seq_len, arguments.window) if causal else 1.0)
         speeds.append(PRODUCTS[kernel] * 2 * scores * arguments.width / milliseconds / 1e9)
-    return {"kernel": kernel, "head_dim": head_dim, "causal": causal, "tile": list(tile), "tflops": speeds}
+    return {
+        "kernel": kernel,
+        "head_dim": head_dim,
+        "causal": causal,
+        "window": arguments.window,
+        "dropout_p": arguments.dropout_p,
+        "seq_lens": arguments.seq_lens,
+        "tile": list(tile),
+        "tflops": speeds,
+    }
 
 
 def launcher(

@@ -4,10 +4,13 @@ from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from kernels.flash_attention import flash_attention, flash_attention_varlen
 from kernels.operators import use_implementation
+from kernels.portable.backward import dkdv_kernel, dq_kernel, preprocess_kernel
+from kernels.portable.forward import forward_kernel
 from kernels.reference import attention_reference
 from tests.accuracy import assert_as_accurate_as_torch, random_qkv
 
@@ -146,12 +149,37 @@ def test_inductor_compiles_it_into_a_model_once(device):
         q, k, v = layer(x).unflatten(-1, (3, 2, 32)).unbind(-3)
         return flash_attention(q, k, v, document_ids=ids).flatten(-2)
 
-    compiled = torch.compile(block, fullgraph=True, dynamic=True)
-    for batch, seq_len in ((3, 200), (2, 133)):
+    compiles = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=compiles)
+    counts = []
+    for batch, seq_len in ((3, 200), (2, 133), (5, 64)):
         x, ids = torch.randn(batch, seq_len, 64, device=device), documents(4, batch, seq_len)
         with torch.autocast("cuda", torch.bfloat16):
             torch.testing.assert_close(compiled(x, ids), block(x, ids), rtol=2e-2, atol=2e-2)
             compiled(x, ids).sum().backward()
+        counts.append(compiles.frame_count)
+    assert counts == [counts[0]] * 3
+
+
+def test_new_batches_lengths_windows_and_documents_compile_no_kernel(device):
+    def n_compiled() -> int:
+        kernels = (forward_kernel, preprocess_kernel, dkdv_kernel, dq_kernel)
+        return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
+
+    def step(batch, seq_len, **options):
+        q, k, v = random_qkv(batch, seq_len, seq_len, 2, 2, 64, torch.bfloat16, device)
+        flash_attention(q, k, v, dropout_p=0.1, **options).sum().backward()
+
+    counts = []
+    # dropout runs on the portable kernels; the first round compiles
+    rounds = ((3, 200, 16, 2), (2, 177, 33, 5), (5, 999, 1, 1), (1, 1, 7, 1))
+    for batch, seq_len, window, n_documents in rounds:
+        step(batch, seq_len)
+        step(batch, seq_len, window=window)
+        step(batch, seq_len, document_ids=documents(n_documents, batch, seq_len))
+        counts.append(n_compiled())
+    assert counts[0] > 0
+    assert counts == [counts[0]] * 4
 
 
 def test_checkpointing_in_bf16_repeats_the_same_dropout(device):

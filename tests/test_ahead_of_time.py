@@ -2,7 +2,7 @@
 
 Here for the commonest heads; all rows of the tables, some minutes of compiling:
     python -m tests.ahead_of_time
-TRITON_3_6=FOLDER, where pip install --target FOLDER triton==3.6.0 put it, adds that version to both.
+TRITON_3_6=FOLDER, where pip install --target FOLDER triton==3.6.0 put it, adds that version to the test.
 """
 
 import json
@@ -34,6 +34,7 @@ def test_kernels_fit_their_gpus_without_spilling(arch, version):
     assert result.returncode == 0, result.stderr[-2000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert len(rows) == 6
+    assert version is None or {row["triton"] for row in rows} == {"3.6.0"}
     for row in rows:
         assert row["shared"] <= SHARED_MEMORY[arch], row
         assert row["spilled"] in (0, None) or (arch, row["kernel"], int(row["head_dim"])) in MAY_SPILL, row

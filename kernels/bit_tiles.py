@@ -1,0 +1,57 @@
+"""Tiles of bits: which query of a block sees which key, 32 keys in an int32.
+
+A tile is (block_size, block_size / 32) int32; bit c % 32 of word c // 32 of row r: query r sees key c. In a
+table of tiles the first one is full.
+"""
+
+import torch
+from torch import Tensor
+
+WORD_BITS = 32
+# of a table: everything is visible
+FULL = 0
+
+
+def full_tile(block_size: int, device) -> Tensor:
+    """A table of the full tile alone."""
+    return torch.full((1, block_size, block_size // WORD_BITS), -1, dtype=torch.int32, device=device)
+
+
+def interval_tiles(first: Tensor, end: Tensor) -> Tensor:
+    """(n, block_size, words): each query sees the keys from first to before end, (n, block_size)."""
+    start = torch.arange(first.shape[1] // WORD_BITS, device=first.device) * WORD_BITS
+    # all bits below a bound, in each word
+    below_first, below_end = (
+        (1 << (x.long()[..., None] - start).clamp(0, WORD_BITS)) - 1 for x in (first, end)
+    )
+    return signed(below_end & ~below_first)
+
+
+def pack(visible: Tensor) -> Tensor:
+    """(..., block_size) bool as (..., block_size / 32) int32."""
+    words = visible.unflatten(-1, (-1, WORD_BITS)).long() << torch.arange(WORD_BITS, device=visible.device)
+    return signed(words.sum(-1))
+
+
+def unpack(bits: Tensor) -> Tensor:
+    """The inverse of `pack`."""
+    lanes = torch.arange(WORD_BITS, dtype=torch.int32, device=bits.device)
+    return (bits[..., None] >> lanes & 1).bool().flatten(-2)
+
+
+def signed(words: Tensor) -> Tensor:
+    """int64 from 0 to 2**32 - 1 as the int32 of the same bits."""
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices of rows (n, m) that are all different, and for each row which of these it equals."""
+    # sorting sums with random weights is faster than sorting the rows, and equal sums are checked
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randint(2**62, (rows.shape[1],), generator=generator).to(rows.device)
+    sums, which = (rows * weights).sum(1).unique(return_inverse=True)
+    every = torch.arange(len(rows), device=rows.device)
+    first = every.new_full((len(sums),), len(rows)).scatter_reduce(0, which, every, "amin")
+    if not torch.equal(rows[first][which], rows):
+        return every, every
+    return first, which

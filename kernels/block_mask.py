@@ -1,0 +1,287 @@
+"""BlockMask: which blocks of the (Tq, Tk) scores are computed, as lists, never as an array of Tq x Tk.
+
+A mask cuts the scores into squares of `block_size` queries and keys. It stores the squares in which anything
+is visible: a full one sees everything, a partial one has a tile of bits that says which query sees which
+key. Equal tiles are stored once, so a window over a million tokens keeps a handful of them. Patterns are in
+block_masks.py; they combine by `&` and `|`, exactly, to the token.
+
+The kernels read lists, sorted by rows (for each block of queries the blocks of keys: forward, dq) and by
+columns (dk, dv). They are tensors of run time: another mask, length or batch compiles nothing.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.bit_tiles import FULL, distinct, pack, unpack
+
+BLOCK_SIZES = (64, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLists:
+    """The blocks that each line of blocks meets; a line is a block of queries, or of keys.
+
+    spans: (B or 1, H or 1, n_lines, 4) int32. spans[..., x, :3] of line x: where its full blocks start among
+    the entries, where its partial ones start, and where these end. spans[..., r, 3]: the line with the r-th
+    longest list, the order to work in. entries: (n, 2) int32, block of the other side and its tile.
+    """
+
+    spans: Tensor
+    entries: Tensor
+
+
+class BlockMask:
+    """Query i of batch b and head h sees key j where the mask has a block there whose tile has that bit.
+
+    seq_q, seq_k: Tq, Tk. n_batch, n_head: 1 where one mask serves all. keys: (n,) int64, the stored blocks,
+    sorted: ((b n_head + h) n_rows + row) n_columns + column. tiles: (n,) int64, their tiles. bits: (n_tiles,
+    block_size, block_size / 32) int32, tile 0 all ones; bit c % 32 of word c // 32 of row r: query r of the
+    block sees key c. causal: whether no query sees a key behind it, the last query standing at the last key.
+    """
+
+    def __init__(
+        self,
+        seq_q: int,
+        seq_k: int,
+        block_size: int,
+        n_batch: int,
+        n_head: int,
+        keys: Tensor,
+        tiles: Tensor,
+        bits: Tensor,
+        causal: bool,
+    ):
+        self.seq_q, self.seq_k, self.block_size = seq_q, seq_k, block_size
+        self.n_batch, self.n_head, self.causal = n_batch, n_head, causal
+        self.n_rows, self.n_columns = n_blocks(seq_q, block_size), n_blocks(seq_k, block_size)
+        self.keys, self.tiles, self.bits = keys, tiles, bits
+        head, row, column = self.coordinates()
+        self.rows = self._lists(head, row, column, self.n_rows)
+        self.columns = self._lists(head, column, row, self.n_columns)
+
+    @classmethod
+    def build(
+        cls,
+        seq_q: int,
+        seq_k: int,
+        block_size: int,
+        n_batch: int,
+        n_head: int,
+        keys: Tensor,
+        tiles: Tensor,
+        bits: Tensor,
+        causal: bool,
+    ) -> "BlockMask":
+        """As the class, from distinct blocks in any order and any tiles; cuts them at Tq and Tk."""
+        n_rows, n_columns = n_blocks(seq_q, block_size), n_blocks(seq_k, block_size)
+        rest_q = seq_q - keys // n_columns % n_rows * block_size
+        rest_k = seq_k - keys % n_columns * block_size
+        cut = ((rest_q < block_size) | (rest_k < block_size)).nonzero().flatten()
+        if len(cut):
+            lane = torch.arange(block_size, device=keys.device)
+            inside = (lane[:, None] < rest_q[cut, None, None]) & (lane < rest_k[cut, None, None])
+            bits, n_tiles = torch.cat([bits, bits[tiles[cut]] & pack(inside)]), len(bits)
+            tiles = tiles.index_copy(0, cut, n_tiles + torch.arange(len(cut), device=keys.device))
+        visible = (bits != 0).flatten(1).any(1)[tiles]
+        keys, order = keys[visible].sort()
+        tiles = tiles[visible][order]
+
+        partial = (bits != -1).flatten(1).any(1)[tiles]
+        used, which = tiles[partial].unique(return_inverse=True)
+        first, same = distinct(bits[used].flatten(1))
+        tiles = torch.full_like(tiles, FULL).masked_scatter(partial, 1 + same[which])
+        bits = torch.cat([bits.new_full((1, *bits.shape[1:]), -1), bits[used[first]]])
+        return cls(seq_q, seq_k, block_size, n_batch, n_head, keys, tiles, bits, causal)
+
+    @classmethod
+    def stack(cls, masks: "Sequence[BlockMask]") -> "BlockMask":
+        """One mask for each head, of masks of one head each."""
+        for mask in masks:
+            masks[0].check_combines(mask)
+            if mask.n_head != 1 or mask.n_batch != masks[0].n_batch:
+                raise ValueError(
+                    f"stack takes masks of one head and {masks[0].n_batch} batches, got {mask.n_head} heads "
+                    f"and {mask.n_batch} batches"
+                )
+        keys, tiles, n_tiles = [], [], 0
+        for index, mask in enumerate(masks):
+            batch, row, column = mask.coordinates()
+            keys.append(((batch * len(masks) + index) * mask.n_rows + row) * mask.n_columns + column)
+            tiles.append(mask.tiles + n_tiles)
+            n_tiles += len(mask.bits)
+        return cls.build(
+            masks[0].seq_q, masks[0].seq_k, masks[0].block_size, masks[0].n_batch, len(masks),
+            torch.cat(keys), torch.cat(tiles), torch.cat([mask.bits for mask in masks]),
+            all(mask.causal for mask in masks),
+        )  # fmt: skip
+
+    def expand(self, n_batch: int, n_head: int) -> "BlockMask":
+        """The same mask for each of n_batch and n_head, where it had one for all."""
+        if (n_batch, n_head) == (self.n_batch, self.n_head):
+            return self
+        for name, have, want in (("n_batch", self.n_batch, n_batch), ("n_head", self.n_head, n_head)):
+            if have not in (1, want):
+                raise ValueError(f"{name} of a block mask must be 1 or {want}, got {have}")
+        batch = torch.arange(n_batch, device=self.keys.device) % self.n_batch
+        source = batch[:, None] * self.n_head + torch.arange(n_head, device=self.keys.device) % self.n_head
+        head, block = (source.view(-1, 1) == self.coordinates()[0]).nonzero(as_tuple=True)
+        n_pairs = self.n_rows * self.n_columns
+        keys = head * n_pairs + self.keys[block] % n_pairs
+        return self._like(n_batch, n_head, keys, self.tiles[block], self.bits, self.causal)
+
+    def __and__(self, other: "BlockMask") -> "BlockMask":
+        mine, others = self._aligned(other)
+        keys = mine.keys[others._find(mine.keys) < len(others.bits)]
+        return mine._combine(others, keys, torch.bitwise_and, mine.causal or others.causal)
+
+    def __or__(self, other: "BlockMask") -> "BlockMask":
+        mine, others = self._aligned(other)
+        keys = torch.cat([mine.keys, others.keys]).unique()
+        return mine._combine(others, keys, torch.bitwise_or, mine.causal and others.causal)
+
+    def tensors(self) -> list[Tensor]:
+        """What the kernels read: spans and entries of the rows, of the columns, and the tiles of bits."""
+        return [self.rows.spans, self.rows.entries, self.columns.spans, self.columns.entries, self.bits]
+
+    def coordinates(self) -> tuple[Tensor, Tensor, Tensor]:
+        """b n_head + h, the row and the column of every stored block."""
+        row = self.keys // self.n_columns
+        return row // self.n_rows, row % self.n_rows, self.keys % self.n_columns
+
+    def to_dense(self) -> Tensor:
+        """(B or 1, H or 1, Tq, Tk) bool, for tests, the reference and short sequences."""
+        head, row, column = self.coordinates()
+        shape = (self.n_batch * self.n_head, self.n_rows, self.n_columns, self.block_size, self.block_size)
+        dense = torch.zeros(shape, dtype=torch.bool, device=self.keys.device)
+        dense[head, row, column] = unpack(self.bits)[self.tiles]
+        dense = dense.transpose(2, 3).reshape(
+            self.n_batch, self.n_head, self.n_rows * self.block_size, self.n_columns * self.block_size
+        )
+        return dense[:, :, : self.seq_q, : self.seq_k]
+
+    def rows_to_dense(self, rows: Tensor) -> Tensor:
+        """The queries at rows (n,): (B or 1, H or 1, n, Tk) bool."""
+        heads = torch.arange(self.n_batch * self.n_head, device=rows.device)[:, None, None]
+        line = heads * self.n_rows + (rows // self.block_size)[:, None]
+        tiles = self._find(line * self.n_columns + torch.arange(self.n_columns, device=rows.device))
+        nothing = self.bits.new_zeros(1, *self.bits.shape[1:])
+        words = torch.cat([self.bits, nothing])[tiles, (rows % self.block_size)[:, None]]
+        dense = unpack(words).flatten(-2)[..., : self.seq_k]
+        return dense.view(self.n_batch, self.n_head, len(rows), self.seq_k)
+
+    def density(self) -> float:
+        """The share of blocks that are kept, among all, or, of a causal mask, among those of causal ones."""
+        n_all = self.n_rows * self.n_columns
+        if self.causal:
+            last = torch.arange(1, self.n_rows + 1) * self.block_size + self.seq_k - self.seq_q
+            n_all = int(
+                ((last.clamp(max=self.seq_k) + self.block_size - 1) // self.block_size).clamp(min=0).sum()
+            )
+        return len(self.keys) / (self.n_batch * self.n_head * n_all)
+
+    def reach(self, n_layers: int) -> float:
+        """The share of block pairs that information can cross in n_layers; see `reach`."""
+        return reach([self] * n_layers)
+
+    def plot(self, path) -> None:
+        """Draws the stored blocks of the first batch and head, full ones dark; at most 512 x 512 pixels."""
+        import matplotlib.pyplot as plt
+
+        head, row, column = (x.cpu() for x in self.coordinates())
+        weight = torch.where(self.tiles.cpu() == FULL, 1.0, 0.5)[head == 0]
+        n_rows, n_columns = min(self.n_rows, 512), min(self.n_columns, 512)
+        place = (
+            row[head == 0] * n_rows // self.n_rows * n_columns
+            + column[head == 0] * n_columns // self.n_columns
+        )
+        picture = torch.zeros(n_rows * n_columns).scatter_reduce(0, place, weight, "amax")
+        figure, axis = plt.subplots(figsize=(5, 5))
+        axis.imshow(picture.view(n_rows, n_columns), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+        axis.set_xlabel(f"blocks of {self.block_size} keys")
+        axis.set_ylabel(f"blocks of {self.block_size} queries")
+        axis.set_title(f"{self.seq_q} x {self.seq_k}, density {self.density():.1%}")
+        figure.tight_layout()
+        figure.savefig(path, dpi=120)
+        plt.close(figure)
+
+    def check_combines(self, other: "BlockMask") -> None:
+        for name in ("seq_q", "seq_k", "block_size"):
+            if getattr(self, name) != getattr(other, name):
+                raise ValueError(
+                    f"block masks that combine must have one {name}, got {getattr(self, name)} and "
+                    f"{getattr(other, name)}: build both for the same"
+                )
+
+    def _aligned(self, other: "BlockMask") -> tuple["BlockMask", "BlockMask"]:
+        """Both, for the same batches and heads."""
+        self.check_combines(other)
+        shape = max(self.n_batch, other.n_batch), max(self.n_head, other.n_head)
+        return self.expand(*shape), other.expand(*shape)
+
+    def _combine(self, other: "BlockMask", keys: Tensor, operation, causal: bool) -> "BlockMask":
+        """The blocks at keys, by an operation on the bits; where a mask has no block, its bits are 0."""
+        mine, others = self._find(keys), other._find(keys)
+        pairs, tiles = (mine * (len(other.bits) + 1) + others).unique(return_inverse=True)
+        nothing = self.bits.new_zeros(1, *self.bits.shape[1:])
+        a = torch.cat([self.bits, nothing])[pairs // (len(other.bits) + 1)]
+        b = torch.cat([other.bits, nothing])[pairs % (len(other.bits) + 1)]
+        return self._like(self.n_batch, self.n_head, keys, tiles, operation(a, b), causal)
+
+    def _find(self, keys: Tensor) -> Tensor:
+        """The tile at each of keys, or the number of tiles where there is no block."""
+        place = torch.searchsorted(self.keys, keys)
+        padded = torch.cat([self.keys, self.keys.new_full((1,), -1)])
+        tiles = torch.cat([self.tiles, self.tiles.new_full((1,), len(self.bits))])
+        return torch.where(padded[place] == keys, tiles[place], len(self.bits))
+
+    def _like(self, n_batch: int, n_head: int, *blocks) -> "BlockMask":
+        return BlockMask.build(self.seq_q, self.seq_k, self.block_size, n_batch, n_head, *blocks)
+
+    def _lists(self, head: Tensor, line: Tensor, block: Tensor, n_lines: int) -> BlockLists:
+        partial = self.tiles != FULL
+        line = head * n_lines + line
+        order = ((2 * line + partial) * max(self.n_rows, self.n_columns) + block).argsort()
+        n_all = self.n_batch * self.n_head * n_lines
+        counts, n_partial = (torch.bincount(x, minlength=n_all) for x in (line, line[partial]))
+        end = counts.cumsum(0)
+        longest = counts.view(-1, n_lines).argsort(dim=1, descending=True, stable=True).flatten()
+        spans = torch.stack([end - counts, end - n_partial, end, longest], 1).int()
+        entries = torch.stack([block, self.tiles], 1)[order].int()
+        return BlockLists(spans.view(self.n_batch, self.n_head, n_lines, 4), entries)
+
+
+def reach(masks: Sequence[BlockMask]) -> float:
+    """The share of block pairs that information can cross through layers with these masks, in order.
+
+    Of all pairs, or, of causal masks, of those up to the diagonal; any head may carry it, and every layer
+    hands on what it has. Warns below 100%. Takes n_rows x n_columns numbers.
+    """
+    first = masks[0]
+    if first.n_rows != first.n_columns:
+        raise ValueError(f"reach needs as many queries as keys, got {first.seq_q} and {first.seq_k}")
+    seen = torch.eye(first.n_rows, device=first.keys.device).expand(first.n_batch, -1, -1)
+    for mask in masks:
+        first.check_combines(mask)
+        head, row, column = mask.coordinates()
+        crossed = torch.eye(first.n_rows, device=first.keys.device).repeat(mask.n_batch, 1, 1)
+        crossed[head // mask.n_head, row, column] = 1.0
+        seen = (crossed @ seen > 0).float()
+    pairs = torch.ones_like(seen[0])
+    share = (
+        seen.sum() / (seen.shape[0] * (pairs.tril() if all(m.causal for m in masks) else pairs).sum())
+    ).item()
+    if share < 1.0:
+        warnings.warn(
+            f"{share:.1%} of block pairs are reached in {len(masks)} layers: some tokens never hear of "
+            "others; add window(n), or more layers, or a dense one",
+            stacklevel=2,
+        )
+    return share
+
+
+def n_blocks(seq_len: int, block_size: int) -> int:
+    return (seq_len + block_size - 1) // block_size

@@ -1,0 +1,256 @@
+"""Patterns of block-sparse attention; `&` and `|` combine them, BlockMask.stack gives each head its own.
+
+    mask = window(65536, 1024) | sinks(65536, 64)
+    out = flash_attention(q, k, v, block_mask=mask)
+
+In the pictures a character is a block: # full, + partial, . not computed. Every pattern also takes
+block_size=128 (or 64) and device="cpu"; from_blocks, from_dense and from_intervals build any other mask.
+"""
+
+import ast
+
+import torch
+from torch import Tensor
+
+from kernels.block_constructors import from_blocks, from_dense, from_intervals, listed_blocks
+from kernels.block_mask import BlockMask, n_blocks
+
+__all__ = [
+    "bigbird",
+    "butterfly",
+    "causal",
+    "documents",
+    "fixed",
+    "from_blocks",
+    "from_dense",
+    "from_intervals",
+    "parse",
+    "power_of_two_strided",
+    "sinks",
+    "strided",
+    "top_k",
+    "window",
+]
+
+
+def causal(seq_len: int, *, block_size: int = 128, device="cpu") -> BlockMask:
+    """Every key up to the query itself.
+
+    +.......
+    #+......
+    ##+.....
+    ###+....
+    """
+    i = torch.arange(seq_len, device=device)
+    return from_intervals(torch.zeros_like(i), i + 1, seq_len, block_size=block_size, causal=True)
+
+
+def window(seq_len: int, n: int, *, block_size: int = 128, device="cpu") -> BlockMask:
+    """The last n keys, the query itself among them, to the token.
+
+    +.......
+    #+......
+    +#+.....
+    .+#+....
+    """
+    _at_least_one("n", n)
+    i = torch.arange(seq_len, device=device)
+    return from_intervals((i + 1 - n).clamp(min=0), i + 1, seq_len, block_size=block_size, causal=True)
+
+
+def sinks(seq_len: int, n: int, *, block_size: int = 128, device="cpu") -> BlockMask:
+    """The first n keys, on which attention without anything to look at rests (Xiao et al., arXiv:2309.17453).
+
+    +.......
+    +.......
+    +.......
+    +.......
+    """
+    _at_least_one("n", n)
+    i = torch.arange(seq_len, device=device)
+    return from_intervals(
+        torch.zeros_like(i), (i + 1).clamp(max=n), seq_len, block_size=block_size, causal=True
+    )
+
+
+def strided(seq_len: int, n_blocks_apart: int, *, block_size: int = 128, device="cpu") -> BlockMask:
+    """Every n-th block back, counted from the query's own (Child et al., arXiv:1904.10509); n = 2:
+
+    +.......
+    .+......
+    #.+.....
+    .#.+....
+    """
+    _at_least_one("n_blocks_apart", n_blocks_apart)
+    n = n_blocks(seq_len, block_size)
+    return _causal_steps(seq_len, torch.arange(0, n, n_blocks_apart, device=device), block_size)
+
+
+def power_of_two_strided(seq_len: int, *, block_size: int = 128, device="cpu") -> BlockMask:
+    """The blocks 0, 1, 2, 4, 8 ... back: the butterfly made causal, which reaches everything in log2 layers.
+
+    +.......
+    #+......
+    ##+.....
+    .##+....
+    #.##+...
+    .#.##+..
+    """
+    n = n_blocks(seq_len, block_size)
+    steps = torch.tensor([0, *(2**k for k in range(n.bit_length()))], device=device)
+    return _causal_steps(seq_len, steps, block_size)
+
+
+def butterfly(seq_len: int, *, block_size: int = 128, device="cpu") -> BlockMask:
+    """Block i and every i XOR 2^k, for full attention, as FlashAttention used (Pixelfly, arXiv:2112.00029).
+
+    Under a causal mask it is disconnected: use power_of_two_strided there.
+
+    ###.#...
+    ##.#.#..
+    #.##..#.
+    .###...#
+    #...###.
+    .#..##.#
+    ..#.#.##
+    ...#.###
+    """
+    n = n_blocks(seq_len, block_size)
+    i = torch.arange(n, device=device)
+    flips = torch.tensor([0, *(2**k for k in range((n - 1).bit_length()))], device=device)
+    row, column = i.repeat_interleave(len(flips)), (i[:, None] ^ flips).flatten()
+    return from_blocks(row[column < n], column[column < n], seq_len, block_size=block_size)
+
+
+def fixed(seq_len: int, n_group: int, *, block_size: int = 128, device="cpu") -> BlockMask:
+    """Groups of n_group blocks: a query sees its own group and the last block of each one before; n = 2:
+
+    +.......
+    #+......
+    .#+.....
+    .##+....
+    .#.#+...
+    .#.###..
+    """
+    _at_least_one("n_group", n_group)
+    n = n_blocks(seq_len, block_size)
+    row = torch.arange(n, device=device)[:, None]
+    own = row // n_group * n_group + torch.arange(n_group, device=device)
+    summaries = torch.arange(n_group - 1, n, n_group, device=device).expand(n, -1)
+    return _causal_blocks(seq_len, row, torch.cat([own, summaries], 1), block_size)
+
+
+def bigbird(
+    seq_len: int,
+    n_window: int,
+    n_global: int,
+    n_random: int,
+    *,
+    seed: int = 0,
+    block_size: int = 128,
+    device="cpu",
+) -> BlockMask:
+    """The last n_window blocks, the first n_global, and n_random earlier ones (BigBird, arXiv:2007.14062).
+
+    +.......
+    #+......
+    ##+.....
+    #.#+....
+    ##.#+...
+    #.#.#+..
+    """
+    _at_least_one("n_window", n_window)
+    row = torch.arange(n_blocks(seq_len, block_size), device=device)[:, None]
+    generator = torch.Generator().manual_seed(seed)
+    draw = torch.rand(len(row), n_random, generator=generator).to(device)
+    columns = [
+        row - torch.arange(n_window, device=device),
+        torch.arange(n_global, device=device).expand(len(row), -1),
+        (draw * row).long(),
+    ]
+    return _causal_blocks(seq_len, row, torch.cat(columns, 1), block_size)
+
+
+def documents(document_ids: Tensor, *, block_size: int = 128) -> BlockMask:
+    """A token sees its own document, before and behind it; document_ids: (B, T), non-decreasing."""
+    ids = document_ids.contiguous()
+    first, end = torch.searchsorted(ids, ids), torch.searchsorted(ids, ids, right=True)
+    return from_intervals(first, end, ids.shape[1], block_size=block_size)
+
+
+def top_k(q: Tensor, k: Tensor, n: int, *, causal: bool = True, block_size: int = 128) -> BlockMask:
+    """For each block of queries the n blocks of keys whose mean key likes the mean query best.
+
+    q: (B, T, H, D), k: (B, T, Hkv, D). With causal, the query's own block is always one of the n, and only
+    earlier ones compete. Nothing flows back through the choice. Source: MoBA, arXiv:2502.13189.
+    """
+    _at_least_one("n", n)
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(f"top_k needs as many queries as keys, got {q.shape[1]} and {k.shape[1]}")
+    batch, seq_len, n_head, _ = q.shape
+    mean_q, mean_k = (_block_means(x.detach(), block_size) for x in (q, k))
+    mean_k = mean_k.repeat_interleave(n_head // k.shape[2], dim=1)
+    scores = mean_q @ mean_k.mT  # (B, H, n_blocks, n_blocks)
+    if causal:
+        later = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+        scores.diagonal(dim1=-2, dim2=-1).fill_(torch.inf)
+    best = scores.topk(min(n, scores.shape[-1]))
+    head, row, rank = (best.values > -torch.inf).flatten(0, 1).nonzero(as_tuple=True)
+    column = best.indices.flatten(0, 1)[head, row, rank]
+    return listed_blocks(seq_len, seq_len, block_size, batch, n_head, head, row, column, causal)
+
+
+PATTERNS = {
+    f.__name__: f for f in (causal, window, sinks, strided, power_of_two_strided, butterfly, fixed, bigbird)
+}
+
+
+def parse(text: str, seq_len: int, *, block_size: int = 128, device="cpu") -> BlockMask:
+    """The mask that a configuration writes as "window(1024) | strided(8)": patterns, integers, & and |."""
+
+    def value(node: ast.AST) -> BlockMask:
+        match node:
+            case ast.BinOp(left, ast.BitOr(), right):
+                return value(left) | value(right)
+            case ast.BinOp(left, ast.BitAnd(), right):
+                return value(left) & value(right)
+            case ast.Call(ast.Name(name), arguments, []) if name in PATTERNS:
+                numbers = [ast.literal_eval(x) for x in arguments]
+                return PATTERNS[name](seq_len, *numbers, block_size=block_size, device=device)
+        raise ValueError(
+            f"{ast.unparse(node)!r} in {text!r} is no pattern: combine {', '.join(PATTERNS)} of integers "
+            "by & and |"
+        )
+
+    try:
+        return value(ast.parse(text, mode="eval").body)
+    except (SyntaxError, TypeError) as error:
+        raise ValueError(f"pattern {text!r}: {error}") from error
+
+
+def _causal_steps(seq_len: int, steps: Tensor, block_size: int) -> BlockMask:
+    """Each block of queries with the blocks that lie so many steps back."""
+    row = torch.arange(n_blocks(seq_len, block_size), device=steps.device)[:, None]
+    return _causal_blocks(seq_len, row, row - steps, block_size)
+
+
+def _causal_blocks(seq_len: int, row: Tensor, column: Tensor, block_size: int) -> BlockMask:
+    """These blocks, where they are neither before the first key nor behind the query; row broadcasts."""
+    inside = (column >= 0) & (column <= row)
+    row, column = row.expand_as(column)[inside], column[inside]
+    return listed_blocks(seq_len, seq_len, block_size, 1, 1, torch.zeros_like(row), row, column, True)
+
+
+def _block_means(x: Tensor, block_size: int) -> Tensor:
+    """(B, T, H, D) as (B, H, n_blocks, D) float32."""
+    n = n_blocks(x.shape[1], block_size)
+    padded = torch.nn.functional.pad(x.float(), (0, 0, 0, 0, 0, n * block_size - x.shape[1]))
+    sums = padded.unflatten(1, (n, block_size)).sum(2)
+    counts = (x.shape[1] - torch.arange(n, device=x.device) * block_size).clamp(max=block_size)
+    return (sums / counts.view(-1, 1, 1)).transpose(1, 2)
+
+
+def _at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")

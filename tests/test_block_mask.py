@@ -1,0 +1,211 @@
+"""Block masks hold exactly the mask that they were built from, and never more than their blocks."""
+
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import bit_tiles, block_masks
+from kernels.block_mask import BlockMask, reach
+
+SHAPES = [(50, 64), (256, 64), (300, 64), (500, 128)]
+
+
+def positions(seq_len: int, block_size: int):
+    """Query, key, block of the query and block of the key, to broadcast."""
+    i, j = torch.arange(seq_len)[:, None], torch.arange(seq_len)[None]
+    return i, j, i // block_size, j // block_size
+
+
+def assert_is(mask: BlockMask, expected: torch.Tensor) -> None:
+    assert torch.equal(mask.to_dense(), expected.expand_as(mask.to_dense()))
+    rows = torch.arange(0, mask.seq_q, 7)
+    assert torch.equal(mask.rows_to_dense(rows), mask.to_dense()[:, :, rows])
+
+
+@pytest.mark.parametrize(("seq_len", "block_size"), SHAPES)
+def test_patterns_are_what_they_say(seq_len, block_size):
+    i, j, row, column = positions(seq_len, block_size)
+    back, size = row - column, {"block_size": block_size}
+    power_of_two = (back & (back - 1)) == 0
+    expected = {
+        "causal()": j <= i,
+        "window(1)": j == i,
+        "window(70)": (j <= i) & (j > i - 70),
+        "window(1000)": j <= i,
+        "sinks(64)": (j <= i) & (j < 64),
+        "sinks(70)": (j <= i) & (j < 70),
+        "strided(1)": j <= i,
+        "strided(3)": (j <= i) & (back % 3 == 0),
+        "power_of_two_strided()": (j <= i) & power_of_two,
+        "butterfly()": ((row ^ column) & ((row ^ column) - 1)) == 0,
+        "fixed(2)": (j <= i) & ((row // 2 == column // 2) | (column % 2 == 1)),
+        "bigbird(2, 1, 0)": (j <= i) & ((back < 2) | (column < 1)),
+    }
+    for text, dense in expected.items():
+        mask = block_masks.parse(text, seq_len, **size)
+        assert_is(mask, dense)
+        assert mask.causal == (text != "butterfly()")
+
+
+@pytest.mark.parametrize(("seq_len", "block_size"), SHAPES)
+def test_and_and_or_are_exact_to_the_token(seq_len, block_size):
+    i, j, row, column = positions(seq_len, block_size)
+    texts = {
+        "window(70) | strided(3)": (j <= i) & ((j > i - 70) | ((row - column) % 3 == 0)),
+        "window(70) & sinks(90)": (j <= i) & (j > i - 70) & (j < 90),
+        "butterfly() & causal() | window(9)": (j <= i)
+        & (((row ^ column) & ((row ^ column) - 1) == 0) | (j > i - 9)),
+        "window(7) & strided(2) & sinks(3)": (j <= i) & (j > i - 7) & ((row - column) % 2 == 0) & (j < 3),
+    }
+    for text, dense in texts.items():
+        assert_is(block_masks.parse(text, seq_len, block_size=block_size), dense)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    seq_q=st.integers(1, 200),
+    seq_k=st.integers(1, 200),
+    shape=st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 3)]),
+    share=st.sampled_from([0.0, 0.001, 0.5, 1.0]),
+    seed=st.integers(0, 99),
+)
+def test_any_dense_mask_survives_and_combines(seq_q, seq_k, shape, share, seed):
+    torch.manual_seed(seed)
+    a, b = torch.rand(*shape, seq_q, seq_k) < share, torch.rand(1, 1, seq_q, seq_k) < 0.01
+    mask, other = (block_masks.from_dense(x, block_size=64) for x in (a, b))
+    assert_is(mask, a)
+    assert_is(mask & other, a & b)
+    assert_is(other | mask, a | b)
+    assert mask.causal == (not (a & torch.ones(seq_q, seq_k, dtype=torch.bool).triu(1 + seq_k - seq_q)).any())
+
+
+def test_the_lists_name_each_block_once_from_both_sides_full_ones_first():
+    mask = block_masks.parse("window(100) | strided(3)", 700, block_size=64)
+    stored = sorted(zip(*(x.tolist() for x in mask.coordinates()[1:]), mask.tiles.tolist(), strict=True))
+    for lists, swap in ((mask.rows, False), (mask.columns, True)):
+        found = []
+        for line, (start, partial, end, _) in enumerate(lists.spans[0, 0].tolist()):
+            entries = lists.entries[start:end].tolist()
+            assert all(tile == 0 for _, tile in entries[: partial - start])
+            assert all(tile > 0 for _, tile in entries[partial - start :])
+            assert [b for b, _ in entries[: partial - start]] == sorted(
+                b for b, _ in entries[: partial - start]
+            )
+            found += [(block, line, tile) if swap else (line, block, tile) for block, tile in entries]
+        assert sorted(found) == stored
+        lengths = (lists.spans[0, 0, :, 2] - lists.spans[0, 0, :, 0])[lists.spans[0, 0, :, 3].long()]
+        assert (lengths.diff() <= 0).all()
+        assert sorted(lists.spans[0, 0, :, 3].tolist()) == list(range(11))
+
+
+def test_documents_differ_by_batch():
+    ids = torch.randint(4, (2, 300)).sort(dim=1).values
+    expected = ids[:, None, :, None] == ids[:, None, None, :]
+    assert_is(block_masks.documents(ids, block_size=64), expected)
+    i, j, _, _ = positions(300, 64)
+    assert_is(
+        block_masks.documents(ids, block_size=64) & block_masks.causal(300, block_size=64),
+        expected & (j <= i),
+    )
+
+
+def test_each_head_may_have_its_own_pattern():
+    masks = [block_masks.parse(text, 200, block_size=64) for text in ("window(5)", "sinks(9)", "causal()")]
+    stacked = BlockMask.stack(masks)
+    assert stacked.n_head == 3
+    for head, mask in enumerate(masks):
+        assert torch.equal(stacked.to_dense()[:, head], mask.to_dense()[:, 0])
+
+
+def test_top_k_keeps_the_blocks_that_score_best():
+    q, k = torch.zeros(1, 256, 2, 4), torch.zeros(1, 256, 1, 4)
+    q[..., 0] = 1
+    # blocks 0 to 3 of keys: the second is liked best, then the first
+    k[:, :, 0, 0] = torch.tensor([2.0, 3.0, 1.0, 0.0]).repeat_interleave(64)
+    kept = block_masks.top_k(q, k, 2, block_size=64).to_dense()[0, :, ::64, ::64].int().tolist()
+    assert kept == [[[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 1, 0, 1]]] * 2
+    kept = block_masks.top_k(q, k, 1, causal=False, block_size=64).to_dense()[0, 0, ::64, ::64]
+    assert kept.int().tolist() == [[0, 1, 0, 0]] * 4
+
+
+def test_equal_tiles_are_stored_once():
+    assert len(block_masks.window(4096, 1024).bits) == 3
+    assert len(block_masks.causal(4096).bits) == 2
+
+
+def test_density_counts_kept_blocks_over_causal_ones():
+    assert block_masks.causal(1024).density() == 1.0
+    assert block_masks.window(1024, 128).density() == pytest.approx(15 / 36)
+    # log2 of n, plus one, of n blocks: the paper's
+    assert block_masks.butterfly(4096).density() == pytest.approx(6 / 32)
+
+
+def test_reach_is_that_of_the_paper_and_warns_below_all():
+    butterfly = block_masks.butterfly(16 * 128)
+    assert butterfly.reach(4) == 1.0
+    with pytest.warns(UserWarning, match="59.6% of block pairs are reached in 12 layers"):
+        assert (butterfly & block_masks.causal(16 * 128)).reach(12) == pytest.approx(81 / 136)
+    with pytest.warns(UserWarning, match="are reached in 4 layers"):
+        assert block_masks.power_of_two_strided(64 * 128).reach(4) == pytest.approx(0.97, abs=0.01)
+    assert block_masks.power_of_two_strided(64 * 128).reach(6) == 1.0
+    # the layers may differ
+    window, dense = block_masks.window(1024, 256), block_masks.causal(1024)
+    assert reach([window, dense, window]) == 1.0
+
+
+def test_a_million_tokens_take_their_blocks_and_a_moment():
+    start = time.perf_counter()
+    mask = block_masks.parse("window(1024) | sinks(64)", 2**20)
+    assert time.perf_counter() - start < 10.0  # a second on an idle core
+    assert sum(x.numel() * 4 for x in mask.tensors()) < 3e6
+
+
+def test_a_plot_is_drawn(tmp_path):
+    block_masks.parse("window(1024) | strided(8)", 2**17).plot(tmp_path / "mask.png")
+    assert (tmp_path / "mask.png").stat().st_size > 1000
+
+
+def test_sums_that_collide_do_not_merge_different_rows(monkeypatch):
+    monkeypatch.setattr(torch, "randint", lambda *shape, **_: torch.zeros(shape[1], dtype=torch.int64))
+    rows = torch.tensor([[1, 2], [3, 4], [1, 2]])
+    first, which = bit_tiles.distinct(rows)
+    assert torch.equal(rows[first][which], rows)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: block_masks.window(100, 0), "n must be at least 1, got 0"),
+        (lambda: block_masks.causal(100, block_size=32), r"block_size must be one of \(64, 128\), got 32"),
+        (
+            lambda: block_masks.from_blocks(torch.tensor([2]), torch.tensor([0]), 200),
+            "row must be from 0 to 1",
+        ),
+        (
+            lambda: block_masks.from_blocks(torch.tensor([0]), torch.tensor([-1]), 200),
+            "column must be from 0",
+        ),
+        (
+            lambda: block_masks.from_intervals(torch.tensor([1, 0]), torch.tensor([2, 2]), 2),
+            "first must not decrease",
+        ),
+        (
+            lambda: block_masks.causal(100) | block_masks.causal(101),
+            "must have one seq_q, got 100 and 101",
+        ),
+        (
+            lambda: block_masks.causal(100) & block_masks.causal(100, block_size=64),
+            "must have one block_size, got 128 and 64",
+        ),
+        (lambda: block_masks.causal(100).expand(1, 2).expand(1, 3), "n_head of a block mask must be 1 or 3"),
+        (lambda: block_masks.top_k(torch.zeros(1, 9, 1, 8), torch.zeros(1, 8, 1, 8), 1), "got 9 and 8"),
+        (lambda: block_masks.parse("window(x)", 100), "malformed node|pattern"),
+        (lambda: block_masks.parse("causal() + causal()", 100), "is no pattern"),
+    ],
+)
+def test_bad_input_is_refused_with_the_numbers(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from kernels.block_mask import BlockMask
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # tensor -> the version whose values were found right, so that a mask is read once and not in every layer
@@ -109,6 +111,30 @@ def check_document_ids(document_ids: Tensor, q: Tensor, k: Tensor) -> None:
                 "document_ids must not decrease along a row: number the documents in their order"
             )
         CHECKED[document_ids] = document_ids._version
+
+
+def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor) -> None:
+    """Whether a block mask was built for these lengths, heads and device; (B, T, H, D) or (total, H, D)."""
+    if not isinstance(block_mask, BlockMask):
+        raise ValueError(
+            f"block_mask must be a BlockMask, got {type(block_mask).__name__}: see block_masks.py"
+        )
+    for name, have, x in (("seq_q", block_mask.seq_q, q), ("seq_k", block_mask.seq_k, k)):
+        if have != x.shape[-3]:
+            raise ValueError(
+                f"block_mask was built for {name}={have}, got {x.shape[-3]} tokens: build it for this length"
+            )
+    n_batch = q.shape[0] if q.dim() == 4 else 1
+    for name, have, need in (
+        ("batches", block_mask.n_batch, n_batch),
+        ("heads", block_mask.n_head, q.shape[-2]),
+    ):
+        if have not in (1, need):
+            raise ValueError(f"block_mask must have 1 or {need} {name}, as q, got {have}")
+    if block_mask.bits.device != q.device:
+        raise ValueError(
+            f"block_mask must be on {q.device}, got {block_mask.bits.device}: build it with device={q.device}"
+        )
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, x: Tensor) -> None:

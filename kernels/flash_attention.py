@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels import checks
+from kernels.block_mask import BlockMask
 from kernels.intervals import document_bounds, varlen_bounds
 from kernels.operators import attention_forward
 
@@ -26,7 +27,7 @@ def flash_attention(
     softmax_scale: float | None = None,
     window: int | None = None,
     document_ids: Tensor | None = None,
-    block_mask=None,
+    block_mask: BlockMask | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     deterministic: bool = False,
@@ -48,8 +49,7 @@ def flash_attention(
     q, k, v = checks.autocast(q, k, v)
     checks.check_tensors(q, k, v, n_dims=4)
     checks.check_options(q, causal, softmax_scale, window, dropout_p, dropout_seed)
-    if block_mask is not None:
-        raise ValueError("block_mask is not built yet: pass block_mask=None, or use window or document_ids")
+    causal = check_block_mask(block_mask, causal, window, q, k)
     key_bounds = query_bounds = None
     if document_ids is not None:
         checks.check_document_ids(document_ids, q, k)
@@ -66,6 +66,7 @@ def flash_attention(
         dropout_p,
         dropout_seed,
         deterministic,
+        block_mask,
     )
     return (out, lse) if return_lse else out
 
@@ -80,6 +81,7 @@ def flash_attention_varlen(
     causal: bool = True,
     softmax_scale: float | None = None,
     window: int | None = None,
+    block_mask: BlockMask | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     deterministic: bool = False,
@@ -102,6 +104,7 @@ def flash_attention_varlen(
     else:
         checks.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k)
         checks.check_same_count(cu_seqlens, cu_seqlens_k)
+    causal = check_block_mask(block_mask, causal, window, q, k)
     key_bounds, query_bounds = varlen_bounds(
         cu_seqlens, cu_seqlens_k, q.shape[0], k.shape[0], causal=causal, window=window
     )
@@ -118,8 +121,19 @@ def flash_attention_varlen(
         dropout_p,
         dropout_seed,
         deterministic,
+        block_mask,
     )
     return (out[0], lse[0]) if return_lse else out[0]
+
+
+def check_block_mask(
+    block_mask: BlockMask | None, causal: bool, window: int | None, q: Tensor, k: Tensor
+) -> bool:
+    """Checks the block mask; returns whether the kernels have to cut at the diagonal themselves."""
+    if block_mask is None:
+        return causal
+    checks.check_block_mask(block_mask, q, k)
+    return causal and not (block_mask.causal and window is None)
 
 
 def attend(
@@ -134,6 +148,7 @@ def attend(
     dropout_p: float,
     dropout_seed: int | Tensor | None,
     deterministic: bool,
+    block_mask: BlockMask | None,
 ) -> tuple[Tensor, Tensor]:
     """Fills in the defaults and calls the operator."""
     if softmax_scale is None:
@@ -154,6 +169,7 @@ def attend(
         key_bounds,
         query_bounds,
         dropout_seed,
+        [] if block_mask is None else block_mask.tensors(),
         softmax_scale,
         causal,
         window,

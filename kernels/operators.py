@@ -33,6 +33,7 @@ def attention_forward(
     key_bounds: Tensor | None,
     query_bounds: Tensor | None,
     dropout_seed: Tensor | None,
+    blocks: list[Tensor],
     softmax_scale: float,
     causal: bool,
     window: int | None,
@@ -48,6 +49,7 @@ def attention_forward(
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
         deterministic=deterministic,
+        blocks=tuple(blocks),
     )
     return implementation(problem, q, k, v).attention_forward(problem, q, k, v)
 
@@ -64,6 +66,7 @@ def attention_backward(
     key_bounds: Tensor | None,
     query_bounds: Tensor | None,
     dropout_seed: Tensor | None,
+    blocks: list[Tensor],
     softmax_scale: float,
     causal: bool,
     window: int | None,
@@ -79,6 +82,7 @@ def attention_backward(
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
         deterministic=deterministic,
+        blocks=tuple(blocks),
     )
     return implementation(problem, q, k, v).attention_backward(problem, dout, dlse, q, k, v, out, lse)
 
@@ -95,18 +99,20 @@ def _(dout, dlse, q, k, v, *options):
 
 
 def save_for_backward(ctx, inputs, output):
-    q, k, v, key_bounds, query_bounds, dropout_seed, *options = inputs
-    ctx.save_for_backward(q, k, v, *output, key_bounds, query_bounds, dropout_seed)
+    q, k, v, key_bounds, query_bounds, dropout_seed, blocks, *options = inputs
+    ctx.save_for_backward(q, k, v, *output, key_bounds, query_bounds, dropout_seed, *blocks)
     ctx.options = options
     ctx.set_materialize_grads(False)
 
 
 def backward(ctx, dout, dlse):
-    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    q, k, v, out, lse, key_bounds, query_bounds, dropout_seed, *blocks = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    gradients = attention_backward(dout, dlse, q, k, v, out, lse, *tensors, *ctx.options)
-    return *gradients, *(None for _ in range(8))
+    gradients = attention_backward(
+        dout, dlse, q, k, v, out, lse, key_bounds, query_bounds, dropout_seed, blocks, *ctx.options
+    )
+    return *gradients, None, None, None, [None] * len(blocks), *(None for _ in ctx.options)
 
 
 def refuse_second_derivative(ctx, *gradients):

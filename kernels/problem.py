@@ -25,10 +25,27 @@ class Problem:
     dropout_p: float
     dropout_seed: Tensor | None
     deterministic: bool
+    # of a BlockMask, as BlockMask.tensors gives them: lists of rows, lists of columns, tiles of bits
+    blocks: tuple[Tensor, ...] = ()
+
+    @property
+    def block_size(self) -> int:
+        """Queries and keys of a block of the block mask; 0 without one."""
+        return self.blocks[-1].shape[1] if self.blocks else 0
+
+    @property
+    def row_lists(self) -> tuple[Tensor | None, ...]:
+        """spans, entries, bits: for each block of queries its blocks of keys, see kernels/block_mask.py."""
+        return (*self.blocks[:2], self.blocks[4]) if self.blocks else (None, None, None)
+
+    @property
+    def column_lists(self) -> tuple[Tensor | None, ...]:
+        """spans, entries, bits: for each block of keys its blocks of queries."""
+        return self.blocks[2:] if self.blocks else (None, None, None)
 
     @property
     def mask(self) -> str:
-        """The kind of mask, one of portable/masks.py."""
+        """The kind of interval mask, one of portable/masks.py; a block mask cuts it further."""
         if self.key_bounds is not None:
             return "intervals"
         if self.window is not None:

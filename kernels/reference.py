@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kernels.block_mask import BlockMask
 from kernels.dropout import dropout_keep_mask
 
 
@@ -15,7 +16,7 @@ def attention_reference(
     softmax_scale: float | None = None,
     window: int | None = None,
     document_ids: Tensor | None = None,
-    block_mask=None,
+    block_mask: BlockMask | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     deterministic: bool = False,
@@ -29,8 +30,6 @@ def attention_reference(
     """
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
-    if block_mask is not None:
-        raise ValueError("block_mask is not built yet: pass block_mask=None")
     if dropout_p > 0.0 and dropout_seed is None:
         raise ValueError(
             f"dropout_seed must be given when dropout_p is {dropout_p}: pass an int or an int64 tensor"
@@ -43,6 +42,8 @@ def attention_reference(
     visible = visible_keys(
         seq_q, seq_k, causal=causal, window=window, document_ids=document_ids, device=q.device
     )
+    if block_mask is not None:
+        visible = visible & block_mask.to_dense()
     sees_any = visible.any(dim=-1, keepdim=True)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * softmax_scale
     # a row of nothing but -inf has no softmax: give it zeros, and take them back below

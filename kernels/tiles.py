@@ -22,6 +22,12 @@ class Tile(NamedTuple):
     # read by TMA where the GPU and the strides allow it
     tma: bool = False
 
+    def within(self, block_size: int) -> "Tile":
+        """The same, but not larger than a block of a block mask; 0 means no block mask."""
+        if block_size == 0:
+            return self
+        return self._replace(block_m=min(self.block_m, block_size), block_n=min(self.block_n, block_size))
+
     def options(self) -> dict[str, int]:
         """As the keyword arguments of a kernel launch."""
         return {
@@ -129,12 +135,20 @@ INTERPRETER = {"forward": Tile(64, 32, 4, 1), "dq": Tile(32, 64, 4, 1), "dkdv": 
 
 
 def choose_tile(
-    kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device, variant: str = ""
+    kernel: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    variant: str = "",
+    block_size: int = 0,
 ) -> Tile:
-    """The tile of kernel "forward", "dq" or "dkdv" on this device. variant: see Problem.tile_variant."""
+    """The tile of kernel "forward", "dq" or "dkdv" on this device.
+
+    variant: see Problem.tile_variant. block_size: of the block mask, if there is one.
+    """
     if device.type == "cpu":
         return INTERPRETER[kernel]
-    return find_tile(architecture(device), kernel, head_dim, dtype.itemsize, variant)
+    return find_tile(architecture(device), kernel, head_dim, dtype.itemsize, variant).within(block_size)
 
 
 def find_tile(arch: str, kernel: str, head_dim: int, itemsize: int, variant: str) -> Tile:

@@ -41,19 +41,30 @@ POINTERS = {
     "lse_log2_ptr": "*fp32",
     "delta_ptr": "*fp32",
     "bounds_ptr": "*i32",
+    "spans_ptr": "*i32",
+    "entries_ptr": "*i32",
+    "bits_ptr": "*i32",
     "seed_ptr": "*i64",
 }
 
 
 def compile_kernel(
-    kernel: str, arch: str, head_dim: int, dtype: str, mask: str, dropout: bool, tile=None
+    kernel: str,
+    arch: str,
+    head_dim: int,
+    dtype: str,
+    mask: str,
+    dropout: bool,
+    block_size: int = 0,
+    tile=None,
 ) -> dict:
     """What the compiled kernel uses: shared memory, registers and spilled bytes (None for AMD)."""
     function = KERNELS[kernel]
     variant = "dropout" if dropout else "window" if mask in ("window", "intervals") else ""
-    tile = tile or find_tile(arch, kernel, head_dim, DTYPES[dtype].itemsize, variant)
+    tile = (tile or find_tile(arch, kernel, head_dim, DTYPES[dtype].itemsize, variant)).within(block_size)
     constants = {
         "MASK": mask,
+        "BLOCK_SIZE": block_size,
         "DROPOUT": dropout,
         "PRECISION": "ieee",
         "TMA": tile.tma and arch in ("sm_90", "sm_100", "sm_120"),
@@ -65,6 +76,7 @@ def compile_kernel(
     # as at run time: an absent pointer is None, a one is known
     constants |= {} if mask == "intervals" else {"bounds_ptr": None}
     constants |= {} if dropout else {"seed_ptr": None}
+    constants |= {} if block_size else {"spans_ptr": None, "entries_ptr": None, "bits_ptr": None}
     constants |= {
         name: 1 for name in function.arg_names if re.fullmatch(r"stride_(q|k|v|do)d|group_size", name)
     }
@@ -124,6 +136,7 @@ EVERYTHING = {
     "dtype": ["bf16", "fp32"],
     "mask": ["causal"],
     "dropout": ["0"],
+    "block_size": ["0"],
 }
 
 
@@ -131,11 +144,17 @@ def main(arguments: list[str]) -> None:
     chosen = EVERYTHING | {
         name: values.split(",") for name, _, values in (a.partition("=") for a in arguments)
     }
-    names = ("arch", "kernel", "head_dim", "dtype", "mask", "dropout")
+    names = ("arch", "kernel", "head_dim", "dtype", "mask", "dropout", "block_size")
     for combination in product(*(chosen[name] for name in names)):
         row = dict(zip(names, combination, strict=True))
         used = compile_kernel(
-            row["kernel"], row["arch"], int(row["head_dim"]), row["dtype"], row["mask"], row["dropout"] == "1"
+            row["kernel"],
+            row["arch"],
+            int(row["head_dim"]),
+            row["dtype"],
+            row["mask"],
+            row["dropout"] == "1",
+            int(row["block_size"]),
         )
         print(json.dumps(row | {"triton": triton.__version__} | used), flush=True)
 

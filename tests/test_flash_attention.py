@@ -104,7 +104,7 @@ def test_gradients_are_the_same_bits_in_every_run(device):
 
 def test_operators_keep_the_contract_of_torch_library(device):
     q, k, v = random_qkv(1, 40, 40, 2, 1, 16, torch.float32, device)
-    options = (None, None, None, 0.25, True, None, 0.0, False)
+    options = (None, None, None, [], 0.25, True, None, 0.0, False)
     torch.library.opcheck(attention_forward, (q, k, v, *options))
     q, k, v = q.detach(), k.detach(), v.detach()
     out, lse = attention_forward(q, k, v, *options)

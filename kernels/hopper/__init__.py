@@ -26,6 +26,8 @@ def refusal(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"head_dim {head_dim} is not one of {HEAD_DIMS}"
     if problem.dropout_p > 0.0:
         return "has no dropout"
+    if problem.blocks:
+        return "has no block mask"
     if problem.deterministic:
         return "sums dq in any order, and deterministic=True was asked for"
     if problem.softmax_scale < 1e-20:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.portable.block_lists import list_strides, n_programs
 from kernels.portable.dkdv import dkdv_kernel
 from kernels.portable.dq import dq_kernel
 from kernels.portable.tile_io import head_descriptor, load_tile, tma_reads
@@ -97,6 +98,7 @@ def attention_backward(
     )  # fmt: skip
     constants = {
         "MASK": problem.mask,
+        "BLOCK_SIZE": problem.block_size,
         "DROPOUT": problem.dropout_p > 0.0,
         "PRECISION": dot_precision(),
         "HEAD_DIM": head_dim,
@@ -110,18 +112,20 @@ def attention_backward(
         rows = (tile.block_m, tile.block_n, tile.block_n, tile.block_m)
         return *(head_descriptor(x, n, block_d) for x, n in zip((q, k, v, dout), rows, strict=True)), True
 
-    tile = choose_tile("dkdv", head_dim, q.dtype, q.device, problem.tile_variant)
+    tile = choose_tile("dkdv", head_dim, q.dtype, q.device, problem.tile_variant, problem.block_size)
     *inputs, tma = sources(tile)
-    dkdv_kernel[triton.cdiv(seq_k, tile.block_n) * batch * n_kv_head,](
+    dkdv_kernel[n_programs(seq_k, problem.block_size, tile.block_n) * batch * n_kv_head,](
         *inputs, lse_log2, delta, dk, dv, problem.query_bounds, problem.dropout_seed,
-        *strides, *dk.stride()[:3], seq_q, seq_k, seq_padded, n_kv_head, n_head // n_kv_head, *scalars,
+        *problem.column_lists, *strides, *dk.stride()[:3], *list_strides(problem.column_lists),
+        seq_q, seq_k, seq_padded, n_kv_head, n_head // n_kv_head, *scalars,
         TMA=tma, **constants, **tile.options(),
     )  # fmt: skip
-    tile = choose_tile("dq", head_dim, q.dtype, q.device, problem.tile_variant)
+    tile = choose_tile("dq", head_dim, q.dtype, q.device, problem.tile_variant, problem.block_size)
     *inputs, tma = sources(tile)
-    dq_kernel[triton.cdiv(seq_q, tile.block_m) * batch * n_head,](
+    dq_kernel[n_programs(seq_q, problem.block_size, tile.block_m) * batch * n_head,](
         *inputs, lse_log2, delta, dq, problem.key_bounds, problem.dropout_seed,
-        *strides, *dq.stride()[:3], seq_q, seq_k, seq_padded, n_head, n_head // n_kv_head, *scalars,
+        *problem.row_lists, *strides, *dq.stride()[:3], *list_strides(problem.row_lists),
+        seq_q, seq_k, seq_padded, n_head, n_head // n_kv_head, *scalars,
         TMA=tma, **constants, **tile.options(),
     )  # fmt: skip
     return dq, dk, dv

@@ -8,8 +8,16 @@ through shared memory to become left operands.
 import triton
 import triton.language as tl
 
+from kernels.portable.block_lists import (
+    find_span,
+    first_of_program,
+    n_tiles,
+    tile_at,
+    tiles_of,
+    visible_bits,
+)
 from kernels.portable.dropout import keep_tile
-from kernels.portable.masks import block_at, n_blocks, queries_of_keys, split_blocks
+from kernels.portable.masks import queries_of_keys
 from kernels.portable.tile_io import load_tile, store_tile
 
 
@@ -17,16 +25,17 @@ from kernels.portable.tile_io import load_tile, store_tile
 def add_queries(
     dk, dv, k, v,
     q_source, dout_source, lse_ptr, delta_ptr,
-    start, full_start, full_end, end, first_query, end_query, seq_q,
+    span, entries_ptr, bits_ptr, first_query, end_query, seq_q, seq_k, window, bounds_ptr,
     stride_qt, stride_qd,
     stride_dot, stride_dod,
     scale_log2, seed, threshold, keep_scale, batch, head, first_column,
-    CUT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    CUT: tl.constexpr, MASK: tl.constexpr, BLOCK_SIZE: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Adds the queries in [start, end) to dk and dv; CUT where the mask or the last query cuts a block."""
-    for i in tl.range(0, n_blocks(start, full_start, full_end, end, CUT)):
-        m = block_at(i, start, full_start, full_end, CUT) * BLOCK_M
+    """Adds the queries of the span to dk and dv; CUT: those of blocks that a mask or the last query cuts."""
+    for i in tl.range(0, n_tiles(span, CUT, BLOCK_SIZE, BLOCK_M)):
+        m, bits = tile_at(i, span, entries_ptr, CUT, BLOCK_SIZE, BLOCK_M)
         rows = m + tl.arange(0, BLOCK_M)
         q = load_tile(
             q_source, batch, head, m, seq_q, stride_qt, stride_qd, TMA, HEAD_DIM, BLOCK_M, BLOCK_D, CUT
@@ -35,7 +44,13 @@ def add_queries(
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
         p = tl.exp2(scores * scale_log2 - lse[:, None])
         if CUT:
+            if BLOCK_SIZE != 0:
+                # computed again: registers are too few to keep them
+                columns = first_column + tl.arange(0, BLOCK_N)
+                first_query, end_query = queries_of_keys(columns, seq_q, seq_k, window, bounds_ptr, MASK)
             visible = (rows[:, None] >= first_query[None, :]) & (rows[:, None] < end_query[None, :])
+            if BLOCK_SIZE != 0:
+                visible &= visible_bits(bits_ptr, bits, m, first_column, BLOCK_SIZE, BLOCK_M, BLOCK_N)
             p = tl.where(visible, p, 0.0)
         dout = load_tile(
             dout_source, batch, head, m, seq_q, stride_dot, stride_dod, TMA, HEAD_DIM, BLOCK_M, BLOCK_D, CUT
@@ -56,23 +71,31 @@ def add_queries(
 @triton.jit(do_not_specialize=["seq_q", "seq_k", "seq_padded", "window", "threshold"])
 def dkdv_kernel(
     q_source, k_source, v_source, dout_source, lse_ptr, delta_ptr, dk_ptr, dv_ptr, bounds_ptr, seed_ptr,
+    spans_ptr, entries_ptr, bits_ptr,
     stride_qb, stride_qt, stride_qh, stride_qd,
     stride_kb, stride_kt, stride_kh, stride_kd,
     stride_vb, stride_vt, stride_vh, stride_vd,
     stride_dob, stride_dot, stride_doh, stride_dod,
     stride_dkb, stride_dkt, stride_dkh,
+    stride_sb, stride_sh,
     seq_q, seq_k, seq_padded, n_kv_head, group_size, window, softmax_scale, scale_log2, threshold, keep_scale,
-    MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    MASK: tl.constexpr, BLOCK_SIZE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    n_tiles = tl.cdiv(seq_k, BLOCK_N)
-    # the first keys of a causal mask are seen by the most queries: longest first
-    first_column = tl.program_id(0) % n_tiles * BLOCK_N
-    kv_head_of_batch = tl.program_id(0) // n_tiles
+    tiles_of_head = tiles_of(seq_k, BLOCK_SIZE, BLOCK_N)
+    program = tl.program_id(0) % tiles_of_head
+    kv_head_of_batch = tl.program_id(0) // tiles_of_head
     batch, kv_head = (kv_head_of_batch // n_kv_head).to(tl.int64), (kv_head_of_batch % n_kv_head).to(tl.int64)
     if not TMA:
         k_source += batch * stride_kb + kv_head * stride_kh
         v_source += batch * stride_vb + kv_head * stride_vh
+    # the first keys of a causal mask are seen by the most queries: longest first
+    first_column = program * BLOCK_N
+    if BLOCK_SIZE != 0:
+        # the order of the group's first head serves the others too
+        spans_ptr += batch * stride_sb + kv_head * group_size * stride_sh
+        first_column = first_of_program(spans_ptr, program, BLOCK_SIZE, BLOCK_N)
     if MASK == "intervals":
         bounds_ptr += batch * 2 * seq_k
     seed = 0
@@ -83,7 +106,10 @@ def dkdv_kernel(
     first_query, end_query = queries_of_keys(columns, seq_q, seq_k, window, bounds_ptr, MASK)
     first_a, end_a = queries_of_keys(first_column, seq_q, seq_k, window, bounds_ptr, MASK)
     first_b, end_b = queries_of_keys(first_column + BLOCK_N - 1, seq_q, seq_k, window, bounds_ptr, MASK)
-    start, full_start, full_end, end = split_blocks(first_a, end_a, first_b, end_b, BLOCK_M)
+    if BLOCK_SIZE == 0:
+        span = find_span(
+            first_a, end_a, first_b, end_b, spans_ptr, entries_ptr, first_column, MASK, BLOCK_SIZE, BLOCK_M
+        )
 
     k = load_tile(
         k_source,
@@ -121,18 +147,33 @@ def dkdv_kernel(
         if not TMA:
             q_of_head += batch * stride_qb + head * stride_qh
             dout_of_head += batch * stride_dob + head * stride_doh
+        if BLOCK_SIZE != 0:
+            span = find_span(
+                first_a,
+                end_a,
+                first_b,
+                end_b,
+                spans_ptr,
+                entries_ptr,
+                first_column,
+                MASK,
+                BLOCK_SIZE,
+                BLOCK_M,
+            )
+            spans_ptr += stride_sh
         row_of_head = (batch * n_kv_head * group_size + head) * seq_padded
         for CUT in tl.static_range(2):
             dk, dv = add_queries(
                 dk, dv, k, v,
                 q_of_head, dout_of_head,
                 lse_ptr + row_of_head, delta_ptr + row_of_head,
-                start, full_start, full_end, end,
-                first_query, end_query, seq_q,
+                span, entries_ptr, bits_ptr,
+                first_query, end_query, seq_q, seq_k, window, bounds_ptr,
                 stride_qt, stride_qd,
                 stride_dot, stride_dod,
                 scale_log2, seed, threshold, keep_scale, batch, head,
-                first_column, CUT, DROPOUT, PRECISION, TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D,
+                first_column, CUT, MASK, BLOCK_SIZE, DROPOUT, PRECISION, TMA,
+                HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
     dk_ptr += batch * stride_dkb + kv_head * stride_dkh
     dv_ptr += batch * stride_dkb + kv_head * stride_dkh

@@ -3,8 +3,16 @@
 import triton
 import triton.language as tl
 
+from kernels.portable.block_lists import (
+    find_span,
+    first_of_program,
+    n_tiles,
+    tile_at,
+    tiles_of,
+    visible_bits,
+)
 from kernels.portable.dropout import keep_tile
-from kernels.portable.masks import block_at, keys_of_queries, n_blocks, split_blocks
+from kernels.portable.masks import keys_of_queries
 from kernels.portable.tile_io import load_tile, store_tile
 
 
@@ -12,16 +20,17 @@ from kernels.portable.tile_io import load_tile, store_tile
 def add_keys(
     dq, q, dout, lse, delta,
     k_source, v_source,
-    start, full_start, full_end, end, first_key, end_key, seq_k,
+    span, entries_ptr, bits_ptr, first_key, end_key, seq_k,
     stride_kt, stride_kd,
     stride_vt, stride_vd,
     scale_log2, seed, threshold, keep_scale, batch, head, kv_head, first_row,
-    CUT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    CUT: tl.constexpr, BLOCK_SIZE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys in [start, end) to dq; CUT where the mask or the last key cuts a block."""
-    for i in tl.range(0, n_blocks(start, full_start, full_end, end, CUT)):
-        n = block_at(i, start, full_start, full_end, CUT) * BLOCK_N
+    """Adds the keys of the span to dq; CUT: those of blocks that a mask or the last key cuts."""
+    for i in tl.range(0, n_tiles(span, CUT, BLOCK_SIZE, BLOCK_N)):
+        n, bits = tile_at(i, span, entries_ptr, CUT, BLOCK_SIZE, BLOCK_N)
         k = load_tile(
             k_source, batch, kv_head, n, seq_k, stride_kt, stride_kd, TMA, HEAD_DIM, BLOCK_N, BLOCK_D, CUT
         )
@@ -33,6 +42,8 @@ def add_keys(
         if CUT:
             columns = n + tl.arange(0, BLOCK_N)[None, :]
             visible = (columns >= first_key[:, None]) & (columns < end_key[:, None])
+            if BLOCK_SIZE != 0:
+                visible &= visible_bits(bits_ptr, bits, first_row, n, BLOCK_SIZE, BLOCK_M, BLOCK_N)
             p = tl.where(visible, p, 0.0)
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
         if DROPOUT:
@@ -46,18 +57,21 @@ def add_keys(
 @triton.jit(do_not_specialize=["seq_q", "seq_k", "seq_padded", "window", "threshold"])
 def dq_kernel(
     q_source, k_source, v_source, dout_source, lse_ptr, delta_ptr, dq_ptr, bounds_ptr, seed_ptr,
+    spans_ptr, entries_ptr, bits_ptr,
     stride_qb, stride_qt, stride_qh, stride_qd,
     stride_kb, stride_kt, stride_kh, stride_kd,
     stride_vb, stride_vt, stride_vh, stride_vd,
     stride_dob, stride_dot, stride_doh, stride_dod,
     stride_dqb, stride_dqt, stride_dqh,
+    stride_sb, stride_sh,
     seq_q, seq_k, seq_padded, n_head, group_size, window, softmax_scale, scale_log2, threshold, keep_scale,
-    MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    MASK: tl.constexpr, BLOCK_SIZE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    n_tiles = tl.cdiv(seq_q, BLOCK_M)
-    first_row = (n_tiles - 1 - tl.program_id(0) % n_tiles) * BLOCK_M
-    head_of_batch = tl.program_id(0) // n_tiles
+    tiles_of_head = tiles_of(seq_q, BLOCK_SIZE, BLOCK_M)
+    program = tl.program_id(0) % tiles_of_head
+    head_of_batch = tl.program_id(0) // tiles_of_head
     batch, head = (head_of_batch // n_head).to(tl.int64), (head_of_batch % n_head).to(tl.int64)
     kv_head = head // group_size
     if not TMA:
@@ -66,6 +80,10 @@ def dq_kernel(
         k_source += batch * stride_kb + kv_head * stride_kh
         v_source += batch * stride_vb + kv_head * stride_vh
     dq_ptr += batch * stride_dqb + head * stride_dqh
+    first_row = (tiles_of_head - 1 - program) * BLOCK_M
+    if BLOCK_SIZE != 0:
+        spans_ptr += batch * stride_sb + head * stride_sh
+        first_row = first_of_program(spans_ptr, program, BLOCK_SIZE, BLOCK_M)
     if MASK == "intervals":
         bounds_ptr += batch * 2 * seq_q
     seed = 0
@@ -76,7 +94,9 @@ def dq_kernel(
     first_key, end_key = keys_of_queries(rows, seq_q, seq_k, window, bounds_ptr, MASK)
     first_a, end_a = keys_of_queries(first_row, seq_q, seq_k, window, bounds_ptr, MASK)
     first_b, end_b = keys_of_queries(first_row + BLOCK_M - 1, seq_q, seq_k, window, bounds_ptr, MASK)
-    start, full_start, full_end, end = split_blocks(first_a, end_a, first_b, end_b, BLOCK_N)
+    span = find_span(
+        first_a, end_a, first_b, end_b, spans_ptr, entries_ptr, first_row, MASK, BLOCK_SIZE, BLOCK_N
+    )
 
     q = load_tile(
         q_source, batch, head, first_row, seq_q, stride_qt, stride_qd, TMA, HEAD_DIM, BLOCK_M, BLOCK_D, True
@@ -103,11 +123,11 @@ def dq_kernel(
         dq = add_keys(
             dq, q, dout, lse, delta,
             k_source, v_source,
-            start, full_start, full_end, end,
+            span, entries_ptr, bits_ptr,
             first_key, end_key, seq_k,
             stride_kt, stride_kd,
             stride_vt, stride_vd,
             scale_log2, seed, threshold, keep_scale, batch, head, kv_head, first_row,
-            CUT, DROPOUT, PRECISION, TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D,
+            CUT, BLOCK_SIZE, DROPOUT, PRECISION, TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     store_tile(dq_ptr, dq * softmax_scale, first_row, seq_q, stride_dqt, 1, HEAD_DIM, BLOCK_M, BLOCK_D)

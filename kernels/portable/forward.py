@@ -24,8 +24,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.portable.block_lists import (
+    find_span,
+    first_of_program,
+    list_strides,
+    n_programs,
+    n_tiles,
+    tile_at,
+    tiles_of,
+    visible_bits,
+)
 from kernels.portable.dropout import keep_tile
-from kernels.portable.masks import block_at, keys_of_queries, n_blocks, split_blocks
+from kernels.portable.masks import keys_of_queries
 from kernels.portable.tile_io import head_descriptor, load_tile, store_tile, tma_reads
 from kernels.problem import Problem, dot_precision
 from kernels.tiles import choose_tile, padded_head_dim
@@ -39,16 +49,17 @@ GOLDEN_RATIO = tl.constexpr(0.6180339887498949)
 def attend_blocks(
     acc, l_i, m_i, q,
     k_source, v_source,
-    start, full_start, full_end, end, shift, first_key, end_key, seq_k,
+    span, entries_ptr, bits_ptr, shift, first_key, end_key, seq_k,
     stride_kt, stride_kd,
     stride_vt, stride_vd,
     scale_log2, seed, threshold, batch, head, kv_head, first_row,
-    CUT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    CUT: tl.constexpr, BLOCK_SIZE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Takes in the keys of [start, end); CUT where the mask or the last key cuts a block."""
-    for i in tl.range(0, n_blocks(start, full_start, full_end, end, CUT)):
-        n = block_at(i, start, full_start, full_end, CUT) * BLOCK_N
+    """Takes in the keys of the span; CUT: those of blocks that a mask or the last key cuts."""
+    for i in tl.range(0, n_tiles(span, CUT, BLOCK_SIZE, BLOCK_N)):
+        n, bits = tile_at(i, span, entries_ptr, CUT, BLOCK_SIZE, BLOCK_N)
         k = load_tile(
             k_source, batch, kv_head, n, seq_k, stride_kt, stride_kd, TMA, HEAD_DIM, BLOCK_N, BLOCK_D, CUT
         )
@@ -56,6 +67,8 @@ def attend_blocks(
         if CUT:
             columns = n + tl.arange(0, BLOCK_N)[None, :]
             visible = (columns >= first_key[:, None]) & (columns < end_key[:, None])
+            if BLOCK_SIZE != 0:
+                visible &= visible_bits(bits_ptr, bits, first_row, n, BLOCK_SIZE, BLOCK_M, BLOCK_N)
             scores = tl.where(visible, scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, 1) * scale_log2 + shift)
         m_safe = m_new
@@ -79,19 +92,20 @@ def attend_blocks(
 
 @triton.jit(do_not_specialize=["seq_q", "seq_k", "window", "threshold"])
 def forward_kernel(
-    q_source, k_source, v_source, out_ptr, lse_ptr, bounds_ptr, seed_ptr,
+    q_source, k_source, v_source, out_ptr, lse_ptr, bounds_ptr, seed_ptr, spans_ptr, entries_ptr, bits_ptr,
     stride_qb, stride_qt, stride_qh, stride_qd,
     stride_kb, stride_kt, stride_kh, stride_kd,
     stride_vb, stride_vt, stride_vh, stride_vd,
     stride_ob, stride_ot, stride_oh,
+    stride_sb, stride_sh,
     seq_q, seq_k, n_head, group_size, window, scale_log2, threshold, keep_scale,
-    MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    MASK: tl.constexpr, BLOCK_SIZE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    n_tiles = tl.cdiv(seq_q, BLOCK_M)
-    # the last queries of a causal mask see the most keys: longest first fills the GPU best
-    first_row = (n_tiles - 1 - tl.program_id(0) % n_tiles) * BLOCK_M
-    head_of_batch = tl.program_id(0) // n_tiles
+    tiles_of_head = tiles_of(seq_q, BLOCK_SIZE, BLOCK_M)
+    program = tl.program_id(0) % tiles_of_head
+    head_of_batch = tl.program_id(0) // tiles_of_head
     batch, head = (head_of_batch // n_head).to(tl.int64), (head_of_batch % n_head).to(tl.int64)
     kv_head = head // group_size
     if not TMA:
@@ -99,6 +113,11 @@ def forward_kernel(
         k_source += batch * stride_kb + kv_head * stride_kh
         v_source += batch * stride_vb + kv_head * stride_vh
     out_ptr += batch * stride_ob + head * stride_oh
+    # the last queries of a causal mask see the most keys: longest first fills the GPU best
+    first_row = (tiles_of_head - 1 - program) * BLOCK_M
+    if BLOCK_SIZE != 0:
+        spans_ptr += batch * stride_sb + head * stride_sh
+        first_row = first_of_program(spans_ptr, program, BLOCK_SIZE, BLOCK_M)
     if MASK == "intervals":
         bounds_ptr += batch * 2 * seq_q
     seed = 0
@@ -109,7 +128,9 @@ def forward_kernel(
     first_key, end_key = keys_of_queries(rows, seq_q, seq_k, window, bounds_ptr, MASK)
     first_a, end_a = keys_of_queries(first_row, seq_q, seq_k, window, bounds_ptr, MASK)
     first_b, end_b = keys_of_queries(first_row + BLOCK_M - 1, seq_q, seq_k, window, bounds_ptr, MASK)
-    start, full_start, full_end, end = split_blocks(first_a, end_a, first_b, end_b, BLOCK_N)
+    span = find_span(
+        first_a, end_a, first_b, end_b, spans_ptr, entries_ptr, first_row, MASK, BLOCK_SIZE, BLOCK_N
+    )
 
     q = load_tile(
         q_source, batch, head, first_row, seq_q, stride_qt, stride_qd, TMA, HEAD_DIM, BLOCK_M, BLOCK_D, True
@@ -125,12 +146,12 @@ def forward_kernel(
         acc, l_i, m_i = attend_blocks(
             acc, l_i, m_i, q,
             k_source, v_source,
-            start, full_start, full_end, end,
+            span, entries_ptr, bits_ptr,
             shift, first_key, end_key, seq_k,
             stride_kt, stride_kd,
             stride_vt, stride_vd,
             scale_log2, seed, threshold, batch, head, kv_head, first_row, CUT,
-            DROPOUT, PRECISION, TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D,
+            BLOCK_SIZE, DROPOUT, PRECISION, TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
 
     # a row that sees nothing: out 0, and lse stays -inf
@@ -146,7 +167,7 @@ def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tupl
     batch, seq_q, n_head, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, n_head, seq_q, dtype=torch.float32, device=q.device)
-    tile = choose_tile("forward", head_dim, q.dtype, q.device, problem.tile_variant)
+    tile = choose_tile("forward", head_dim, q.dtype, q.device, problem.tile_variant, problem.block_size)
     tma = tile.tma and tma_reads(q, k, v)
     sources = (q, k, v)
     if tma:
@@ -156,12 +177,13 @@ def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tupl
             head_descriptor(k, tile.block_n, block_d),
             head_descriptor(v, tile.block_n, block_d),
         )
-    forward_kernel[triton.cdiv(seq_q, tile.block_m) * batch * n_head,](
-        *sources, out, lse, problem.key_bounds, problem.dropout_seed,
-        *q.stride(), *k.stride(), *v.stride(), *out.stride()[:3],
+    forward_kernel[n_programs(seq_q, problem.block_size, tile.block_m) * batch * n_head,](
+        *sources, out, lse, problem.key_bounds, problem.dropout_seed, *problem.row_lists,
+        *q.stride(), *k.stride(), *v.stride(), *out.stride()[:3], *list_strides(problem.row_lists),
         seq_q, k.shape[1], n_head, n_head // k.shape[2], problem.window or 0,
         problem.softmax_scale * math.log2(math.e), problem.signed_threshold, problem.keep_scale,
-        MASK=problem.mask, DROPOUT=problem.dropout_p > 0.0, PRECISION=dot_precision(), TMA=tma,
+        MASK=problem.mask, BLOCK_SIZE=problem.block_size, DROPOUT=problem.dropout_p > 0.0,
+        PRECISION=dot_precision(), TMA=tma,
         HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim), **tile.options(),
     )  # fmt: skip
     return out, lse

@@ -1,0 +1,144 @@
+"""Walking tiles: every block of an interval, or, with BLOCK_SIZE, those that a BlockMask lists.
+
+A span says where a tile of queries (or keys) finds what it meets: (start, full_start, full_end, end), block
+numbers without lists and positions in the list of full blocks with them, as in masks.split_blocks, and
+(partial_start, partial_end), the positions of the blocks that have tiles of bits. A listed block of
+BLOCK_SIZE lines is walked in tiles of BLOCK lines.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.portable.masks import block_at, n_blocks, split_blocks
+
+# entries that are looked at together
+CHUNK = tl.constexpr(64)
+
+
+@triton.jit
+def tiles_of(seq_len, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The programs that one head takes."""
+    return (
+        tl.cdiv(seq_len, BLOCK) if BLOCK_SIZE == 0 else tl.cdiv(seq_len, BLOCK_SIZE) * (BLOCK_SIZE // BLOCK)
+    )
+
+
+def n_programs(seq_len: int, block_size: int, block: int) -> int:
+    """`tiles_of`, for the launcher."""
+    return triton.cdiv(seq_len, block_size or block) * (block_size // block or 1)
+
+
+def list_strides(lists: tuple[Tensor | None, ...]) -> tuple[int, int]:
+    """From batch to batch and from head to head of the spans; 0 where one list serves all."""
+    spans = lists[0]
+    if spans is None:
+        return 0, 0
+    return tuple(
+        stride if n > 1 else 0 for stride, n in zip(spans.stride()[:2], spans.shape[:2], strict=True)
+    )
+
+
+@triton.jit
+def first_of_program(spans_ptr, program, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The first line of the program's tile: the longest lists first."""
+    tiles_in_block: tl.constexpr = BLOCK_SIZE // BLOCK
+    block = tl.load(spans_ptr + 4 * (program // tiles_in_block) + 3)
+    return block * BLOCK_SIZE + program % tiles_in_block * BLOCK
+
+
+@triton.jit
+def find_span(
+    first_of_first, end_of_first, first_of_last, end_of_last, spans_ptr, entries_ptr, line,
+    MASK: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The span of a tile whose first line is `line`, from the intervals that its first and last line see."""
+    if BLOCK_SIZE == 0:
+        start, full_start, full_end, end = split_blocks(
+            first_of_first, end_of_first, first_of_last, end_of_last, BLOCK
+        )
+        span = (start, full_start, full_end, end, 0, 0)
+    else:
+        start, full_start, full_end, end = split_blocks(
+            first_of_first, end_of_first, first_of_last, end_of_last, BLOCK_SIZE
+        )
+        block = line // BLOCK_SIZE
+        span = listed_span(spans_ptr, entries_ptr, block, start, full_start, full_end, end, MASK)
+    return span
+
+
+@triton.jit
+def listed_span(spans_ptr, entries_ptr, block, start, full_start, full_end, end, MASK: tl.constexpr):
+    """The span of a block's list, of which an interval mask meets and wholly sees these blocks."""
+    first = tl.load(spans_ptr + 4 * block)
+    partial = tl.load(spans_ptr + 4 * block + 1)
+    last = tl.load(spans_ptr + 4 * block + 2)
+    if MASK == "full":
+        span = (first, first, partial, partial, partial, last)
+    else:
+        # how many full and partial blocks lie before each bound
+        full_0, full_1, full_2, full_3, partial_0, partial_3 = 0, 0, 0, 0, 0, 0
+        for position in tl.range(first, last, CHUNK, num_stages=1):
+            positions = position + tl.arange(0, CHUNK)
+            number = tl.load(entries_ptr + 2 * positions, mask=positions < last, other=2147483647)
+            is_full = positions < partial
+            full_0 += tl.sum((is_full & (number < start)).to(tl.int32))
+            full_1 += tl.sum((is_full & (number < full_start)).to(tl.int32))
+            full_2 += tl.sum((is_full & (number < full_end)).to(tl.int32))
+            full_3 += tl.sum((is_full & (number < end)).to(tl.int32))
+            partial_0 += tl.sum((~is_full & (number < start)).to(tl.int32))
+            partial_3 += tl.sum((~is_full & (number < end)).to(tl.int32))
+        span = (
+            first + full_0,
+            first + full_1,
+            first + full_2,
+            first + tl.maximum(full_3, full_0),
+            partial + partial_0,
+            partial + tl.maximum(partial_3, partial_0),
+        )
+    return span
+
+
+@triton.jit
+def n_tiles(span, CUT: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """How many tiles a mask cuts, or how many it does not."""
+    n = n_blocks(span[0], span[1], span[2], span[3], CUT)
+    if BLOCK_SIZE != 0:
+        if CUT:
+            n += span[5] - span[4]
+        n *= BLOCK_SIZE // BLOCK
+    return n
+
+
+@triton.jit
+def tile_at(i, span, entries_ptr, CUT: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The first line of the i-th of the tiles that `n_tiles` counts, and the tile of bits of its block."""
+    bits = 0
+    if BLOCK_SIZE == 0:
+        line = block_at(i, span[0], span[1], span[2], CUT) * BLOCK
+    else:
+        tiles_in_block: tl.constexpr = BLOCK_SIZE // BLOCK
+        position = block_at(i // tiles_in_block, span[0], span[1], span[2], CUT)
+        if CUT:
+            beyond = i // tiles_in_block - n_blocks(span[0], span[1], span[2], span[3], CUT)
+            position = tl.where(beyond >= 0, span[4] + beyond, position)
+            bits = tl.load(entries_ptr + 2 * position + 1)
+        line = tl.load(entries_ptr + 2 * position) * BLOCK_SIZE + i % tiles_in_block * BLOCK
+    return line, bits
+
+
+@triton.jit
+def visible_bits(
+    bits_ptr, tile, first_row, first_column,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """True where a tile of bits lets the query see the key."""
+    columns = tl.arange(0, BLOCK_N)[None, :]
+    rows = first_row % BLOCK_SIZE + tl.arange(0, BLOCK_M)
+    words_ptr = bits_ptr + tl.cast(tile, tl.int64) * (BLOCK_SIZE * BLOCK_SIZE // 32)
+    words_ptr += rows * (BLOCK_SIZE // 32) + first_column % BLOCK_SIZE // 32
+    # a word of each row at a time: (BLOCK_M, BLOCK_N) addresses would not fit into registers
+    words = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+    for w in tl.static_range(BLOCK_N // 32):
+        words = tl.where(columns // 32 == w, tl.load(words_ptr + w)[:, None], words)
+    return (words >> (columns % 32)) & 1 != 0  # (BLOCK_M, BLOCK_N)

@@ -1,0 +1,275 @@
+"""Block-sparse attention against its definition with the expanded mask: forward, backward, all combined."""
+
+import time
+
+import pytest
+import torch
+
+from kernels import block_masks
+from kernels.block_mask import BlockMask
+from kernels.flash_attention import flash_attention, flash_attention_varlen
+from kernels.operators import attention_backward, attention_forward
+from kernels.portable.dkdv import dkdv_kernel
+from kernels.portable.dq import dq_kernel
+from kernels.portable.forward import forward_kernel
+from kernels.reference import attention_reference
+from tests.accuracy import assert_as_accurate_as_torch, random_qkv, run
+
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
+T = 200
+
+
+def pattern(name: str, device, block_size: int = 64, seq_len: int = T) -> BlockMask:
+    return block_masks.parse(name, seq_len, block_size=block_size, device=device)
+
+
+def holes(n_batch: int, n_head: int, seq_q: int, seq_k: int, device) -> BlockMask:
+    """Full blocks, partial ones and none, a row of blocks without any, others in each head."""
+    blocks = torch.randint(3, (n_batch, n_head, (seq_q + 63) // 64, (seq_k + 63) // 64))
+    blocks[:, :, 1] = 0
+    shares = torch.tensor([0.0, 0.3, 1.0])[blocks].repeat_interleave(64, 2).repeat_interleave(64, 3)
+    mask = torch.rand(n_batch, n_head, seq_q, seq_k) < shares[:, :, :seq_q, :seq_k]
+    return block_masks.from_dense(mask.to(device), block_size=64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "name", ["causal()", "window(70)", "strided(2) | window(30)", "sinks(5) | window(64)"]
+)
+def test_patterns_are_as_accurate_as_torch(name, dtype, device):
+    q, k, v = random_qkv(1, T, T, 1, 1, 16, dtype, device)
+    assert_as_accurate_as_torch(flash_attention, q, k, v, block_mask=pattern(name, device))
+
+
+@pytest.mark.parametrize("seq_len", [1, 63, 64, 65, 128, 129])
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_lengths_need_not_be_whole_blocks(seq_len, block_size, device):
+    q, k, v = random_qkv(1, seq_len, seq_len, 1, 1, 16, torch.float32, device)
+    mask = pattern("butterfly() & sinks(100) | window(9)", device, block_size, seq_len)
+    assert_as_accurate_as_torch(flash_attention, q, k, v, block_mask=mask, causal=False)
+    assert_as_accurate_as_torch(flash_attention, q, k, v, block_mask=mask)
+
+
+@pytest.mark.parametrize(("mask_batch", "mask_head"), [(2, 1), (1, 2), (2, 2)])
+def test_masks_differ_by_batch_and_head_and_heads_share_keys(mask_batch, mask_head, device):
+    q, k, v = random_qkv(2, 130, 130, 2, 1, 16, torch.float32, device)
+    mask = holes(mask_batch, mask_head, 130, 130, device)
+    assert_as_accurate_as_torch(flash_attention, q, k, v, block_mask=mask, causal=False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True},
+        {"window": 75},
+        {"document_ids": True},
+        {"document_ids": True, "window": 50},
+        {"document_ids": True, "causal": False},
+        {"dropout_p": 0.2, "dropout_seed": 5},
+        {"dropout_p": 0.2, "dropout_seed": 5, "document_ids": True},
+        {"deterministic": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["holes", "strided(2) | window(30)"])
+def test_everything_of_dense_attention_works_with_a_block_mask(kind, options, device):
+    q, k, v = random_qkv(1, T, T, 2, 1, 16, torch.float32, device)
+    options = dict(options)
+    if "document_ids" in options:
+        ids = torch.tensor([0] * 40 + [1] * 90 + [2] * 5 + [3] * 65)
+        options["document_ids"] = ids[None].int().to(device)
+    mask = holes(1, 2, T, T, device) if kind == "holes" else pattern(kind, device)
+    assert_as_accurate_as_torch(flash_attention, q, k, v, block_mask=mask, **options)
+
+
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(70, 200), (200, 70)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_queries_and_keys_may_differ_in_number(seq_q, seq_k, causal, device):
+    q, k, v = random_qkv(1, seq_q, seq_k, 2, 2, 16, torch.float32, device)
+    mask = holes(1, 1, seq_q, seq_k, device)
+    assert_as_accurate_as_torch(flash_attention, q, k, v, block_mask=mask, causal=causal)
+
+
+def test_packed_sequences_take_a_block_mask_of_all_their_tokens(device):
+    starts = torch.tensor([0, 90, 91, 200], dtype=torch.int32, device=device)
+    ids = torch.repeat_interleave(torch.arange(3), torch.tensor([90, 1, 109]))[None].int().to(device)
+    q, k, v = random_qkv(1, T, T, 2, 1, 16, torch.float32, device)
+    mask = holes(1, 2, T, T, device)
+
+    def packed(q, k, v, return_lse, document_ids, block_mask):
+        out, lse = flash_attention_varlen(
+            q[0], k[0], v[0], starts, return_lse=return_lse, block_mask=block_mask
+        )
+        return out[None], lse[None]
+
+    assert_as_accurate_as_torch(packed, q, k, v, document_ids=ids, block_mask=mask)
+
+
+def test_rows_without_a_block_give_zero_and_no_gradient(device):
+    q, k, v = random_qkv(1, T, T, 1, 1, 16, torch.float32, device)
+    row, column = torch.tensor([0, 2], device=device), torch.tensor([0, 1], device=device)
+    mask = block_masks.from_blocks(row, column, T, block_size=64)
+    out, lse = flash_attention(q, k, v, block_mask=mask, causal=False, return_lse=True)
+    dq, dk, dv = torch.autograd.grad(out.sum() + lse.clamp(min=-9).sum(), (q, k, v))
+    for dropped in (slice(64, 128), slice(192, 200)):
+        assert not out[:, dropped].any()
+        assert (lse[..., dropped] == -torch.inf).all()
+        assert not dq[:, dropped].any()
+    assert not dk[:, 128:].any()
+    assert not dv[:, 128:].any()
+    assert all(x.isfinite().all() for x in (out, dq, dk, dv))
+
+
+def test_an_empty_mask_gives_zeros(device):
+    q, k, v = random_qkv(1, 70, 70, 1, 1, 16, torch.float32, device)
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    mask = block_masks.from_blocks(nothing, nothing, 70, block_size=64)
+    gradients = run(
+        flash_attention, q, k, v, torch.ones_like(q), torch.ones(1, 1, 70, device=device), block_mask=mask
+    )
+    assert not any(x.nan_to_num(neginf=0.0).any() for x in gradients)
+
+
+def test_a_mask_of_everything_gives_the_bits_of_dense_attention_in_the_same_tiles(device):
+    q, k, v = random_qkv(1, 192, 192, 1, 1, 16, torch.float32, device)
+    dense, sparse = (
+        flash_attention(q, k, v, block_mask=mask) for mask in (None, pattern("causal()", device, seq_len=192))
+    )
+    torch.testing.assert_close(dense, sparse, rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_are_the_same_bits_in_every_run(device):
+    q, k, v = random_qkv(1, 100, 100, 2, 1, 16, torch.float32, device)
+    mask = holes(1, 2, 100, 100, device)
+    runs = [
+        torch.autograd.grad(flash_attention(q, k, v, block_mask=mask, deterministic=True).sum(), (q, k, v))
+        for _ in range(2)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_operators_keep_the_contract_of_torch_library(device):
+    q, k, v = random_qkv(1, 33, 33, 1, 1, 16, torch.float32, device)
+    lists = pattern("window(9)", device, seq_len=33).tensors()
+    options = (None, None, None, lists, 0.25, False, None, 0.0, False)
+    torch.library.opcheck(attention_forward, (q, k, v, *options))
+    q, k, v = q.detach(), k.detach(), v.detach()
+    out, lse = attention_forward(q, k, v, *options)
+    torch.library.opcheck(attention_backward, (torch.randn_like(out), None, q, k, v, out, lse, *options))
+
+
+def test_one_compiled_graph_serves_other_masks_of_other_lengths(device):
+    frames = []
+
+    def backend(graph, inputs):
+        frames.append(graph)
+        return graph
+
+    compiled = torch.compile(flash_attention, fullgraph=True, dynamic=True, backend=backend)
+    counts = []
+    # torch traces sizes that are equal by chance as one: none of these are
+    for name, seq_len in (("window(9) | strided(2)", 150), ("window(40) | sinks(3)", 65), ("fixed(2)", 140)):
+        q, k, v = random_qkv(2, seq_len, seq_len, 1, 1, 16, torch.float32, device)
+        mask = pattern(name, device, seq_len=seq_len)
+        torch.testing.assert_close(
+            compiled(q, k, v, block_mask=mask), attention_reference(q, k, v, block_mask=mask)
+        )
+        counts.append(len(frames))
+    assert counts == [counts[0]] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": False},
+        {"window": 200},
+        {"document_ids": True},
+        {"dropout_p": 0.1, "dropout_seed": 3},
+        {"dropout_p": 0.1, "dropout_seed": 3, "document_ids": True, "window": 70},
+    ],
+    ids=str,
+)
+def test_a_gpu_computes_everything_as_accurately_as_torch(options, block_size, head_dim, dtype, device):
+    options = dict(options)
+    if "document_ids" in options:
+        options["document_ids"] = torch.randint(5, (2, 1000), device=device).sort(dim=1).values.int()
+    q, k, v = random_qkv(2, 1000, 1000, 4, 2, head_dim, dtype, device)
+    for mask in (
+        pattern("window(150) | strided(3) | sinks(7)", device, block_size, 1000),
+        block_masks.top_k(q, k, 3, causal=options.get("causal", True), block_size=block_size),
+        block_masks.from_dense(holes(2, 4, 1000, 1000, device).to_dense(), block_size=block_size),
+    ):
+        assert_as_accurate_as_torch(flash_attention, q, k, v, block_mask=mask, **options)
+
+
+@pytest.mark.gpu
+def test_new_masks_lengths_and_batches_compile_no_kernel(device):
+    kernels = (forward_kernel, dkdv_kernel, dq_kernel)
+    counts = []
+    for batch, seq_len, name in ((3, 300, "window(9)"), (1, 1000, "strided(3)"), (2, 65, "causal()")):
+        q, k, v = random_qkv(batch, seq_len, seq_len, 2, 2, 64, torch.bfloat16, device)
+        flash_attention(q, k, v, block_mask=pattern(name, device, 128, seq_len)).sum().backward()
+        counts.append(sum(len(c[0]) for kernel in kernels for c in kernel.device_caches.values()))
+    assert counts == [counts[0]] * 3
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_replays_with_a_new_mask_of_the_same_number_of_blocks(device):
+    q, k, v = random_qkv(1, 512, 512, 2, 2, 64, torch.bfloat16, device)
+    mask, other = (block_masks.bigbird(512, 1, 0, 1, seed=seed, device=device) for seed in (1, 2))
+    assert [x.shape for x in mask.tensors()] == [x.shape for x in other.tensors()]
+    expected = flash_attention(q, k, v, block_mask=other)
+    flash_attention(q, k, v, block_mask=mask)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attention(q, k, v, block_mask=mask)
+    for mine, new in zip(mask.tensors(), other.tensors(), strict=True):
+        mine.copy_(new)
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+def test_a_million_tokens_need_memory_for_their_outputs_and_a_mask_of_a_second(device):
+    seq_len = 2**20
+    block_masks.window(2**15, 1024, device=device)
+    torch.cuda.reset_peak_memory_stats()
+    before, start = torch.cuda.memory_allocated(), time.perf_counter()
+    mask = block_masks.window(seq_len, 1024, device=device) | block_masks.sinks(seq_len, 64, device=device)
+    torch.cuda.synchronize()
+    assert time.perf_counter() - start < 1.0
+    assert torch.cuda.max_memory_allocated() - before < 100e6
+    q, k, v = (torch.randn(1, seq_len, 1, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = flash_attention(q, k, v, block_mask=mask)
+    # out and lse
+    assert torch.cuda.max_memory_allocated() - before < 1.01 * (2 * out.numel() + 4 * seq_len)
+    tail = attention_reference(q[:, -64:], k[:, -1087:], v[:, -1087:], window=1024, return_lse=True)
+    head = attention_reference(q[:, -64:], k[:, :64], v[:, :64], causal=False, return_lse=True)
+    share = torch.sigmoid(tail[1] - head[1]).transpose(1, 2)[..., None]
+    torch.testing.assert_close(
+        out[:, -64:].float(), tail[0] * share + head[0] * (1 - share), rtol=2e-2, atol=2e-3
+    )
+
+
+X = torch.zeros(2, 100, 4, 16, device="cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.ones(100, 100, dtype=torch.bool), "block_mask must be a BlockMask, got Tensor"),
+        (block_masks.causal(101, device=X.device), "built for seq_q=101, got 100 tokens"),
+        (holes(1, 3, 100, 100, X.device), "must have 1 or 4 heads, as q, got 3"),
+        (holes(3, 1, 100, 100, X.device), "must have 1 or 2 batches, as q, got 3"),
+    ],
+)
+def test_a_mask_for_something_else_is_refused_with_the_numbers(mask, message):
+    with pytest.raises(ValueError, match=message):
+        flash_attention(X, X, X, block_mask=mask)

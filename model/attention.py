@@ -1,11 +1,14 @@
-"""Causal self-attention: the layer, its key-value cache, and the choice of implementation."""
+"""Causal self-attention: the layer, its key-value cache, and the choice of implementation and of blocks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels import block_masks
+from kernels.block_mask import BLOCK_SIZES, BlockMask, reach
 from kernels.flash_attention import flash_attention
 from kernels.packed import flash_attention_packed
 from kernels.reference import attention_reference
@@ -14,12 +17,18 @@ from model.ring_attention import Ring, ring_attention
 from model.rope import rotate
 
 IMPLEMENTATIONS = ("flash", "sdpa", "reference")
+# of a layer that sees every key up to its own
+DENSE = "dense"
 
 
 @dataclass(kw_only=True, slots=True)
 class AttentionConfig:
     # flash: our kernels; sdpa: torch's fused attention; reference: plain PyTorch, stores the (T, T) scores
     implementation: str
+    # which keys the layers see, in turn: dense, or patterns of kernels/block_masks.py such as window(1024)
+    patterns: list[str] = field(default_factory=lambda: [DENSE])
+    # queries and keys of a block of a pattern: 64 or 128
+    block_size: int = 128
 
     def __post_init__(self):
         if self.implementation not in IMPLEMENTATIONS:
@@ -27,6 +36,22 @@ class AttentionConfig:
                 f"attention.implementation must be one of {', '.join(IMPLEMENTATIONS)}, "
                 f"got {self.implementation!r}"
             )
+        if not self.patterns:
+            raise ValueError(f"attention.patterns must name at least one pattern, such as {DENSE}, got none")
+        if self.block_size not in BLOCK_SIZES:
+            raise ValueError(f"attention.block_size must be one of {BLOCK_SIZES}, got {self.block_size}")
+        for pattern in self.patterns:
+            if pattern != DENSE and self.implementation == "sdpa":
+                raise ValueError(
+                    f"attention.patterns={self.patterns} needs attention.implementation=flash or reference, "
+                    "got sdpa, which computes every block"
+                )
+            if pattern != DENSE and not block_masks.parse(pattern, 1).causal:
+                raise ValueError(f"attention.patterns: {pattern} sees keys behind the query: add & causal()")
+
+    @property
+    def sparse(self) -> bool:
+        return any(pattern != DENSE for pattern in self.patterns)
 
 
 @dataclass(slots=True)
@@ -77,11 +102,13 @@ class SelfAttention(nn.Module):
         cache: LayerCache | None = None,
         rotation: tuple[Tensor, Tensor] | None = None,
         ring: Ring | None = None,
+        block_mask: BlockMask | None = None,
     ) -> Tensor:
         """rotation: cos and sin by which queries and keys turn; ring: x is a part of longer sequences."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         dropout_p = self.dropout if self.training else 0.0
-        as_it_is = cache is None and rotation is None and ring is None and dropout_p == 0.0
+        dense = ring is None and block_mask is None
+        as_it_is = dense and cache is None and rotation is None and dropout_p == 0.0
         if self.takes_packed and as_it_is:
             out = flash_attention_packed(qkv.unflatten(2, (3, -1)), document_ids=document_ids)
             return self.projection(out.flatten(2))
@@ -99,9 +126,12 @@ class SelfAttention(nn.Module):
         if ring is not None:
             if dropout_p > 0.0:
                 raise ValueError(f"model.dropout={dropout_p}: there is none over several processes, set it 0")
+            if block_mask is not None:
+                raise ValueError("attention.patterns must be dense over several processes")
             out = ring_attention(q, k, v, ring, self.implementation)
         else:
-            out = attend(q, k, v, self.implementation, document_ids=document_ids, dropout_p=dropout_p)
+            options = {"document_ids": document_ids, "block_mask": block_mask, "dropout_p": dropout_p}
+            out = attend(q, k, v, self.implementation, **options)
         return self.residual_dropout(self.projection(out.flatten(2)))
 
 
@@ -112,20 +142,28 @@ def attend(
     implementation: str,
     *,
     document_ids: Tensor | None = None,
+    block_mask: BlockMask | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
     """Causal attention by the implementation that the configuration names, and by no other.
 
     q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), Tk >= Tq, the last query sees the last key.
-    document_ids: (B, T) int32, a token sees only its own document. Returns (B, Tq, H, D).
+    document_ids: (B, T) int32, a token sees only its own document. block_mask: of Tk tokens, or of more when
+    the queries come from a cache. Returns (B, Tq, H, D).
     """
-    if implementation == "flash":
-        return flash_attention(q, k, v, causal=True, document_ids=document_ids, dropout_p=dropout_p)
-    if implementation == "reference":
-        return attention_reference(q, k, v, causal=True, document_ids=document_ids, dropout_p=dropout_p)
     n_query, n_key = q.shape[1], k.shape[1]
+    if block_mask is None or (block_mask.seq_q, block_mask.seq_k) == (n_query, n_key):
+        options = {"document_ids": document_ids, "block_mask": block_mask, "dropout_p": dropout_p}
+        if implementation == "flash":
+            return flash_attention(q, k, v, causal=True, **options)
+        if implementation == "reference":
+            return attention_reference(q, k, v, causal=True, **options)
     mask = None
-    if document_ids is not None:
+    if block_mask is not None:
+        # a few queries at the end of a cache: whole rows of the mask are small
+        rows = torch.arange(n_key - n_query, n_key, device=q.device)
+        mask = block_mask.rows_to_dense(rows)[..., :n_key]  # (1, 1, Tq, Tk)
+    elif document_ids is not None:
         mask = (document_ids[:, None, :, None] == document_ids[:, None, None, :]).tril()  # (B, 1, T, T)
     elif n_query not in (1, n_key):
         # torch aligns its causal mask to the first key, a cache needs the last
@@ -140,3 +178,26 @@ def attend(
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return out.transpose(1, 2)
+
+
+# so the graph of a compiled model takes the masks as inputs
+@torch.compiler.disable
+def layer_masks(
+    config: AttentionConfig, n_layer: int, seq_len: int, device: torch.device
+) -> list[BlockMask | None]:
+    """The block mask of every layer, None where it is dense; warns if some tokens never hear of others."""
+    return _layer_masks(tuple(config.patterns), config.block_size, n_layer, seq_len, device)
+
+
+@lru_cache(maxsize=4)
+def _layer_masks(
+    patterns: tuple[str, ...], block_size: int, n_layer: int, seq_len: int, device: torch.device
+):
+    masks = {
+        pattern: block_masks.parse(pattern, seq_len, block_size=block_size, device=device)
+        for pattern in set(patterns) - {DENSE}
+    }
+    layers = [masks.get(patterns[index % len(patterns)]) for index in range(n_layer)]
+    if None not in layers:
+        reach(layers)
+    return layers

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.cross_entropy import linear_cross_entropy
-from model.attention import AttentionConfig, LayerCache, SelfAttention
+from model.attention import AttentionConfig, LayerCache, SelfAttention, layer_masks
 from model.config import ModelConfig
 from model.ring_attention import Ring
 from model.rope import rotation
@@ -77,7 +77,7 @@ class GPT(nn.Module):
         low_precision_residual: bool = False,
     ):
         super().__init__()
-        self.config = config
+        self.config, self.attention = config, attention
         self.fused_loss = fused_loss
         self.low_precision_residual = low_precision_residual
         self.token_embedding = nn.Embedding(config.padded_vocab_size, config.n_embd)
@@ -141,9 +141,14 @@ class GPT(nn.Module):
         x = self.embedding_dropout(x)
         if self.low_precision_residual:
             x = x.to(compute_dtype(x))
+        masks = [None] * len(self.blocks)
+        if self.attention.sparse:
+            seq_len = tokens.shape[1] if caches is None else caches[0].k.shape[1]
+            masks = layer_masks(self.attention, len(masks), seq_len, tokens.device)
         for index, block in enumerate(self.blocks):
             cache = None if caches is None else caches[index]
-            x = block(x, document_ids=document_ids, cache=cache, rotation=turn, ring=ring)
+            inputs = {"document_ids": document_ids, "cache": cache, "block_mask": masks[index]}
+            x = block(x, **inputs, rotation=turn, ring=ring)
         return self.final_norm(x)
 
     def next_token_logits(self, tokens: Tensor, positions: Tensor, caches: list[LayerCache]) -> Tensor:

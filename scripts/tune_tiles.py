@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -19,6 +20,8 @@ from pathlib import Path
 import torch
 import triton
 
+from kernels import block_masks
+from kernels.block_mask import BlockMask
 from kernels.portable import backward, forward
 from kernels.problem import Problem
 from kernels.tiles import Tile, choose_tile
@@ -40,6 +43,8 @@ class Arguments:
     candidates: list[list[int]] | None = argument(None, "lists of BLOCK_M, BLOCK_N, warps, stages")
     tma: list[bool] = argument([True], "reading by TMA, by pointers or both")
     window: int | None = argument(None, "keys that a query sees")
+    pattern: str | None = argument(None, "a block mask, such as window(1024); replaces causal")
+    block_size: int = argument(128, "of the block mask")
     dropout_p: float = argument(0.0, "dropout")
     tokens: int = argument(16384, "B * T")
     width: int = argument(2048, "H * D")
@@ -88,13 +93,19 @@ def measure(arguments: Arguments, kernel: str, head_dim: int, causal: bool, tile
     for seq_len in arguments.seq_lens:
         run = launcher(arguments, kernel, head_dim, causal, tile, seq_len)
         milliseconds = triton.testing.do_bench(run, warmup=5, rep=15, return_mode="median")
-        scores = arguments.tokens * seq_len * (visible_share(seq_len, arguments.window) if causal else 1.0)
+        share = visible_share(seq_len, arguments.window) if causal else 1.0
+        if arguments.pattern is not None:
+            mask = block_mask(arguments, seq_len)
+            share = len(mask.keys) * mask.block_size**2 / seq_len**2
+        scores = arguments.tokens * seq_len * share
         speeds.append(PRODUCTS[kernel] * 2 * scores * arguments.width / milliseconds / 1e9)
     return {
         "kernel": kernel,
         "head_dim": head_dim,
         "causal": causal,
         "window": arguments.window,
+        "pattern": arguments.pattern,
+        "block_size": arguments.block_size if arguments.pattern else None,
         "dropout_p": arguments.dropout_p,
         "seq_lens": arguments.seq_lens,
         "tile": list(tile),
@@ -111,13 +122,14 @@ def launcher(
     q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     problem = Problem(
         softmax_scale=head_dim**-0.5,
-        causal=causal,
+        causal=causal and arguments.pattern is None,
         window=arguments.window if causal else None,
         key_bounds=None,
         query_bounds=None,
         dropout_p=arguments.dropout_p,
         dropout_seed=torch.tensor([1], device="cuda") if arguments.dropout_p else None,
         deterministic=False,
+        blocks=() if arguments.pattern is None else tuple(block_mask(arguments, seq_len).tensors()),
     )
 
     def choose(name: str, *shape) -> Tile:
@@ -138,6 +150,15 @@ def launcher(
             setattr(backward, other, left_out)
 
     return run
+
+
+@cache
+def parse(pattern: str, seq_len: int, block_size: int) -> BlockMask:
+    return block_masks.parse(pattern, seq_len, block_size=block_size, device="cuda")
+
+
+def block_mask(arguments: Arguments, seq_len: int) -> BlockMask:
+    return parse(arguments.pattern, seq_len, arguments.block_size)
 
 
 class NoKernel:

@@ -1,0 +1,211 @@
+"""Times block-sparse attention, forward and backward, against dense causal attention and FlexAttention.
+
+    python -m scripts.benchmark_block_sparse out=docs/results/h200/block_sparse.json
+    python -m scripts.benchmark_block_sparse seq_lens=[65536] 'patterns=[window(1024)]' repeats=5
+
+A pattern is written as in conf/attention/strided.yaml; "dense" is causal attention without a block mask. All
+implementations get the same mask and take turns on the same inputs; a row holds medians of replays of a CUDA
+graph of one call, with a cold L2. Speed counts 4 D operations forward, and 2.5 times as many backward, for
+each score of a kept block, and for half of all scores of dense attention. density: kept blocks over causal
+blocks. extra_bytes: the peak of forward and backward beyond inputs, gradients and mask. max_error is against
+float64, on the first head, to 16K tokens.
+"""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from kernels import block_masks
+from kernels.block_mask import BlockMask
+from kernels.flash_attention import flash_attention
+from kernels.operators import IMPLEMENTATIONS, use_implementation
+from kernels.reference import attention_reference
+from scripts.arguments import argument, run_script
+from scripts.benchmark_attention import capture, median_ms
+from train.results import write_result
+
+
+@dataclass(kw_only=True, slots=True)
+class Arguments:
+    implementations: list[str] = argument(["portable", "flex"], "of ours hopper portable flex")
+    patterns: list[str] = argument(
+        [
+            "dense",
+            "causal()",
+            "strided(2)",
+            "strided(8)",
+            "strided(32)",
+            "window(1024)",
+            "window(1024) | strided(16)",
+            "bigbird(2, 0, 0)",
+        ],
+        "masks",
+    )
+    head_dims: list[int] = argument([64, 128], "D")
+    seq_lens: list[int] = argument([16384, 65536], "T")
+    block_size: int = argument(128, "queries and keys of a block, 64 or 128")
+    width: int = argument(2048, "H * D; the batch is 1")
+    dropout_p: float = argument(0.0, "ours only")
+    repeats: int = argument(3, "turns of each implementation")
+    out: str = argument("block_sparse.json", "result file")
+
+
+# longer ones have no max_error: the reference stores all scores
+LONGEST_CHECKED = 16384
+
+
+def main(arguments: Arguments) -> None:
+    if not torch.cuda.is_available():
+        raise ValueError("benchmark_block_sparse needs a CUDA GPU; none was found")
+    names = ("ours", *IMPLEMENTATIONS, "flex")
+    if not set(arguments.implementations) <= set(names):
+        raise ValueError(f"implementations must be of {' '.join(names)}, got {arguments.implementations}")
+    rows = []
+    for head_dim, seq_len, pattern in product(arguments.head_dims, arguments.seq_lens, arguments.patterns):
+        for row in measure(arguments, head_dim, seq_len, pattern):
+            rows.append(row)
+            print_row(row)
+    write_result(Path(arguments.out), rows)
+
+
+def measure(arguments: Arguments, head_dim: int, seq_len: int, pattern: str) -> list[dict]:
+    """One row for each implementation."""
+    heads, block_size = arguments.width // head_dim, arguments.block_size
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(1, seq_len, heads, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    )
+    dout = torch.randn_like(q)
+    mask, scores = None, heads * seq_len**2 / 2
+    if pattern != "dense":
+        mask = block_masks.parse(pattern, seq_len, block_size=block_size, device="cuda")
+        scores = heads * len(mask.keys) * block_size**2
+    truth = None
+    if seq_len <= LONGEST_CHECKED and arguments.dropout_p == 0.0:
+        truth = attention_reference(*(x[:, :, :1].detach().double() for x in (q, k, v)), block_mask=mask)
+    graphs, timings, errors, extra_bytes = {}, {}, {}, {}
+    for name in arguments.implementations:
+        try:
+            attention = build(name, pattern, mask, seq_len, arguments)
+        except ValueError as error:
+            print(error)
+            continue
+        with use_implementation(name if name in IMPLEMENTATIONS else None):
+            # compile first
+            torch.autograd.grad(attention(q, k, v), (q, k, v), dout)
+            extra_bytes[name] = peak_bytes(attention, (q, k, v), dout)
+            out, *graphs[name] = capture(attention, (q, k, v), dout)
+        timings[name] = [], []
+        if truth is not None:
+            errors[name] = (out[:, :, :1].double() - truth).abs().max().item()
+    for _ in range(arguments.repeats):
+        for name, times in timings.items():
+            for graph, ms in zip(graphs[name], times, strict=True):
+                ms.append(median_ms(graph.replay))
+    rows = []
+    for name, times in timings.items():
+        forward_ms, backward_ms = map(statistics.median, times)
+        rows.append(
+            {
+                "implementation": name,
+                "pattern": pattern,
+                "density": 1.0 if mask is None else mask.density(),
+                "block_size": block_size,
+                "head_dim": head_dim,
+                "causal": True,
+                "seq_len": seq_len,
+                "batch": 1,
+                "heads": heads,
+                "dtype": "bf16",
+                "dropout_p": arguments.dropout_p,
+                "forward_ms": forward_ms,
+                "backward_ms": backward_ms,
+                "forward_tflops": 4 * scores * head_dim / forward_ms / 1e9,
+                "backward_tflops": 10 * scores * head_dim / backward_ms / 1e9,
+                "extra_bytes": extra_bytes[name],
+                "max_error": errors.get(name),
+            }
+        )
+    return rows
+
+
+def build(
+    name: str, pattern: str, mask: BlockMask | None, seq_len: int, arguments: Arguments
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """An implementation as a function of q, k, v (1, T, H, D)."""
+    if name in ("ours", *IMPLEMENTATIONS):
+
+        def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return flash_attention(q, k, v, block_mask=mask, dropout_p=arguments.dropout_p)
+
+        return ours
+    visible = flex_mask(pattern, arguments.block_size)
+    flex_blocks = create_block_mask(
+        visible, None, None, seq_len, seq_len, "cuda", BLOCK_SIZE=arguments.block_size, _compile=True
+    )
+    # else the ninth shape runs without a kernel, and a backward pass runs once only
+    torch._dynamo.reset()
+    torch._functorch.config.donated_buffer = False
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        return compiled(*heads_first, block_mask=flex_blocks).transpose(1, 2)
+
+    return flex
+
+
+def flex_mask(pattern: str, block_size: int) -> Callable:
+    """FlexAttention's function of the same mask: patterns joined by |, each computed from i and j."""
+
+    def causal(i, j):
+        return j <= i
+
+    def window(i, j, n):
+        return (j <= i) & (j > i - n)
+
+    def strided(i, j, n):
+        return (j <= i) & ((i // block_size - j // block_size) % n == 0)
+
+    known = {"dense": causal, "causal": causal, "window": window, "strided": strided}
+    parts = []
+    for part in pattern.split("|"):
+        name, _, numbers = part.strip().rstrip(")").partition("(")
+        if name not in known:
+            raise ValueError(f"flex is measured with {', '.join(known)} only, not with {part.strip()}")
+        parts.append((known[name], [int(number) for number in numbers.split(",") if number]))
+
+    def visible(b, h, i, j):
+        seen = parts[0][0](i, j, *parts[0][1])
+        for function, numbers in parts[1:]:
+            seen = seen | function(i, j, *numbers)
+        return seen
+
+    return visible
+
+
+def peak_bytes(attention: Callable, qkv: tuple[Tensor, ...], dout: Tensor) -> int:
+    """What a forward and backward pass allocate at most, without the gradients."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(attention(*qkv), qkv, dout)
+    return torch.cuda.max_memory_allocated() - before - sum(x.numel() * x.element_size() for x in qkv)
+
+
+def print_row(row: dict) -> None:
+    line = f"D {row['head_dim']:3} T {row['seq_len']:7} {row['pattern']:26} {row['density']:6.1%} "
+    line += f"{row['implementation']:9} {row['forward_ms']:8.3f} ms {row['forward_tflops']:4.0f} TFLOP/s"
+    if row["backward_ms"] is not None:
+        line += f"   backward {row['backward_ms']:8.3f} ms {row['backward_tflops']:4.0f} TFLOP/s"
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    run_script(main, Arguments, __doc__)

@@ -19,6 +19,7 @@ from scripts.paper import (
     counters,
     figure1,
     figure2_left,
+    figure2_right,
     figure3,
     figure4,
     table2,
@@ -31,6 +32,7 @@ from scripts.paper.encoder import Encoder, encoder_config
 from scripts.paper.fused_softmax import LONGEST, fused_softmax
 from scripts.paper.registry import EXPERIMENTS, choose, load
 from scripts.paper.report import number
+from scripts.paper.sparsity import random_blocks, two_blocks
 from scripts.paper.training import configure, hugging_face
 from scripts.paper.verdict import NOT_MEASURED, NOT_REACHED, REACHED, Verdict
 from scripts.reproduce_paper import Arguments, choose_sizes, main
@@ -262,6 +264,44 @@ def test_linformer_does_not_see_padding(device):
     assert torch.equal(attention(q, k, v), out)
 
 
+@pytest.mark.parametrize("seq_len", [100, 128, 512, 2048])
+def test_the_papers_sparsity_is_256_keys_for_each_query(seq_len):
+    dense = two_blocks(seq_len, CPU).to_dense()
+    assert dense.sum(-1).float().mean() == min(256, seq_len)
+    # and each block of keys is read as often
+    assert dense.sum(-2).float().mean() == min(256, seq_len)
+
+
+@pytest.mark.parametrize("density", [0.25, 0.5, 1.0])
+def test_random_blocks_have_the_density_that_is_asked_for(density):
+    mask = random_blocks(1024, density, CPU)
+    assert mask.density() == density
+    dense = mask.to_dense()[0, 0]
+    assert dense.diagonal().all()
+    assert (dense.sum(-1) == density * 1024).all()
+
+
+def test_a_straight_line_has_an_r_squared_of_one_and_a_parabola_less():
+    x = [0.1, 0.25, 0.5, 0.75, 1.0]
+    assert figure2_right.r_squared([(s, 3 * s + 1) for s in x]) == pytest.approx(1.0)
+    assert figure2_right.r_squared([(s, s**4) for s in x]) < 0.99
+
+
+def test_time_that_grows_with_density_is_reached_and_time_that_does_not_is_not():
+    def rows(per_density: float, fixed: float) -> list[dict]:
+        times = {("dense", 1.0): 10.0}
+        times |= {("random", s): per_density * s + fixed for s in (0.125, 0.25, 0.5, 1.0)}
+        return [
+            {"pattern": p, "density": s, "seq_len": n, "forward_ms": ms, "backward_ms": 0.0}
+            for n in (4096, 16384)
+            for (p, s), ms in times.items()
+        ]
+
+    assert {verdict.word for verdict in figure2_right.judge(rows(11.0, 0.1))} == {REACHED}
+    # linear, but with a third of dense as a fixed cost
+    assert [verdict.word for verdict in figure2_right.judge(rows(8.0, 3.0))][:2] == [REACHED, NOT_REACHED]
+
+
 def test_an_unknown_baseline_is_refused():
     with pytest.raises(ValueError, match="no attention has the name 'performer'"):
         baselines.build("performer", 64, None, 0.0, CPU)
@@ -312,7 +352,7 @@ def test_the_command_writes_results_pictures_and_a_report(tmp_path):
     done = call("figure1", "figure2", "quick=true", f"out={tmp_path}", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     report = (tmp_path / "README.md").read_text()
-    for name in ("figure1", "figure2_left", "figure2_middle"):
+    for name in ("figure1", "figure2_left", "figure2_middle", "figure2_right"):
         result = json.loads((tmp_path / f"{name}.json").read_text())
         assert {"gpu", "torch", "triton", "command", "date", "commit", "rows"} <= set(result)
         assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"

@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from kernels.flash_attention import flash_attention
 from scripts.paper.fused_softmax import fused_softmax
+from scripts.paper.sparsity import two_blocks
 
 # the paper's
 DTYPE = torch.float16
@@ -184,6 +185,8 @@ def build(
     options = {"document_ids": document_ids, "dropout_p": dropout_p}
     if name == "ours":
         return partial(flash_attention, causal=False, **options)
+    if name == "ours sparse":
+        return partial(flash_attention, causal=False, block_mask=two_blocks(seq_len, device), **options)
     if name == "window":
         return partial(flash_attention, causal=True, window=COMPRESSED, **options)
     if name == "eager":

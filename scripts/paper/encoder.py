@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kernels.flash_attention import flash_attention
 from scripts.paper import baselines
+from scripts.paper.sparsity import two_blocks
 from scripts.paper.training import OtherAttention, configure, our_gpt
 from train.config import Config
 from train.loop import autocast_context
@@ -46,12 +47,14 @@ def encoder_config(
 
 
 def attention_function(name: str, seq_len: int, device: torch.device) -> Callable:
-    """Full attention by its name in the reports: eager, ours."""
+    """Full attention by its name in the reports: eager, ours, ours sparse."""
     if name == "eager":
         return partial(baselines.eager, mask=None)
     if name == "ours":
         return partial(flash_attention, causal=False)
-    raise ValueError(f"attention must be eager or ours, got {name!r}")
+    if name == "ours sparse":
+        return partial(flash_attention, causal=False, block_mask=two_blocks(seq_len, device))
+    raise ValueError(f"attention must be eager, ours or ours sparse, got {name!r}")
 
 
 def train_classifier(

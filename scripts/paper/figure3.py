@@ -62,6 +62,7 @@ class Sizes:
     implementations: list[str] = field(
         default_factory=lambda: [
             "ours",
+            "ours sparse",
             "eager",
             "megatron",
             *baselines.SDPA,
@@ -81,7 +82,7 @@ QUICK = {
     "heads": 1,
     "head_dim": 16,
     "seq_lens": [64, 128],
-    "implementations": ["ours", "eager", "megatron", "linformer", "window"],
+    "implementations": ["ours", "ours sparse", "eager", "megatron", "linformer", "window"],
     "settings": [[True, True], [False, False]],
 }
 DROPOUT_P = 0.1

@@ -8,6 +8,7 @@ EXPERIMENTS = (
     "figure1",
     "figure2_left",
     "figure2_middle",
+    "figure2_right",
     "figure3",
     "table7",
     "table2",

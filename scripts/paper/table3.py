@@ -36,7 +36,7 @@ SHAPES = {
     "Image": (1024, 256),
     "Pathfinder": (1024, 256),
 }
-IMPLEMENTATIONS = ["eager", "ours"]
+IMPLEMENTATIONS = ["eager", "ours", "ours sparse"]
 
 
 @dataclass

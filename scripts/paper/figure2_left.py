@@ -22,10 +22,10 @@ GB, 41.7 ms; flash: 75.2, 4.4, 7.3: 1.13 times the operations, 9.2 times fewer b
 operations as printed are 12 times fewer than this shape has; their ratio is what can be checked.
 """
 HERE = """
-Ours skips the scores that the causal mask hides, eager computes them. The same shape in fp16, causal,
-dropout 0.1. `matmul_gflop` counts the matrix products that run: 6 over all scores in eager; 7 in flash,
-counted over all scores too, since the paper's ratio leaves the mask out. `counted_gb` is the counting model
-of scripts/paper/traffic.py, `memory_gb` what the GPU's counters read.
+The same shape in fp16, causal, dropout 0.1; ours skips the scores that the mask hides, eager computes them.
+`matmul_gflop` counts matrix products: 6 over all scores in eager; 7 in flash, over all scores too, since the
+paper's ratio leaves the mask out. `counted_gb` is the counting model of scripts/paper/traffic.py, `memory_gb`
+what the GPU's counters read.
 """
 PAPER_SHAPE = {"batch": 64, "heads": 16, "seq_len": 1024, "head_dim": 64}
 # of q k^T's size: forward 2; backward 4, and flash computes q k^T again

@@ -8,6 +8,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # what keys and values of one section of heads may take of the 50 MB of L2
 SECTION_BYTES = 32 * 2**20
+# of shared memory; made once, because making one takes Python longer than the rest of a descriptor
+HEAD_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+FLOAT32_LAYOUTS = {
+    rank: NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=32, rank=rank)
+    for rank, swizzle in ((1, 0), (2, 128))
+}
 
 
 class ForwardTile(NamedTuple):
@@ -56,9 +62,7 @@ def backward_tile(head_dim: int) -> BackwardTile:
 
 
 def float32_descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
-    swizzle = 128 if len(block) == 2 else 0
-    layout = NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=32, rank=len(block))
-    return TensorDescriptor.from_tensor(x, block, layout)
+    return TensorDescriptor.from_tensor(x, block, FLOAT32_LAYOUTS[len(block)])
 
 
 def head_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
@@ -70,8 +74,8 @@ def head_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
         stride if size > 1 else head_dim
         for size, stride in ((batch, stride_b), (n_head, stride_h), (seq, stride_t))
     ]
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    return TensorDescriptor(x, [batch, n_head, seq, head_dim], [*strides, 1], [1, 1, rows, head_dim], layout)
+    shape, block = [batch, n_head, seq, head_dim], [1, 1, rows, head_dim]
+    return TensorDescriptor(x, shape, [*strides, 1], block, HEAD_LAYOUT)
 
 
 def section_heads(seq: int, head_dim: int, group: int, n_heads: int) -> int:

@@ -81,13 +81,14 @@ class ModelConfig:
         return math.ceil(self.vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-def flops_per_token(config: ModelConfig, seq_len: int, *, causal: bool) -> int:
+def flops_per_token(config: ModelConfig, seq_len: int, *, causal: bool, density: float = 1.0) -> int:
     """Floating-point operations of one training token, forward and backward, by convention.
 
     6 N for the matrix products (N: parameters but position embeddings, and of an untied pair of embedding and
     head only the head) plus 12 L H D T for attention.
     causal=False counts all T keys for each query (PaLM, arXiv:2204.02311, appendix B; nanoGPT);
-    causal=True counts the half that a causal mask keeps.
+    causal=True counts the half that a causal mask keeps. density: of what either counts, the share that the
+    layers' patterns of blocks keep, see model.attention.attention_density.
     """
     channels, width = config.n_embd, config.n_head * config.head_dim
     kv_width = config.n_kv_head * config.head_dim
@@ -103,7 +104,7 @@ def flops_per_token(config: ModelConfig, seq_len: int, *, causal: bool) -> int:
     norm = channels * (2 if config.norm == "layer" else 1)
     block += 2 * norm + (2 * config.head_dim if config.qk_norm else 0)
     n_matmul = config.vocab_size * channels + config.n_layer * block + norm
-    attention = 12 * config.n_layer * width * seq_len
+    attention = round(12 * config.n_layer * width * seq_len * density)
     return 6 * n_matmul + (attention // 2 if causal else attention)
 
 

@@ -9,6 +9,7 @@ import torch
 from data.loader import TokenLoader
 from data.tokenizer import load_tokenizer
 from model import GPT
+from model.attention import attention_density
 from train.config import Config, write_config
 from train.distributed import Processes
 from train.logger import RunLogger, duration, read_metrics, readable
@@ -135,8 +136,10 @@ def _summary(config: Config, folder: Path, val_loss: float, processes: Processes
 
 
 def _mfu(config: Config, processes: Processes, per_gpu: float, *, causal: bool) -> float | None:
+    model, seq_len, device = config.model, config.seq_len, processes.device
+    density = attention_density(config.attention, model.n_layer, seq_len, device)
     return model_flop_utilization(
-        config.model, config.seq_len, config.precision, per_gpu, processes.device, causal=causal
+        model, seq_len, config.precision, per_gpu, device, causal=causal, density=density
     )
 
 

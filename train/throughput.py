@@ -47,15 +47,17 @@ def model_flop_utilization(
     device: torch.device,
     *,
     causal: bool,
+    density: float = 1.0,
 ) -> float | None:
     """The share of the card's peak that the model's own FLOPs take; None for a card of unknown peak.
 
-    causal: see model.config.flops_per_token; metrics use causal=False, the convention of PaLM and nanoGPT.
+    causal, density: see model.config.flops_per_token; metrics use causal=False, as PaLM and nanoGPT do.
     """
     peak = peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
     if peak is None:
         return None
-    return tokens_per_second_per_gpu * flops_per_token(model, seq_len, causal=causal) / peak
+    flops = flops_per_token(model, seq_len, causal=causal, density=density)
+    return tokens_per_second_per_gpu * flops / peak
 
 
 class Stopwatch:

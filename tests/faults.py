@@ -157,11 +157,12 @@ def kill_at_random(config: Config, kills: int, seed: int, world_size: int = 1, f
     in_a_save = 0
     for kill in range(kills):
         attempt = Attempt(config, world_size, fault)
-        if kill % 4 == 3:
-            time.sleep(draw.uniform(0.0, 1.0))
-        else:
-            attempt.wait_for(lambda attempt=attempt: "\nstep " in attempt.log())
-            time.sleep(draw.uniform(0.0, 0.25))
+        # a fast machine must not reach the end: at most four lines of progress a life, twelve steps
+        lines = draw.randrange(1, 5)
+        latest = time.monotonic() + (draw.uniform(0.0, 1.0) if kill % 4 == 3 else 60.0)
+        while attempt.log().count("\nstep ") < lines and time.monotonic() < latest:
+            time.sleep(0.002)
+        time.sleep(draw.uniform(0.0, 0.03))
         attempt.kill()
         assert newest_step(config) < config.steps, "it ended before it was killed: give it more steps"
         finished = list_checkpoints(checkpoints)
@@ -183,17 +184,15 @@ def _attempt(config: Config, rank: int, world_size: int, port: int, fault, folde
     )  # fmt: skip
     torch.set_num_threads(1)
     fault(rank)
-    code = 1
+    # no clean-up, as in train/__main__.py: nothing may depend on it
     try:
         run_training(config)
-        code = 0
+        os._exit(0)
     except Interrupted:
-        code = EXIT_INTERRUPTED
+        os._exit(EXIT_INTERRUPTED)
     except BaseException:
         traceback.print_exc()
-    sys.stdout.flush()
-    # no clean-up: nothing may depend on it
-    os._exit(code)
+        os._exit(1)
 
 
 def newest_step(config: Config) -> int:
@@ -230,11 +229,11 @@ def assert_same_run(name: str, other: str, step: int) -> None:
 
 
 def slow_disk(rank: int) -> None:
-    """Each piece of a file takes a millisecond more: a run is nearly always in the middle of a save."""
+    """Each piece of a file takes three milliseconds more: a run is nearly always in the middle of a save."""
     write = train.saving._write
 
     def slowly(file, content, checksum):
-        time.sleep(0.001)
+        time.sleep(0.003)
         return write(file, content, checksum)
 
     train.saving._write = slowly

@@ -63,12 +63,12 @@ def test_a_run_killed_at_random_moments_ends_bit_for_bit_like_one_that_was_not(
     world_size, kills, fault, distributed
 ):
     given = f"distributed={distributed}"
-    whole, killed = (small_config(name, 100, given) for name in ("whole", "killed"))
+    whole, killed = (small_config(name, 180, given) for name in ("whole", "killed"))
     complete(whole, world_size)
     in_a_save = kill_at_random(killed, kills, 1, world_size, fault)
     if fault is faults.slow_disk:
         assert in_a_save > 0, "none of the kills came in the middle of a save"
-    assert_same_run("whole", "killed", 100)
+    assert_same_run("whole", "killed", 180)
 
 
 def test_four_processes_resume_bit_for_bit_although_ddp_reorders_its_buckets():

@@ -30,14 +30,20 @@ def main(cfg: DictConfig) -> None:
     except Interrupted as interrupted:
         if rank == 0:
             print(f"{interrupted} (exit code {EXIT_INTERRUPTED})", file=sys.stderr, flush=True)
-        sys.exit(EXIT_INTERRUPTED)
+        _end(EXIT_INTERRUPTED)
     except (ValueError, FloatingPointError, OSError) as error:
         if "HYDRA_FULL_ERROR" in os.environ:
             raise
         # every process finds the same mistake in the configuration; other errors have a rank of their own
         if rank == 0 or not isinstance(error, ValueError):
             print(f"error: {error}\n(HYDRA_FULL_ERROR=1 shows the traceback)", file=sys.stderr, flush=True)
-        sys.exit(2)
+        _end(2)
+
+
+def _end(code: int) -> None:
+    """Ends the process without clean-up: gloo's can wait for ever for a process that has already ended."""
+    sys.stdout.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """One model on many processes: copies that average their gradients (DDP), or shards of one (FSDP2)."""
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -9,6 +10,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from model import GPT
+
+# its successor is unknown to torch 2.11
+warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
 
 STRATEGIES = ("ddp", "fsdp")
 

@@ -20,8 +20,9 @@ def packed_attention_forward(
     query_bounds: Tensor | None,
     softmax_scale: float,
     causal: bool,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    problem = _problem(key_bounds, query_bounds, softmax_scale, causal)
+    problem = _problem(key_bounds, query_bounds, softmax_scale, causal, deterministic)
     q, k, v = qkv.unbind(2)
     return implementation(problem, q, k, v).attention_forward(problem, q, k, v)
 
@@ -36,8 +37,9 @@ def packed_attention_backward(
     query_bounds: Tensor | None,
     softmax_scale: float,
     causal: bool,
+    deterministic: bool,
 ) -> Tensor:
-    problem = _problem(key_bounds, query_bounds, softmax_scale, causal)
+    problem = _problem(key_bounds, query_bounds, softmax_scale, causal, deterministic)
     q, k, v = qkv.unbind(2)
     dqkv = torch.empty_like(qkv)
     run = implementation(problem, q, k, v).attention_backward
@@ -64,14 +66,14 @@ def _save_for_backward(ctx, inputs, output):
 
 
 def _backward(ctx, dout, _):
-    return packed_attention_backward(dout, *ctx.saved_tensors, *ctx.options), None, None, None, None
+    return packed_attention_backward(dout, *ctx.saved_tensors, *ctx.options), *(None for _ in range(5))
 
 
 packed_attention_forward.register_autograd(_backward, setup_context=_save_for_backward)
 packed_attention_backward.register_autograd(refuse_second_derivative)
 
 
-def _problem(key_bounds, query_bounds, softmax_scale: float, causal: bool) -> Problem:
+def _problem(key_bounds, query_bounds, softmax_scale: float, causal: bool, deterministic: bool) -> Problem:
     return Problem(
         softmax_scale=softmax_scale,
         causal=causal,
@@ -80,7 +82,7 @@ def _problem(key_bounds, query_bounds, softmax_scale: float, causal: bool) -> Pr
         query_bounds=query_bounds,
         dropout_p=0.0,
         dropout_seed=None,
-        deterministic=False,
+        deterministic=deterministic,
     )
 
 
@@ -90,6 +92,7 @@ def flash_attention_packed(
     causal: bool = True,
     softmax_scale: float | None = None,
     document_ids: Tensor | None = None,
+    deterministic: bool = False,
 ) -> Tensor:
     """`flash_attention` on q, k, v = qkv.unbind(2), (B, T, H, D) each, whose gradient needs no copy.
 
@@ -108,4 +111,4 @@ def flash_attention_packed(
         key_bounds, query_bounds = document_bounds(document_ids, q.shape[1], causal=causal, window=None)
         causal = False
     scale = qkv.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    return packed_attention_forward(qkv, key_bounds, query_bounds, scale, causal)[0]
+    return packed_attention_forward(qkv, key_bounds, query_bounds, scale, causal, deterministic)[0]

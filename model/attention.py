@@ -110,7 +110,10 @@ class SelfAttention(nn.Module):
         dense = ring is None and block_mask is None
         as_it_is = dense and cache is None and rotation is None and dropout_p == 0.0
         if self.takes_packed and as_it_is:
-            out = flash_attention_packed(qkv.unflatten(2, (3, -1)), document_ids=document_ids)
+            deterministic = torch.are_deterministic_algorithms_enabled()
+            out = flash_attention_packed(
+                qkv.unflatten(2, (3, -1)), document_ids=document_ids, deterministic=deterministic
+            )
             return self.projection(out.flatten(2))
         # views of the packed product: no copy is made for the kernel
         q, k, v = qkv.split(self.n_heads, dim=2)  # (B, T, H, D), twice (B, T, Hkv, D)
@@ -155,7 +158,8 @@ def attend(
     if block_mask is None or (block_mask.seq_q, block_mask.seq_k) == (n_query, n_key):
         options = {"document_ids": document_ids, "block_mask": block_mask, "dropout_p": dropout_p}
         if implementation == "flash":
-            return flash_attention(q, k, v, causal=True, **options)
+            deterministic = torch.are_deterministic_algorithms_enabled()
+            return flash_attention(q, k, v, causal=True, deterministic=deterministic, **options)
         if implementation == "reference":
             return attention_reference(q, k, v, causal=True, **options)
     mask = None

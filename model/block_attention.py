@@ -68,7 +68,7 @@ def flash_forward(q, k, v, mask: Mask, softmax_scale: float) -> tuple[Tensor, Te
         causal=mask.causal,
         window=None,
         dropout_p=0.0,
-        deterministic=False,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
 
 
@@ -88,7 +88,7 @@ def flash_backward(dout, q, k, v, out, lse, mask: Mask, softmax_scale: float) ->
         causal=mask.causal,
         window=None,
         dropout_p=0.0,
-        deterministic=False,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
 
 

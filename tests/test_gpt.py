@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from kernels import operators, packed
 from model import GPT, AttentionConfig, ModelConfig
 from model.config import flops_per_token
 from model.rope import RotaryConfig
@@ -210,3 +211,21 @@ def test_a_model_with_normed_heads_runs_under_autocast():
         loss = gpt(torch.randint(300, (2, 20)), torch.randint(300, (2, 20)))
     loss.backward()
     assert loss.item() == pytest.approx(math.log(300), abs=0.1)
+
+
+@pytest.mark.parametrize("options", [{}, {"norm": "rms", "rotary": RotaryConfig(base=10000.0)}])
+def test_torchs_deterministic_switch_reaches_the_kernels(options, device, monkeypatch):
+    seen = []
+
+    def spy(problem, q, k, v, choose=operators.implementation):
+        seen.append(problem.deterministic)
+        return choose(problem, q, k, v)
+
+    for module in (operators, packed):
+        monkeypatch.setattr(module, "implementation", spy)
+    gpt = model("flash", **options).to(device)
+    tokens = torch.randint(gpt.config.vocab_size, (1, 17), device=device)
+    for deterministic in (True, False):
+        torch.use_deterministic_algorithms(deterministic)
+        gpt(tokens[:, :-1], tokens[:, 1:]).backward()
+    assert seen == [True] * (2 * gpt.config.n_layer) + [False] * (2 * gpt.config.n_layer)

@@ -241,3 +241,15 @@ def test_flash_sdpa_and_reference_train_alike_on_the_gpu(corpus, precision):
         run(f"name={name}", f"attention={name}", *on_gpu)
     for other in ("sdpa", "reference"):
         assert losses("flash") == pytest.approx(losses(other), abs=1e-2)
+
+
+@pytest.mark.gpu
+def test_deterministic_runs_on_a_gpu_end_with_the_same_bits(corpus):
+    on_gpu = ["device=cuda", "precision=bf16", "attention=flash", "compile=true", "fused_loss=true"]
+    try:
+        for name in ("first", "second"):
+            run(f"name={name}", "deterministic=true", "model.n_embd=128", *on_gpu)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for key, value in weights("first", 12).items():
+        assert torch.equal(weights("second", 12)[key], value), key

@@ -39,6 +39,8 @@ class Config:
     fused_loss: bool
     # the residual stream in `precision`, with half the traffic; false: in float32
     low_precision_residual: bool
+    # the same bits in every run on a GPU too, and so in a resumed one, at the price of slower kernels
+    deterministic: bool
     # several processes: ddp, each with all weights; fsdp, each with a share of weights, gradients and
     # optimizer state
     distributed: str

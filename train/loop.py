@@ -1,5 +1,6 @@
 """The training loop: one code path for a laptop CPU, one GPU, and many."""
 
+import os
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -106,6 +107,7 @@ def _train(
     # the same weights on every rank, whatever their number
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high")
+    _use_deterministic_algorithms(config.deterministic)
     build_model = partial(
         GPT,
         config.model,
@@ -265,6 +267,16 @@ def autocast_context(device_type: str, precision: str):
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device_type, dtype=AUTOCAST_DTYPES[precision])
+
+
+def _use_deterministic_algorithms(deterministic: bool) -> None:
+    # attention reads this switch too (model/attention.py)
+    torch.use_deterministic_algorithms(deterministic)
+    # for tests: it fills every new tensor with NaN
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    if deterministic:
+        # cuBLAS repeats its sums only with a workspace of its own
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def _to_device(part: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -62,7 +62,7 @@ def build_norm(config: ModelConfig) -> nn.Module:
 class GPT(nn.Module):
     """A language model over B sequences of T tokens.
 
-    Parameters are float32; lower precision is autocast's business (see train/loop.py).
+    Parameters are float32; lower precision is autocast's business (see train/step.py).
     fused_loss: the loss by kernels/cross_entropy.py, on a GPU; never are all logits in memory.
     low_precision_residual: under autocast the stream between the blocks, and its gradient, are in autocast's
     dtype, which halves what every norm and every sum reads and writes; else they are float32.

@@ -16,10 +16,10 @@ from scripts.arguments import argument, run_script
 from scripts.benchmark_training import OPTIM, SIZES
 from train.checkpoint import CheckpointConfig, list_checkpoints, run_tensors
 from train.distributed import join_processes
-from train.loop import autocast_context, forward_backward, update
 from train.optim import build_optimizer
 from train.results import write_result
 from train.saving import CheckpointSaver
+from train.step import autocast_context, forward_backward, update
 
 SETTINGS = CheckpointConfig(every_steps=1, keep_last=1, keep_every_steps=0, keep_best=False, resume="auto")
 

@@ -20,10 +20,10 @@ from model import GPT, AttentionConfig, ModelConfig
 from scripts.arguments import argument, run_script
 from train.distributed import join_processes
 from train.logger import readable
-from train.loop import autocast_context, forward_backward, update
 from train.optim import OptimConfig, build_optimizer
 from train.plot import draw_bars
 from train.results import write_result
+from train.step import autocast_context, forward_backward, update
 from train.throughput import Stopwatch, model_flop_utilization, peak_memory_bytes
 
 SIZES = Path(__file__).resolve().parent.parent / "conf" / "model"

@@ -29,9 +29,9 @@ from train.context import (
     recall_accuracy,
     token_losses,
 )
-from train.loop import autocast_context
 from train.plot_context import draw_context
 from train.results import write_result
+from train.step import autocast_context
 from train.weights import load_model
 
 

@@ -10,8 +10,8 @@ from data.tokenizer import load_tokenizer
 from model import GPT, AttentionConfig, ModelConfig
 from scripts.arguments import argument, run_script
 from train.checkpoint import load_tensors, newest_checkpoint, read_checkpoint, verify_checkpoint
-from train.loop import autocast_context
 from train.sample import SampleConfig, sample_text
+from train.step import autocast_context
 
 
 @dataclass

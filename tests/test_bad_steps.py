@@ -5,7 +5,7 @@ import torch
 
 from train.bad_steps import RollBack, SpikeConfig, StepGuard, read_left_out, write_left_out
 from train.checkpoint import run_tensors
-from train.loop import update
+from train.step import update
 
 
 def guard(on_bad_step="stop", action="ignore", *, has_scaler=False, left_out=(), window=4, z_score=3.0):

@@ -49,7 +49,7 @@ class StepGuard:
 
     The loss of a step is known before its update; the norm of its gradients only while the next step runs,
     since waiting for it would leave the GPU idle. So the update itself compares the norm with a limit on
-    the device (train/loop.py, update), and `settle` learns later what it did. Source of the z-score:
+    the device (train/step.py, update), and `settle` learns later what it did. Source of the z-score:
     llm.c's outlier detector.
     on_bad_step: "stop" or "skip", for what is not finite. has_scaler: fp16, whose overflows are no fault.
     left_out: numbers of the batches that the run leaves out.

@@ -1,6 +1,5 @@
 """The training loop: one code path for a laptop CPU, one GPU, and many."""
 
-import os
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -9,13 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-from data.loader import TokenLoader
 from data.prepare import prepare
-from data.tokenizer import load_tokenizer
-from model import GPT
 from train.bad_steps import RollBack, StepGuard, read_left_out, write_left_out
+from train.build import build_step_model, build_weights, open_text, set_arithmetic
 from train.checkpoint import (
     check_fits,
     find_checkpoint,
@@ -25,21 +21,19 @@ from train.checkpoint import (
     run_tensors,
 )
 from train.config import Config, check_machine
-from train.context_parallel import SharedSequences, join_context_groups
+from train.context_parallel import join_context_groups
 from train.distributed import Processes, join_processes
-from train.documents import SeparateDocuments
 from train.evaluate import evaluate
 from train.interruption import Interrupted, Interruption
 from train.optim import build_optimizer, learning_rate
-from train.parallel import gather, set_gradient_sync, shard, whole
+from train.parallel import gather, shard
 from train.report import finish_run, open_run, step_metrics
 from train.run_lock import lock_run
 from train.saving import CheckpointSaver
+from train.step import autocast_context, forward_backward, update
 from train.throughput import StepTimer
 from train.watchdog import Watchdog
 from train.weights import load_start
-
-AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def train(config: Config) -> float:
@@ -89,33 +83,9 @@ def _train(
     saved_path = processes.from_main(lambda: find_checkpoint(checkpoints, resume))
     context = join_context_groups(processes, config.context_parallel)
 
-    load = partial(
-        TokenLoader,
-        text,
-        seq_len=config.seq_len,
-        tokenizer=config.data.tokenizer,
-        seed=config.seed,
-        rank=context.data_rank,
-        world_size=context.data_size,
-    )
-    train_data = load(split="train", sequences_per_step=config.tokens_per_step // config.seq_len)
-    sequences_at_once = config.microbatch * context.data_size
-    val_data = load(split="val", sequences_per_step=sequences_at_once, shuffle=False)
-    val_sequences = min(config.evaluation.tokens // config.seq_len, val_data.sequences_per_epoch)
-    val_batches = max(1, val_sequences // sequences_at_once)
-
-    # the same weights on every rank, whatever their number
-    torch.manual_seed(config.seed)
-    torch.set_float32_matmul_precision("high")
-    _use_deterministic_algorithms(config.deterministic)
-    build_model = partial(
-        GPT,
-        config.model,
-        config.attention,
-        fused_loss=config.fused_loss,
-        low_precision_residual=config.low_precision_residual,
-    )
-    weights = build_model().to(device)
+    train_data, val_data, val_batches = open_text(config, text, context)
+    set_arithmetic(config)
+    weights = build_weights(config, device)
     if config.start.weights and not saved_path:
         load_start(weights, config.start)
     is_sharded = config.distributed == "fsdp" and processes.world_size > 1
@@ -138,13 +108,7 @@ def _train(
         scaler.load_state_dict(info["scaler"])
         guard.load_state(info["guard"])
         first_step = processes.step = info["step"]
-    model = torch.compile(weights) if config.compile and not is_sharded else weights
-    if context.group is not None:
-        model = SharedSequences(model, context.group)
-    if config.separate_documents:
-        model = SeparateDocuments(model, load_tokenizer(config.data.tokenizer).end_of_text)
-    if processes.world_size > 1 and not is_sharded:
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+    model = build_step_model(weights, config, processes, context, is_sharded=is_sharded)
     autocast = partial(autocast_context, device.type, config.precision)
     validate = partial(evaluate, model, val_data, val_batches, processes, autocast)
     saver = CheckpointSaver(checkpoints, config.checkpoint, processes)
@@ -204,7 +168,7 @@ def _train(
             if interrupted and not is_last:
                 raise Interrupted(f"stopped after step {done}; the same command goes on from there")
 
-    weights = gather(weights, lambda: build_model().to(device))
+    weights = gather(weights, lambda: build_weights(config, device))
     if is_main:
         with autocast():
             finish_run(config, folder, weights, val_loss, time.perf_counter() - started, processes)
@@ -214,84 +178,15 @@ def _train(
     return val_loss
 
 
-def forward_backward(
-    model, tokens, targets, accumulation, processes, autocast, scaler
-) -> tuple[float, float]:
-    """Adds the gradients of one step's loss; returns that loss on this rank and its mean over the ranks.
-
-    tokens, targets: this rank's rows of the step, (accumulation * microbatch, T) int64.
-    """
-    total = torch.zeros((), device=tokens.device)
-    microbatches = list(zip(tokens.chunk(accumulation), targets.chunk(accumulation), strict=True))
-    for index, (inputs, labels) in enumerate(microbatches):
-        is_last = index == accumulation - 1
-        set_gradient_sync(model, is_last)
-        with autocast():
-            loss = model(inputs, labels) / accumulation
-        total += loss.detach()
-        if is_last:
-            losses = torch.stack((total, processes.mean(total.clone())))
-            losses = losses.to("cpu", non_blocking=True)
-            losses_arrived = _record_event(tokens.device)
-        scaler.scale(loss).backward()
-    losses_arrived()
-    own_loss, mean_loss = losses.tolist()
-    return own_loss, mean_loss
-
-
-def update(optimizer, scaler, rate: float, gradient_clip: float, norm_limit: float) -> torch.Tensor:
-    """One optimizer step at this learning rate; returns the gradients' global norm before clipping, ().
-
-    Weights and optimizer state stay as they are if the norm is not below norm_limit, or not a number.
-    """
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    scaler.unscale_(optimizer)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    grad_norm = whole(torch.nn.utils.clip_grad_norm_(parameters, gradient_clip or float("inf")))
-    # the fused optimizers read this flag on the device: nobody waits for the norm
-    optimizer.found_inf = 1.0 - (grad_norm < norm_limit).float()
-    optimizer.step()
-    scaler.update()
-    optimizer.zero_grad(set_to_none=True)
-    return grad_norm
-
-
 def seed_of(seed: int, step: int, rank: int) -> int:
     """A seed of 64 bits for the draws of one rank in one step, unlike those of its neighbours."""
     return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
-
-
-def autocast_context(device_type: str, precision: str):
-    """Matrix products in the run's precision; fp32 needs no context (on a GPU its products use TF32)."""
-    if precision == "fp32":
-        return nullcontext()
-    return torch.autocast(device_type, dtype=AUTOCAST_DTYPES[precision])
-
-
-def _use_deterministic_algorithms(deterministic: bool) -> None:
-    # attention reads this switch too (model/attention.py)
-    torch.use_deterministic_algorithms(deterministic)
-    # for tests: it fills every new tensor with NaN
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    if deterministic:
-        # cuBLAS repeats its sums only with a workspace of its own
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def _to_device(part: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         return part.pin_memory().to(device, non_blocking=True)
     return part
-
-
-def _record_event(device: torch.device):
-    """A function that waits until the work queued so far is done."""
-    if device.type != "cuda":
-        return lambda: None
-    event = torch.cuda.Event()
-    event.record()
-    return event.synchronize
 
 
 def _is_due(done: int, every_steps: int) -> bool:

@@ -30,7 +30,7 @@ PHASES = ("data", "forward_backward", "optimizer")
 def peak_flops(device_name: str, precision: str) -> float | None:
     """The card's peak matrix FLOP/s in this precision, or None for a card that the table lacks.
 
-    fp32 is TF32's rate where the card has it, since that is what train/loop.py switches on.
+    fp32 is TF32's rate where the card has it, since that is what train/build.py switches on.
     """
     words = device_name.replace("-", " ").split()
     for card, rates in PEAK_FLOPS.items():

@@ -8,7 +8,7 @@ from torch import Tensor
 from data.loader import TokenLoader
 from model import GPT
 from train.context import token_losses
-from train.loop import autocast_context
+from train.step import autocast_context
 
 # tokens that go through the model at once
 TOKENS_AT_ONCE = 32768

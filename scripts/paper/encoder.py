@@ -13,8 +13,8 @@ from scripts.paper import baselines
 from scripts.paper.sparsity import two_blocks
 from scripts.paper.training import OtherAttention, configure, our_gpt
 from train.config import Config
-from train.loop import autocast_context
 from train.optim import build_optimizer
+from train.step import autocast_context
 
 
 class Encoder(nn.Module):

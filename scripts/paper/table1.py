@@ -14,7 +14,7 @@ from scripts.paper.report import rows_table
 from scripts.paper.training import OtherAttention, configure, our_gpt
 from scripts.paper.verdict import Verdict, matching, ratio, value
 from scripts.timing import capture, median_ms
-from train.loop import autocast_context
+from train.step import autocast_context
 
 TITLE = "Table 1: BERT-large"
 PAPER = """

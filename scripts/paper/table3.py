@@ -12,7 +12,7 @@ from scripts.paper.encoder import Encoder, attention_function, encoder_config, t
 from scripts.paper.report import rows_table
 from scripts.paper.verdict import Verdict, matching, ratio, value
 from scripts.timing import capture, median_ms
-from train.loop import autocast_context
+from train.step import autocast_context
 
 TITLE = "Table 3: the Long Range Arena"
 PAPER = """

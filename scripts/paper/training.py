@@ -1,6 +1,6 @@
 """Training steps of GPT-2 with one attention or another, and of the models that the paper compares with.
 
-All share the loop's own step (train/loop.py), its optimizer and precision; only the model differs. A model is
+All share the loop's own step (train/step.py), its optimizer and precision; only the model differs. A model is
 here anything that takes tokens and targets, both (B, T) int64, and returns the mean cross-entropy, ().
 """
 
@@ -19,8 +19,8 @@ from model import GPT
 from scripts.paper import baselines
 from train.config import Config, parse
 from train.distributed import join_processes
-from train.loop import autocast_context, forward_backward, update
 from train.optim import build_optimizer
+from train.step import autocast_context, forward_backward, update
 from train.throughput import peak_memory_bytes
 
 CONF = Path(__file__).resolve().parents[2] / "conf"

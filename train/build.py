@@ -1,0 +1,72 @@
+"""What a training loop calls: the text as batches, and the model in the form that this launch asks for."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from data.loader import TokenLoader
+from data.tokenizer import load_tokenizer
+from model import GPT
+from train.config import Config
+from train.context_parallel import ContextGroups, SharedSequences
+from train.distributed import Processes
+from train.documents import SeparateDocuments
+
+
+def open_text(config: Config, text: Path, context: ContextGroups) -> tuple[TokenLoader, TokenLoader, int]:
+    """The loaders of training and of validation text, and how many validation batches an evaluation takes."""
+    load = partial(
+        TokenLoader,
+        text,
+        seq_len=config.seq_len,
+        tokenizer=config.data.tokenizer,
+        seed=config.seed,
+        rank=context.data_rank,
+        world_size=context.data_size,
+    )
+    train_data = load(split="train", sequences_per_step=config.tokens_per_step // config.seq_len)
+    sequences_at_once = config.microbatch * context.data_size
+    val_data = load(split="val", sequences_per_step=sequences_at_once, shuffle=False)
+    val_sequences = min(config.evaluation.tokens // config.seq_len, val_data.sequences_per_epoch)
+    val_batches = max(1, val_sequences // sequences_at_once)
+    return train_data, val_data, val_batches
+
+
+def set_arithmetic(config: Config) -> None:
+    """PyTorch's switches of a whole process, and the seed: the same weights on every rank."""
+    torch.manual_seed(config.seed)
+    torch.set_float32_matmul_precision("high")
+    # attention reads this switch too (model/attention.py)
+    torch.use_deterministic_algorithms(config.deterministic)
+    # for tests: it fills every new tensor with NaN
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    if config.deterministic:
+        # cuBLAS repeats its sums only with a workspace of its own
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def build_weights(config: Config, device: torch.device) -> GPT:
+    """A new model, initialized from PyTorch's generator."""
+    switches = {"fused_loss": config.fused_loss, "low_precision_residual": config.low_precision_residual}
+    return GPT(config.model, config.attention, **switches).to(device)
+
+
+def build_step_model(
+    weights: GPT, config: Config, processes: Processes, context: ContextGroups, *, is_sharded: bool
+) -> nn.Module:
+    """tokens, targets (B, T) -> the loss: weights, compiled, on this rank's part, with averaged gradients.
+
+    is_sharded: train.parallel.shard has compiled the blocks and exchanges gradients.
+    """
+    model = torch.compile(weights) if config.compile and not is_sharded else weights
+    if context.group is not None:
+        model = SharedSequences(model, context.group)
+    if config.separate_documents:
+        model = SeparateDocuments(model, load_tokenizer(config.data.tokenizer).end_of_text)
+    if processes.world_size > 1 and not is_sharded:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+    return model

@@ -1,0 +1,68 @@
+"""One training step: the gradients of its loss, and the update of the weights."""
+
+from contextlib import nullcontext
+
+import torch
+
+from train.parallel import set_gradient_sync, whole
+
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def forward_backward(
+    model, tokens, targets, accumulation, processes, autocast, scaler
+) -> tuple[float, float]:
+    """Adds the gradients of one step's loss; returns that loss on this rank and its mean over the ranks.
+
+    tokens, targets: this rank's rows of the step, (accumulation * microbatch, T) int64.
+    """
+    total = torch.zeros((), device=tokens.device)
+    microbatches = list(zip(tokens.chunk(accumulation), targets.chunk(accumulation), strict=True))
+    for index, (inputs, labels) in enumerate(microbatches):
+        is_last = index == accumulation - 1
+        set_gradient_sync(model, is_last)
+        with autocast():
+            loss = model(inputs, labels) / accumulation
+        total += loss.detach()
+        if is_last:
+            losses = torch.stack((total, processes.mean(total.clone())))
+            losses = losses.to("cpu", non_blocking=True)
+            losses_arrived = _record_event(tokens.device)
+        scaler.scale(loss).backward()
+    losses_arrived()
+    own_loss, mean_loss = losses.tolist()
+    return own_loss, mean_loss
+
+
+def update(optimizer, scaler, rate: float, gradient_clip: float, norm_limit: float) -> torch.Tensor:
+    """One optimizer step at this learning rate; returns the gradients' global norm before clipping, ().
+
+    Weights and optimizer state stay as they are if the norm is not below norm_limit, or not a number.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    scaler.unscale_(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    grad_norm = whole(torch.nn.utils.clip_grad_norm_(parameters, gradient_clip or float("inf")))
+    # the fused optimizers read this flag on the device: nobody waits for the norm
+    optimizer.found_inf = 1.0 - (grad_norm < norm_limit).float()
+    optimizer.step()
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return grad_norm
+
+
+def autocast_context(device_type: str, precision: str):
+    """Matrix products in the run's precision; fp32 needs no context (on a GPU its products use TF32)."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device_type, dtype=AUTOCAST_DTYPES[precision])
+
+
+def _record_event(device: torch.device):
+    """A function that waits until the work queued so far is done."""
+    if device.type != "cuda":
+        return lambda: None
+    event = torch.cuda.Event()
+    event.record()
+    return event.synchronize

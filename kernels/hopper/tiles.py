@@ -78,6 +78,15 @@ def head_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, shape, [*strides, 1], block, HEAD_LAYOUT)
 
 
+def order_arguments(n_heads: int, n_tiles: int, section: int) -> tuple[int, int, int, int]:
+    """What schedule.TileOrder takes of sections of heads, and of the divisions by their sizes.
+
+    n_heads: of all batches; n_tiles: of one head.
+    """
+    last_section = n_heads % section or section
+    return section, division(section * n_tiles), division(section), division(last_section)
+
+
 def section_heads(seq: int, head_dim: int, group: int, n_heads: int) -> int:
     """Query heads whose keys and values, or queries and gradients, stay in L2 together."""
     bytes_per_head = 2 * seq * head_dim * 2

@@ -73,7 +73,7 @@ HOPPER = (
     | rows(
         "dkdv",
         2,
-        to_64=Tile(128, 64, 4, 2, True),
+        to_64=Tile(64, 64, 4, 3, True),
         to_128=Tile(64, 64, 4, 2, True),
         to_256=Tile(32, 64, 8, 2, True),
     )
@@ -82,7 +82,6 @@ HOPPER = (
         ("dkdv dropout", 2, 64): Tile(64, 64, 4, 2, True),
         ("forward window", 2, 64): Tile(64, 64, 4, 2, True),
         ("dq window", 2, 64): Tile(64, 64, 4, 2, True),
-        ("dkdv window", 2, 64): Tile(64, 64, 4, 3, True),
         ("dq window", 2, 128): Tile(64, 64, 4, 2, True),
     }
 )

@@ -44,8 +44,8 @@ def add_queries(
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
         p = tl.exp2(scores * scale_log2 - lse[:, None])
         if CUT:
-            if BLOCK_SIZE != 0:
-                # computed again: registers are too few to keep them
+            if BLOCK_D > 64:
+                # computed again, as registers are too few to keep them; where they are not, this is slower
                 columns = first_column + tl.arange(0, BLOCK_N)
                 first_query, end_query = queries_of_keys(columns, seq_q, seq_k, window, bounds_ptr, MASK)
             visible = (rows[:, None] >= first_query[None, :]) & (rows[:, None] < end_query[None, :])

@@ -54,9 +54,11 @@ class Problem:
 
     @property
     def tile_variant(self) -> str:
-        """Which rows of kernels/tiles.py apply, where there is a choice: "dropout", "window" or none, ""."""
+        """Which rows of kernels/tiles.py apply, where there is a choice; "" for none."""
         if self.dropout_p > 0.0:
             return "dropout"
+        if self.blocks:
+            return "small blocks" if self.block_size == 64 else "blocks"
         return "window" if self.mask in ("window", "intervals") else ""
 
     @property

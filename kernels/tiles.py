@@ -1,10 +1,10 @@
 """Block sizes of the portable kernels: the only tuning file.
 
 A tile is looked up by GPU, kernel, bytes of one element and padded head_dim. "forward" and "dq" keep
-BLOCK_M queries and walk the keys, "dkdv" keeps BLOCK_N keys and walks the queries; rows for dropout and for
-windows and documents exist where another tile is better there. scripts/tune_tiles.py measures candidates,
-tests/test_ahead_of_time.py compiles the rows for their GPUs. What is not measured was chosen by the
-compiler's report: large, and without spills.
+BLOCK_M queries and walk the keys, "dkdv" keeps BLOCK_N keys and walks the queries; rows for dropout, for
+windows and documents, and for block masks ("small blocks": of 64) exist where another tile is better there.
+scripts/tune_tiles.py measures candidates, tests/test_ahead_of_time.py compiles the rows for their GPUs. What
+is not measured was chosen by the compiler's report: large, and without spills.
 """
 
 from functools import cache
@@ -83,6 +83,18 @@ HOPPER = (
         ("forward window", 2, 64): Tile(64, 64, 4, 2, True),
         ("dq window", 2, 64): Tile(64, 64, 4, 2, True),
         ("dq window", 2, 128): Tile(64, 64, 4, 2, True),
+        # a list's entry is loaded ahead of its tile: of n stages (n - 1) // 2 + 1 are of tiles
+        ("dq blocks", 2, 64): Tile(64, 64, 4, 5, True),
+        ("dkdv blocks", 2, 64): Tile(64, 64, 4, 5, True),
+        ("forward blocks", 2, 128): Tile(128, 64, 8, 5, True),
+        ("dq blocks", 2, 128): Tile(128, 64, 8, 5, True),
+        ("dkdv blocks", 2, 128): Tile(64, 64, 4, 3, True),
+        ("forward small blocks", 2, 64): Tile(64, 64, 4, 3, True),
+        ("dq small blocks", 2, 64): Tile(64, 64, 4, 5, True),
+        ("dkdv small blocks", 2, 64): Tile(64, 64, 4, 5, True),
+        ("forward small blocks", 2, 128): Tile(64, 64, 4, 3, True),
+        ("dq small blocks", 2, 128): Tile(64, 64, 4, 3, True),
+        ("dkdv small blocks", 2, 128): Tile(64, 64, 4, 2, True),
     }
 )
 BLACKWELL = (
@@ -108,12 +120,20 @@ BLACKWELL = (
         to_128=Tile(64, 64, 4, 2, True),
         to_256=Tile(32, 64, 8, 2, True),
     )
+    | {
+        ("forward blocks", 2, 128): Tile(128, 64, 8, 3, True),
+        ("forward small blocks", 2, 128): Tile(64, 64, 8, 3, True),
+    }
 )
 AMPERE = (
     FLOAT32
     | rows("forward", 2, to_64=Tile(128, 64, 8, 3), to_128=Tile(64, 64, 8, 2), to_256=Tile(64, 64, 8, 2))
     | rows("dq", 2, to_64=Tile(64, 64, 4, 3), to_128=Tile(64, 64, 8, 2), to_256=Tile(64, 64, 8, 2))
     | rows("dkdv", 2, to_64=Tile(64, 64, 8, 2), to_128=Tile(64, 64, 8, 2), to_256=Tile(32, 32, 8, 2))
+    | {
+        ("dq blocks", 2, 64): Tile(64, 64, 8, 2),
+        ("dq small blocks", 2, 64): Tile(64, 64, 8, 2),
+    }
 )
 # GPUs with 99 KiB of shared memory
 ADA = (
@@ -121,6 +141,11 @@ ADA = (
     | rows("forward", 2, to_64=Tile(128, 64, 8, 3), to_128=Tile(128, 64, 8, 2), to_256=Tile(64, 32, 8, 2))
     | rows("dq", 2, to_64=Tile(64, 64, 4, 3), to_128=Tile(64, 64, 8, 2), to_256=Tile(32, 32, 4, 1))
     | rows("dkdv", 2, to_64=Tile(32, 32, 4, 2), to_128=Tile(64, 64, 8, 2), to_256=Tile(32, 32, 8, 2))
+    | {
+        ("forward blocks", 2, 128): Tile(64, 64, 8, 2),
+        ("dq blocks", 2, 64): Tile(64, 64, 8, 2),
+        ("dq small blocks", 2, 64): Tile(64, 64, 8, 2),
+    }
 )
 CDNA = (
     FLOAT32

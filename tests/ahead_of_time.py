@@ -60,7 +60,11 @@ def compile_kernel(
 ) -> dict:
     """What the compiled kernel uses: shared memory, registers and spilled bytes (None for AMD)."""
     function = KERNELS[kernel]
-    variant = "dropout" if dropout else "window" if mask in ("window", "intervals") else ""
+    variant = "window" if mask in ("window", "intervals") else ""
+    if block_size:
+        variant = "small blocks" if block_size == 64 else "blocks"
+    if dropout:
+        variant = "dropout"
     tile = (tile or find_tile(arch, kernel, head_dim, DTYPES[dtype].itemsize, variant)).within(block_size)
     constants = {
         "MASK": mask,

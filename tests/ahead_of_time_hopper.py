@@ -36,7 +36,7 @@ def descriptor(dtype: str, *shape: int, swizzle: int = 128) -> str:
 
 def forward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int) -> tuple:
     """The kernel, its descriptors by argument, constants, registers of one thread, as launch.py has them."""
-    tile = forward_tile(head_dim, mask, seq_q)
+    tile = forward_tile(head_dim, mask)
     rows = {"q_desc": ROWS.value, "out_desc": ROWS.value, "k_desc": tile.block_n, "v_desc": tile.block_n}
     descriptors = {name: descriptor(dtype, 1, 1, n, head_dim) for name, n in rows.items()}
     constants = {
@@ -46,7 +46,6 @@ def forward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int) -> t
         "CONSUMERS": tile.consumers,
         "Q_STAGES": tile.q_stages,
         "STAGES": tile.stages,
-        "PINGPONG": tile.pingpong,
         "CONSUMER_REGISTERS": tile.consumer_registers,
         "PRODUCER_REGISTERS": tile.producer_registers,
     }
@@ -129,7 +128,7 @@ def main(arguments: list[str]) -> None:
             for dtype in chosen.get("dtype", ["bf16"]):
                 for kernel in KERNELS:
                     # the forward tile changes with the length
-                    tiles = {forward_tile(head_dim, mask, n): n for n in (1024, 65536)}
+                    tiles = {forward_tile(head_dim, mask): n for n in (1024, 65536)}
                     for seq_q in tiles.values() if kernel == "forward" else [1024]:
                         name = {
                             "kernel": kernel,

@@ -36,7 +36,7 @@ def attention_forward(
     """out (B, Tq, H, D) in q's dtype and lse (B, H, Tq) float32, in one launch."""
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
-    tile = tile or forward_tile(head_dim, problem.mask, seq_q)
+    tile = tile or forward_tile(head_dim, problem.mask)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, n_head, seq_q, dtype=torch.float32, device=q.device)
     group = n_head // n_kv_head
@@ -65,7 +65,6 @@ def attention_forward(
         CONSUMERS=tile.consumers,
         Q_STAGES=tile.q_stages,
         STAGES=tile.stages,
-        PINGPONG=tile.pingpong,
         CONSUMER_REGISTERS=tile.consumer_registers,
         PRODUCER_REGISTERS=tile.producer_registers,
         num_warps=4,

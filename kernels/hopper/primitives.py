@@ -107,10 +107,10 @@ class Ring:
         return stage, self.full.index(stage)
 
     @gluon.jit
-    def take(self, i):
-        """The buffer of use i, once its bytes have arrived."""
+    def take(self, i, wanted=True):
+        """The buffer of use i, once its bytes have arrived; if not `wanted`, at once, with any bytes."""
         stage = i % self.STAGES
-        mbarrier.wait(self.full.index(stage), (i // self.STAGES) & 1)
+        mbarrier.wait(self.full.index(stage), (i // self.STAGES) & 1, pred=wanted)
         return stage
 
     @gluon.jit

@@ -17,27 +17,21 @@ FLOAT32_LAYOUTS = {
 
 
 class ForwardTile(NamedTuple):
-    """consumers: warpgroups of 64 query rows; stages: buffers in the rings of Q, and of K and V.
-
-    pingpong: the warpgroups issue their products in turn.
-    """
+    """consumers: warpgroups of 64 query rows; stages: buffers in the rings of Q, and of K and V."""
 
     consumers: int
     block_n: int
     q_stages: int
     stages: int
-    pingpong: bool
     consumer_registers: int
     producer_registers: int
 
 
-def forward_tile(head_dim: int, mask: str, seq_q: int) -> ForwardTile:
-    if head_dim == 128:
-        return ForwardTile(2, 128, 2, 2, False, 240, 24)
-    # three warpgroups share a block of keys, but compute more of what a causal mask hides: that pays late
-    if mask == "full" or (mask == "causal" and seq_q >= 8192):
-        return ForwardTile(3, 128, 2, 3, True, 160, 32)
-    return ForwardTile(2, 128, 2, 3, False, 240, 24)
+def forward_tile(head_dim: int, mask: str) -> ForwardTile:
+    # a third warpgroup fills the gaps of two, but there are registers for it with heads of 64 only
+    if head_dim == 64 and mask in ("full", "causal"):
+        return ForwardTile(3, 128, 2, 3, 160, 32)
+    return ForwardTile(2, 128, 2, 3 if head_dim == 64 else 2, 240, 24)
 
 
 class BackwardTile(NamedTuple):
@@ -88,9 +82,11 @@ def order_arguments(n_heads: int, n_tiles: int, section: int) -> tuple[int, int,
 
 
 def section_heads(seq: int, head_dim: int, group: int, n_heads: int) -> int:
-    """Query heads whose keys and values, or queries and gradients, stay in L2 together."""
+    """Query heads whose keys and values stay in L2 together, in sections of one size."""
     bytes_per_head = 2 * seq * head_dim * 2
-    return min(max(1, SECTION_BYTES // bytes_per_head) * group, n_heads)
+    n_kv_heads = n_heads // group
+    n_sections = -(-n_kv_heads // max(1, SECTION_BYTES // bytes_per_head))
+    return -(-n_kv_heads // n_sections) * group
 
 
 def backward_section_heads(seq_q: int, head_dim: int, group: int, n_kv_heads: int) -> int:

@@ -1,0 +1,47 @@
+"""What a warpgroup does with a block of scores between two products: mask, maximum, exponentials, sums."""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+from kernels.hopper.primitives import opaque
+
+
+@gluon.jit
+def hide(s, first, end, block, KIND: gl.constexpr):
+    """s (ROWS, BLOCK_N) of key block `block`, -inf outside of each row's interval [first, end) of keys."""
+    columns = gl.expand_dims(gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout)), 0)
+    # a thread holds two columns in eight: the multiple of eight is known to the compiler, and only the rest
+    # takes registers, where a plain comparison would keep every column of the thread in one
+    eight = columns & -8
+    rest = columns & 7
+    visible = eight < gl.expand_dims(opaque(end - block * s.shape[1]), 1) - rest
+    if KIND == "window" or KIND == "intervals":
+        visible = visible & (eight >= gl.expand_dims(opaque(first - block * s.shape[1]), 1) - rest)
+    return gl.where(visible, s, float("-inf"))
+
+
+@gluon.jit
+def row_maximum(s):
+    """(ROWS,): the maximum of each row, of pairs first: one chain of all columns would wait for itself."""
+    low, high = gl.split(gl.reshape(s, [s.shape[0], s.shape[1] // 2, 2]))
+    return gl.convert_layout(gl.max(gl.maximum(low, high), 1), gl.SliceLayout(1, s.type.layout))
+
+
+@gluon.jit
+def partial_sum(p):
+    """(ROWS, 4): four sums for each row, each of the columns that one thread holds."""
+    low, high = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
+    return gl.sum(gl.reshape(low + high, [p.shape[0], p.shape[1] // 8, 4]), 1)
+
+
+@gluon.jit
+def softmax(s, m_i, l_i, scale_log2):
+    """One online step in base 2: probabilities, factor for what was summed before, new maximum and sums.
+
+    l_i: (ROWS, 4), of which only `store` makes one sum, because that takes an exchange between threads.
+    """
+    m_new = gl.maximum(m_i, row_maximum(s) * scale_log2)
+    p = gl.exp2(s * scale_log2 - gl.expand_dims(m_new, 1))
+    alpha = gl.exp2(m_i - m_new)
+    alpha_l = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout)), 1)
+    return p, alpha, m_new, l_i * alpha_l + partial_sum(p)

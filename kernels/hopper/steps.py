@@ -1,0 +1,145 @@
+"""What a warpgroup of the forward kernel does with one block of keys, and with a finished tile.
+
+tiles: forward.Tiles. p: (ROWS, BLOCK_N // 2), pairs of probabilities; o: (ROWS, D); m_i: (ROWS,) in base 2;
+l_i: (ROWS, 4), see softmax.partial_sum. n counts blocks of keys, and so uses of the rings of K and V.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.hopper.primitives import (
+    named_barrier_arrive,
+    named_barrier_sync,
+    pack_pairs,
+    thread_barrier,
+    unpack_pairs,
+)
+from kernels.hopper.schedule import quotient
+from kernels.hopper.softmax import hide, softmax
+
+# rows of one warpgroup's products
+ROWS = gl.constexpr(64)
+LN2 = gl.constexpr(0.6931471805599453)
+TURN_BARRIER = gl.constexpr(9)
+
+
+@gluon.jit
+def take_turn(token, INDEX: gl.constexpr):
+    """Waits until every other warpgroup has issued its products since this one last did.
+
+    At once they would take turns instruction by instruction, be done together, and wait together.
+    """
+    named_barrier_sync(token, TURN_BARRIER + INDEX, 256)
+
+
+@gluon.jit
+def pass_turn(token, INDEX: gl.constexpr, CONSUMERS: gl.constexpr):
+    named_barrier_arrive(token, TURN_BARRIER + (INDEX + 1) % CONSUMERS, 256)
+
+
+@gluon.jit
+def products(tiles, q, p, o, n, n_before, begun, pending, INDEX: gl.constexpr):
+    """Issues S = Q K_n^T and O += P V of the block before, and waits for the first.
+
+    begun: whether O holds earlier blocks of its tile; pending: whether there is a block before.
+    """
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
+    zeros = gl.full([ROWS, tiles.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
+    k = tiles.k.index(tiles.k_ring.take(n)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
+    take_turn(n, INDEX)
+    s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (ROWS, BLOCK_N)
+    o = weigh(tiles, p, o, n_before, begun, pending)
+    pass_turn(n, INDEX, tiles.CONSUMERS)
+    s = warpgroup_mma_wait(1, deps=[s])
+    tiles.k_ring.release(n)
+    return s, o
+
+
+@gluon.jit
+def weigh(tiles, p, o, n, begun, pending):
+    """Issues O += P V_n, or O = P V_n if the tile has not begun."""
+    v = tiles.v.index(tiles.v_ring.take(n, pending)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
+    p = unpack_pairs(p, tiles.q.dtype, P_LAYOUT)
+    return warpgroup_mma(p, v, o, use_acc=begun, is_async=True)  # (ROWS, D)
+
+
+@gluon.jit
+def step(
+    tiles, q, p, o, m_i, l_i, n, begun, first, end, block, scale_log2,
+    MASKED: gl.constexpr, INDEX: gl.constexpr
+):  # fmt: skip
+    """One block of keys after the first."""
+    s, o = products(tiles, q, p, o, n, n - 1, begun, True, INDEX)
+    if MASKED:
+        s = hide(s, first, end, block, tiles.mask.KIND)
+    p_new, alpha, m_i, l_i = softmax(s, m_i, l_i, scale_log2)
+    o = warpgroup_mma_wait(0, deps=[o])
+    tiles.v_ring.release(n - 1)
+    o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout)), 1)
+    p = pack_pairs(p_new, tiles.q.dtype)
+    return p, o, m_i, l_i
+
+
+@gluon.jit
+def walk(
+    tiles, q, p, o, m_i, l_i, n, start, stop, first, end, last_block, scale_log2,
+    MASKED: gl.constexpr, INDEX: gl.constexpr
+):  # fmt: skip
+    """Steps start to stop of a tile, whose step 0 is block `last_block`, with buffers number n."""
+    for j in range(start, stop):
+        p, o, m_i, l_i = step(
+            tiles, q, p, o, m_i, l_i, n + j, j > 1, first, end, last_block - j, scale_log2, MASKED, INDEX
+        )
+    return p, o, m_i, l_i
+
+
+@gluon.jit
+def skip(tiles, n, INDEX: gl.constexpr):
+    """Hands back a block of keys and values that these rows do not see, but others of the tile do."""
+    tiles.k_ring.take(n)
+    take_turn(n, INDEX)
+    pass_turn(n, INDEX, tiles.CONSUMERS)
+    tiles.k_ring.release(n)
+    tiles.v_ring.take(n)
+    tiles.v_ring.release(n)
+
+
+@gluon.jit
+def finish(tiles, out_desc, lse_ptr, p, o, m_i, l_i, n, begun, head, row, INDEX: gl.constexpr):
+    """The last product of a tile, with no other beside it."""
+    o = weigh(tiles, p, o, n, begun, True)
+    o = warpgroup_mma_wait(0, deps=[o])
+    tiles.v_ring.release(n)
+    store(tiles, out_desc, lse_ptr, o, m_i, l_i, head, row, INDEX)
+
+
+@gluon.jit
+def store(tiles, out_desc, lse_ptr, o, m_i, l_i, head, row, INDEX: gl.constexpr):
+    """Writes a finished tile: o / l and the natural log-sum-exp; a row that saw nothing gives 0 and -inf.
+
+    head counts over all batches.
+    """
+    l_i = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
+    empty = l_i == 0.0
+    inverse = gl.where(empty, 0.0, 1.0 / l_i)
+    o = o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout)), 1)
+    buffer = tiles.out.index(INDEX)
+    # the copy of the tile before must have left the buffer
+    tma.store_wait(0)
+    thread_barrier()
+    buffer.reshape([ROWS, tiles.HEAD_DIM]).store(o.to(tiles.q.dtype))
+    fence_async_shared()
+    thread_barrier()
+    batch = quotient(head, tiles.by_n_head)
+    tma.async_copy_shared_to_global(out_desc, [batch, head - batch * tiles.n_head, row, 0], buffer)
+
+    lse = gl.where(empty, float("-inf"), (m_i + gl.log2(l_i)) * LN2)
+    rows = row + gl.arange(0, ROWS, layout=l_i.type.layout)
+    gl.store(lse_ptr + head.to(gl.int64) * tiles.mask.seq_q + rows, lse, mask=rows < tiles.mask.seq_q)

@@ -59,7 +59,7 @@ def backward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int) -> 
     descriptors = {name: descriptor(dtype, 1, 1, n, head_dim) for name, n in rows.items()}
     descriptors["minus_lse_desc"] = descriptor("fp32", 64, swizzle=0)
     descriptors["minus_delta_desc"] = descriptor("fp32", 64, swizzle=0)
-    descriptors["dq_desc"] = descriptor("fp32", 64, 64)
+    descriptors["dq_desc"] = descriptor("fp32", 64, 64, swizzle=0)
     constants = {
         "MASK": mask,
         "STAGES": tile.stages,

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.hopper.primitives import (
     Ring,
+    fragments,
     make_ring,
     named_barrier_sync,
     opaque,
@@ -141,7 +142,6 @@ def step(
 ):  # fmt: skip
     """One block of queries, of which row is the first line in lse, delta and dq."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     dtype: gl.constexpr = tiles.q.dtype
     stage = tiles.q_ring.take(n)
@@ -170,17 +170,17 @@ def step(
     # p is not held in registers from here on
     dv = warpgroup_mma_wait(0, deps=[dv])
     tiles.dout_ring.release(n)
-    zeros = gl.full([ROWS, ROWS], 0.0, gl.float32, DQ_LAYOUT)
-    dq = warpgroup_mma(buffer.permute((1, 0)), k_of_dq, zeros, use_acc=False, is_async=True)  # (ROWS, ROWS)
+    zeros = gl.full([ROWS, ROWS], 0.0, gl.float32, S_LAYOUT)
+    dq = warpgroup_mma(k_of_dq, buffer, zeros, use_acc=False, is_async=True)  # (half of D, queries)
     dk = warpgroup_mma(gl.convert_layout(ds, A_LAYOUT), q, dk, is_async=True)  # (ROWS, D)
     dq = warpgroup_mma_wait(1, deps=[dq])
     # the reduction of the step before must have left the buffer
     tma.store_wait(0)
     thread_barrier()
-    tiles.dq.index(INDEX).store(dq)
+    tiles.dq.index(INDEX).store(fragments(dq))
     fence_async_shared()
     thread_barrier()
-    reduce_add_to_global(dq_desc, [row, INDEX * ROWS], tiles.dq.index(INDEX))
+    reduce_add_to_global(dq_desc, [row * (tiles.HEAD_DIM // ROWS) + INDEX * ROWS, 0], tiles.dq.index(INDEX))
     dk = warpgroup_mma_wait(0, deps=[dk])
     tiles.q_ring.release(n)
     return dk, dv
@@ -206,7 +206,7 @@ def consume(tiles, dq_desc, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: 
     k_all = tiles.k.index(0).reshape([BLOCK_N, tiles.HEAD_DIM])
     k = k_all.slice(INDEX * ROWS, ROWS, 0)
     v = tiles.v.index(0).reshape([BLOCK_N, tiles.HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0)
-    k_of_dq = k_all.slice(INDEX * ROWS, ROWS, 1)
+    k_of_dq = k_all.slice(INDEX * ROWS, ROWS, 1).permute((1, 0))
     dk = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
     dv = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
     block = begin

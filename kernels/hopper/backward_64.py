@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.backward import BLOCK_N, CONSUMERS, ROWS, columns, hide, query_blocks
-from kernels.hopper.primitives import Ring, make_ring, record, reduce_add_to_global, thread_barrier
+from kernels.hopper.primitives import Ring, fragments, make_ring, record, reduce_add_to_global, thread_barrier
 from kernels.hopper.schedule import Mask, TileOrder, quotient
 
 HEAD_DIM = gl.constexpr(64)
@@ -206,31 +206,32 @@ def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.conste
 @gluon.jit
 def reduce(tiles, dq_desc):
     """dq of every step, added to its sum."""
-    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     n = 0
     t = 0
     i = tiles.take(t)
     while i < tiles.order.total():
         batch, kv_head, _, begin, _, _, end = tiles.locate(i)
-        k = tiles.k.index(t % tiles.KV_STAGES).reshape([BLOCK_N, HEAD_DIM])
+        k = tiles.k.index(t % tiles.KV_STAGES).reshape([BLOCK_N, HEAD_DIM]).permute((1, 0))
+        k = k.load(gl.DotOperandLayout(0, DQ_LAYOUT, 2))
+        tiles.kv_ring.release(t)
         for g in range(tiles.group):
             line = tiles.first_line(batch, kv_head, g)
             for block in range(begin, end):
                 ds = tiles.ds.index(tiles.ds_ring.take(n))
-                zeros = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, DQ_LAYOUT)
-                dq = warpgroup_mma(ds.permute((1, 0)), k, zeros, use_acc=False, is_async=True)  # (queries, D)
+                zeros = gl.full([HEAD_DIM, ROWS], 0.0, gl.float32, DQ_LAYOUT)
+                dq = warpgroup_mma(k, ds, zeros, use_acc=False, is_async=True)  # (D, queries)
                 dq = warpgroup_mma_wait(0, deps=[dq])
                 tiles.ds_ring.release(n)
                 buffer = tiles.dq.index(n % tiles.DQ_STAGES)
                 # an earlier reduction must have left the buffer
                 tma.store_wait(tiles.DQ_STAGES - 1)
                 thread_barrier()
-                buffer.store(dq)
+                buffer.store(fragments(dq))
                 fence_async_shared()
                 thread_barrier()
                 reduce_add_to_global(dq_desc, [line + block * ROWS, 0], buffer)
                 n += 1
-        tiles.kv_ring.release(t)
         t += 1
         i = tiles.take(t)
     tma.store_wait(0)

@@ -126,7 +126,7 @@ def attention_backward(
         head_descriptor(v, BLOCK_N.value),
         float32_descriptor(minus_lse, [BACKWARD_ROWS.value]),
         float32_descriptor(minus_delta, [BACKWARD_ROWS.value]),
-        float32_descriptor(dq_sum, [BACKWARD_ROWS.value] * 2),
+        float32_descriptor(dq_sum.view(-1, BACKWARD_ROWS.value), [BACKWARD_ROWS.value] * 2),
         head_descriptor(dk, BACKWARD_ROWS.value),
         head_descriptor(dv, BACKWARD_ROWS.value),
         lse if problem.query_bounds is None else problem.query_bounds,

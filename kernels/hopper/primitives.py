@@ -21,6 +21,16 @@ def reduce_add_to_global(desc, coordinates, source, _semantic=None):
 
 
 @gluon.jit
+def fragments(x):
+    """The 64 x 64 result of a product, in an order of elements in which a thread has four neighbours.
+
+    So it stores 16 bytes at once, and no two threads of a warp to the same bank. round_kernel undoes it.
+    """
+    x = gl.reshape(x, [4, 2, 8, 8, 4, 2])  # rows: warp, half, eighth; columns: eight, pair, one
+    return gl.reshape(gl.permute(x, (3, 0, 2, 4, 1, 5)), [64, 64])
+
+
+@gluon.jit
 def settle(x):
     """x, float32, each element in a register of its own here, where a product may begin from it later."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)

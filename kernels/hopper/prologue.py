@@ -52,13 +52,20 @@ def round_kernel(
     dq_sum_ptr, dq_ptr, stride_b, stride_t, stride_h, n_head, seq_q, padded, softmax_scale,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows of dq (B, Tq, H, D) from its float32 sum (B, H, padded, D)."""
+    """One block of rows of dq (B, Tq, H, D) from its float32 sum.
+
+    The sum is made of transposed blocks, 64 of D x 64 queries, each in the order of primitives.fragments.
+    """
     head = tl.program_id(1)
     b = (head // n_head).to(tl.int64)
     h = head % n_head
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, HEAD_DIM)
-    line = head.to(tl.int64) * padded + rows
-    dq = tl.load(dq_sum_ptr + line[:, None] * HEAD_DIM + columns[None, :]) * softmax_scale  # (BLOCK_M, D)
+    first = (head.to(tl.int64) * padded + tl.program_id(0) * BLOCK_M) * HEAD_DIM
+    dq = tl.load(dq_sum_ptr + first + tl.arange(0, BLOCK_M * HEAD_DIM)) * softmax_scale
+    # block of queries, block of D, eight, warp, eighth, pair, half, one
+    dq = tl.reshape(dq.to(dq_ptr.dtype.element_ty), (BLOCK_M // 64, HEAD_DIM // 64, 8, 4, 8, 4, 2, 2))
+    # queries: block, eight, pair, one; D: block, warp, half, eighth
+    dq = tl.reshape(tl.permute(dq, (0, 2, 5, 7, 1, 3, 6, 4)), (BLOCK_M, HEAD_DIM))
     dq_ptrs = dq_ptr + b * stride_b + h * stride_h + rows[:, None].to(tl.int64) * stride_t + columns[None, :]
-    tl.store(dq_ptrs, dq.to(dq_ptr.dtype.element_ty), mask=(rows < seq_q)[:, None])
+    tl.store(dq_ptrs, dq, mask=(rows < seq_q)[:, None])

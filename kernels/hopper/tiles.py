@@ -11,8 +11,7 @@ SECTION_BYTES = 32 * 2**20
 # of shared memory; made once, because making one takes Python longer than the rest of a descriptor
 HEAD_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 FLOAT32_LAYOUTS = {
-    rank: NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=32, rank=rank)
-    for rank, swizzle in ((1, 0), (2, 128))
+    rank: NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank) for rank in (1, 2)
 }
 
 
@@ -51,7 +50,7 @@ class BackwardTile(NamedTuple):
 
 def backward_tile(head_dim: int) -> BackwardTile:
     if head_dim == 64:
-        return BackwardTile(3, 2, 2, 2, 208, 72, 24)
+        return BackwardTile(3, 2, 2, 2, 192, 104, 24)
     return BackwardTile(2, 1, 2, 1, 240, 0, 24)
 
 

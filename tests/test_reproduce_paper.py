@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 
 
 def call(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), *sys.path))}
     command = [sys.executable, "-m", "scripts.reproduce_paper", *arguments]
     return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=250)
 

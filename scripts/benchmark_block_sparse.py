@@ -90,7 +90,7 @@ def measure(arguments: Arguments, head_dim: int, seq_len: int, pattern: str) -> 
     truth = None
     if seq_len <= LONGEST_CHECKED and arguments.dropout_p == 0.0:
         truth = attention_reference(*(x[:, :, :1].detach().double() for x in (q, k, v)), block_mask=mask)
-    graphs, timings, errors, extra_bytes = {}, {}, {}, {}
+    outs, graphs, timings, errors, extra_bytes = {}, {}, {}, {}, {}
     for name in arguments.implementations:
         try:
             attention = build(name, pattern, mask, seq_len, arguments)
@@ -101,10 +101,11 @@ def measure(arguments: Arguments, head_dim: int, seq_len: int, pattern: str) -> 
             # compile first
             torch.autograd.grad(attention(q, k, v), (q, k, v), dout)
             extra_bytes[name] = peak_bytes(attention, (q, k, v), dout)
-            out, *graphs[name] = capture(attention, (q, k, v), dout)
+            # out is kept: the graph of the backward pass reads what it saved
+            outs[name], *graphs[name] = capture(attention, (q, k, v), dout)
         timings[name] = [], []
         if truth is not None:
-            errors[name] = (out[:, :, :1].double() - truth).abs().max().item()
+            errors[name] = (outs[name][:, :, :1].double() - truth).abs().max().item()
     for _ in range(arguments.repeats):
         for name, times in timings.items():
             for graph, ms in zip(graphs[name], times, strict=True):

@@ -21,7 +21,10 @@ CACHE_BYTES = 256 * 2**20
 
 
 def capture(attention: Callable, qkv: tuple[Tensor, ...], dout: Tensor):
-    """out, and the graphs of one forward and one backward pass."""
+    """out, and the graphs of one forward and one backward pass.
+
+    The backward pass reads what out has saved: keep out as long as its graph is replayed.
+    """
     # a backward pass runs on the stream of its forward pass
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

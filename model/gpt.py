@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kernels.cross_entropy import linear_cross_entropy
 from model.attention import AttentionConfig, LayerCache, SelfAttention, layer_masks
 from model.config import ModelConfig
+from model.recompute import RECOMPUTE, recomputed
 from model.ring_attention import Ring
 from model.rope import rotation
 
@@ -42,14 +43,18 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One transformer layer: attention, then the MLP, each added to the residual stream (B, T, C)."""
 
-    def __init__(self, config: ModelConfig, attention: AttentionConfig):
+    def __init__(self, config: ModelConfig, attention: AttentionConfig, recompute: str):
         super().__init__()
+        self.recompute = recompute
         self.attention_norm = build_norm(config)
         self.attention = SelfAttention(config, attention.implementation)
         self.mlp_norm = build_norm(config)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, **attention_inputs) -> Tensor:
+        return recomputed(self._layer, self.recompute)(x, **attention_inputs)
+
+    def _layer(self, x: Tensor, **attention_inputs) -> Tensor:
         x = x + self.attention(self.attention_norm(x), **attention_inputs)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -66,6 +71,8 @@ class GPT(nn.Module):
     fused_loss: the loss by kernels/cross_entropy.py, on a GPU; never are all logits in memory.
     low_precision_residual: under autocast the stream between the blocks, and its gradient, are in autocast's
     dtype, which halves what every norm and every sum reads and writes; else they are float32.
+    recompute: what of each block the backward pass makes again instead of keeping it: none, selective (all
+    but matrix products and attention) or full.
     """
 
     def __init__(
@@ -75,8 +82,11 @@ class GPT(nn.Module):
         *,
         fused_loss: bool = False,
         low_precision_residual: bool = False,
+        recompute: str = "none",
     ):
         super().__init__()
+        if recompute not in RECOMPUTE:
+            raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
         self.config, self.attention = config, attention
         self.fused_loss = fused_loss
         self.low_precision_residual = low_precision_residual
@@ -84,7 +94,7 @@ class GPT(nn.Module):
         if config.rotary is None:
             self.position_embedding = nn.Embedding(config.max_seq_len, config.n_embd)
         self.embedding_dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, attention, recompute) for _ in range(config.n_layer))
         self.final_norm = build_norm(config)
         if not config.tied_head:
             self.head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)

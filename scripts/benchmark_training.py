@@ -54,6 +54,7 @@ class Arguments:
     compile: bool = argument(True, "torch.compile the model")
     fused_loss: bool = argument(True, "the head and its loss by our kernel")
     low_precision_residual: bool = argument(True, "the residual stream in `precision`, not in float32")
+    recompute: str = argument("none", "what the backward pass makes again: none, selective or full")
     device: str = argument("cuda", "cuda or cpu")
     out: str = argument("", "JSON file for the rows, and for a ladder a picture beside it; empty for none")
 
@@ -67,9 +68,12 @@ class Step:
     compile: bool
     fused_loss: bool
     low_precision_residual: bool
+    recompute: str
 
 
-PLAIN = Step("reference", "fp32", compile=False, fused_loss=False, low_precision_residual=False)
+PLAIN = Step(
+    "reference", "fp32", compile=False, fused_loss=False, low_precision_residual=False, recompute="none"
+)
 # each rung keeps what the ones before it switched on
 LADDER = (
     ("plain PyTorch, float32 (TF32)", {}),
@@ -119,6 +123,7 @@ def jobs(arguments: Arguments):
                     arguments.compile,
                     arguments.fused_loss,
                     arguments.low_precision_residual,
+                    arguments.recompute,
                 )
                 yield implementation, name, seq_len, step
 
@@ -158,6 +163,7 @@ def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
             AttentionConfig(implementation=step.implementation),
             fused_loss=step.fused_loss,
             low_precision_residual=step.low_precision_residual,
+            recompute=step.recompute,
         ).to(device)
         model = torch.compile(weights) if step.compile else weights
         optimizer = build_optimizer(weights, OPTIM)

@@ -51,8 +51,13 @@ def set_arithmetic(config: Config) -> None:
 
 def build_weights(config: Config, device: torch.device) -> GPT:
     """A new model, initialized from PyTorch's generator."""
-    switches = {"fused_loss": config.fused_loss, "low_precision_residual": config.low_precision_residual}
-    return GPT(config.model, config.attention, **switches).to(device)
+    return GPT(
+        config.model,
+        config.attention,
+        fused_loss=config.fused_loss,
+        low_precision_residual=config.low_precision_residual,
+        recompute=config.recompute,
+    ).to(device)
 
 
 def build_step_model(

@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from data.prepare import DataConfig
 from data.tokenizer import load_tokenizer
 from model import AttentionConfig, ModelConfig
+from model.recompute import RECOMPUTE
 from train.bad_steps import BAD_STEP_ACTIONS, SpikeConfig
 from train.checkpoint import CheckpointConfig
 from train.evaluate import EvaluationConfig
@@ -39,6 +40,9 @@ class Config:
     fused_loss: bool
     # the residual stream in `precision`, with half the traffic; false: in float32
     low_precision_residual: bool
+    # what the backward pass makes again instead of keeping it: none; selective: norms, GELU and sums; full:
+    # whole layers, a third more arithmetic, for a fraction of the memory
+    recompute: str
     # the same bits in every run on a GPU too, and so in a resumed one, at the price of slower kernels
     deterministic: bool
     # several processes: ddp, each with all weights; fsdp, each with a share of weights, gradients and
@@ -77,6 +81,7 @@ class Config:
             raise ValueError(f"name must be a plain folder name, got {self.name!r}")
         _one_of("device", self.device, DEVICES)
         _one_of("precision", self.precision, PRECISIONS)
+        _one_of("recompute", self.recompute, RECOMPUTE)
         _one_of("distributed", self.distributed, STRATEGIES)
         if self.distributed == "fsdp" and self.precision == "fp16":
             raise ValueError(

@@ -87,6 +87,7 @@ def our_gpt(config: Config) -> GPT:
         config.attention,
         fused_loss=config.fused_loss,
         low_precision_residual=config.low_precision_residual,
+        recompute=config.recompute,
     )
 
 

@@ -1,0 +1,45 @@
+"""Activation recomputation: the backward pass makes a layer's intermediate results again, from its input.
+
+Source: Chen et al., arXiv:1604.06174; the selective form, Korthikanti et al., arXiv:2205.05198.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+# registers both of our operators
+import kernels.packed  # noqa: F401
+
+RECOMPUTE = ("none", "selective", "full")
+
+aten, ours = torch.ops.aten, torch.ops.nanoflash
+# what costs more to make again than to keep: matrix products and attention
+KEPT = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    ours.attention_forward.default,
+    ours.packed_attention_forward.default,
+}
+
+
+def recomputed(layer: Callable, kind: str) -> Callable:
+    """The layer, whose backward pass runs all of its forward again, or with kind="selective" the cheap part.
+
+    Gradients are the same, dropout draws the same numbers. The layer must not change its arguments.
+    """
+    if kind == "none" or not torch.is_grad_enabled():
+        return layer
+    contexts = partial(create_selective_checkpoint_contexts, _policy)
+    options = {"context_fn": contexts} if kind == "selective" else {}
+    return partial(checkpoint, layer, use_reentrant=False, **options)
+
+
+def _policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE

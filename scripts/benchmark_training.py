@@ -28,6 +28,7 @@ from train.throughput import Stopwatch, model_flop_utilization, peak_memory_byte
 
 SIZES = Path(__file__).resolve().parent.parent / "conf" / "model"
 OPTIM = OptimConfig(
+    algorithm="adamw",
     learning_rate=1e-4,
     final_learning_rate_ratio=1.0,
     schedule="cosine",
@@ -36,6 +37,7 @@ OPTIM = OptimConfig(
     weight_decay=0.1,
     beta1=0.9,
     beta2=0.95,
+    momentum=0.95,
     gradient_clip=1.0,
 )
 

@@ -25,6 +25,7 @@ CONFIG = {
     "tokens_per_step": 64,
     "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 100, "max_seq_len": 16, "dropout": 0.0},
     "data": {"tokenizer": "gpt2", "source": "pystdlib", "workers": None, "folder": "datasets/a"},
+    "optim": {"algorithm": "adamw"},
 }
 
 

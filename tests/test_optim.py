@@ -4,11 +4,14 @@ import pytest
 import torch
 
 from model import GPT, AttentionConfig, ModelConfig
+from train.checkpoint import run_tensors
 from train.optim import OptimConfig, build_optimizer, learning_rate
+from train.step import update
 
 
 def config(**changes) -> OptimConfig:
     values = {
+        "algorithm": "adamw",
         "learning_rate": 1.0,
         "final_learning_rate_ratio": 0.1,
         "schedule": "cosine",
@@ -17,6 +20,7 @@ def config(**changes) -> OptimConfig:
         "weight_decay": 0.1,
         "beta1": 0.9,
         "beta2": 0.95,
+        "momentum": 0.95,
         "gradient_clip": 1.0,
     }
     return OptimConfig(**{**values, **changes})
@@ -50,9 +54,13 @@ def test_runs_shorter_than_the_warmup_never_exceed_the_peak(schedule, steps):
     assert all(0 < rate <= 1.0 for rate in rates)
 
 
+def small(**changes) -> GPT:
+    values = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 100, "max_seq_len": 8, "dropout": 0.0}
+    return GPT(ModelConfig(**{**values, **changes}), AttentionConfig(implementation="sdpa"))
+
+
 def test_matrices_and_embeddings_decay_and_biases_and_norms_do_not():
-    model_config = ModelConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=100, max_seq_len=8, dropout=0.0)
-    gpt = GPT(model_config, AttentionConfig(implementation="sdpa"))
+    gpt = small()
     decaying, others = build_optimizer(gpt, config()).param_groups
     names = {id(p): name for name, p in gpt.named_parameters()}
     assert decaying["weight_decay"] == 0.1
@@ -70,3 +78,72 @@ def test_the_optimizer_is_adamw_with_the_configured_moments():
     optimizer = build_optimizer(layer, config(beta1=0.8, beta2=0.9))
     assert isinstance(optimizer, torch.optim.AdamW)
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+
+
+@pytest.mark.parametrize("tied_head", [True, False])
+def test_muon_takes_the_matrices_of_the_layers_and_adamw_everything_else(tied_head):
+    gpt = small(tied_head=tied_head)
+    matrices, decaying, others = build_optimizer(gpt, config(algorithm="muon")).param_groups
+    names = {id(p): name for name, p in gpt.named_parameters()}
+    assert {names[id(p)] for p in matrices["params"]} == {
+        f"blocks.{n}.{layer}.weight"
+        for n in range(2)
+        for layer in ("attention.qkv", "attention.projection", "mlp.expand", "mlp.projection")
+    }
+    tables = ["token_embedding", "position_embedding"] + ([] if tied_head else ["head"])
+    assert {names[id(p)] for p in decaying["params"]} == {f"{name}.weight" for name in tables}
+    assert all(p.ndim == 1 for p in others["params"])
+    assert (matrices["weight_decay"], decaying["weight_decay"], others["weight_decay"]) == (0.1, 0.1, 0.0)
+    assert sum(len(group["params"]) for group in (matrices, decaying, others)) == len(names)
+
+
+def train_step(gpt: GPT, optimizer, limit: float = float("inf")) -> float:
+    tokens = torch.arange(72).view(8, 9) % 7
+    loss = gpt(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    update(optimizer, torch.amp.GradScaler("cpu", enabled=False), 0.02, 1.0, limit)
+    return loss.item()
+
+
+def test_muon_is_torch_s_own_on_each_matrix():
+    gpt, other = small(), small()
+    other.load_state_dict(gpt.state_dict())
+    optimizer = build_optimizer(gpt, config(algorithm="muon"))
+    matrices = [p for p in other.blocks.parameters() if p.ndim == 2]
+    torchs = torch.optim.Muon(
+        matrices, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
+    for _ in range(2):
+        train_step(gpt, optimizer)
+        tokens = torch.arange(72).view(8, 9) % 7
+        other(tokens[:, :-1], tokens[:, 1:]).backward()
+        torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+        torchs.step()
+        # one matrix suffices: the others move by AdamW
+        assert torch.equal(matrices[0], gpt.blocks[0].attention.qkv.weight)
+        other.load_state_dict(gpt.state_dict())
+        other.zero_grad()
+
+
+def test_muon_learns():
+    gpt = small()
+    optimizer = build_optimizer(gpt, config(algorithm="muon"))
+    losses = [train_step(gpt, optimizer) for _ in range(30)]
+    assert losses[0] > 4.0
+    assert losses[-1] < 0.5
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", "muon"])
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_step_over_the_limit_leaves_weights_and_state_as_they_were(algorithm, before):
+    gpt = small()
+    optimizer = build_optimizer(gpt, config(algorithm=algorithm))
+    for _ in range(before):
+        train_step(gpt, optimizer)
+    tensors = {name: value.clone() for name, value in run_tensors(gpt, optimizer).items()}
+    gpt.blocks[0].mlp.expand.weight.grad = torch.full_like(gpt.blocks[0].mlp.expand.weight, float("nan"))
+    train_step(gpt, optimizer)
+    after = run_tensors(gpt, optimizer)
+    for name, value in tensors.items():
+        assert torch.equal(after[name], value), name
+    assert all(value.isfinite().all() for value in after.values())

@@ -116,12 +116,13 @@ def test_reference_and_sdpa_train_alike(corpus, precision):
     assert losses("sdpa") == pytest.approx(losses("reference"), abs=1e-2 if precision == "bf16" else 1e-5)
 
 
-def test_a_resumed_run_ends_with_the_same_weights_and_metrics_as_one_that_was_not_stopped(corpus):
-    run("name=whole")
-    run("name=resumed")
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_a_resumed_run_ends_with_the_same_weights_and_metrics_as_one_that_was_not_stopped(corpus, optim):
+    run("name=whole", f"optim={optim}")
+    run("name=resumed", f"optim={optim}")
     # as if it had been killed after step 10
     shutil.rmtree("runs/resumed/checkpoints/step_00000012")
-    run("name=resumed")
+    run("name=resumed", f"optim={optim}")
     assert losses("resumed") == losses("whole")
     for key, value in weights("whole", 12).items():
         assert torch.equal(weights("resumed", 12)[key], value), key
@@ -164,6 +165,12 @@ def test_another_model_under_the_same_name_is_refused_before_any_work_and_change
         run("model.n_layer=2", "data.folder=elsewhere")
     assert {p: p.stat().st_mtime_ns for p in Path("runs").rglob("*")} == before
     assert not Path("elsewhere").exists()
+
+
+def test_another_optimizer_does_not_take_over_the_state_of_the_first(corpus):
+    run("total_tokens=1024")
+    with pytest.raises(ValueError, match="optim.algorithm is adamw in the checkpoint and muon in the config"):
+        run("optim=muon")
 
 
 def test_other_data_under_the_same_name_is_refused(corpus):

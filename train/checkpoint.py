@@ -186,12 +186,13 @@ def _make_places(saved: dict, weights: nn.Module, optimizer: torch.optim.Optimiz
 def check_fits(info: dict, path: Path, config: dict, *, same_run: bool) -> None:
     """Raises ValueError that names each key in which a checkpoint differs from the configuration.
 
-    Always compared: the model and the tokenizer. same_run compares what fixes the stream of
-    tokens too: a run that goes on by itself must not change it unnoticed.
+    Always compared: the model, the tokenizer and whose state the optimizer's is. same_run compares what
+    fixes the stream of tokens too: a run that goes on by itself must not change it unnoticed.
     """
-    saved = info["config"]
+    # checkpoints without this key are of a time when there was one algorithm
+    saved = info["config"] | {"optim": {"algorithm": "adamw", **info["config"]["optim"]}}
     compared = [("model", key) for key in config["model"] if key not in FREE_MODEL_KEYS]
-    compared += [("data", "tokenizer")]
+    compared += [("data", "tokenizer"), ("optim", "algorithm")]
     if same_run:
         compared += [("", key) for key in STREAM_KEYS]
         compared += [("data", key) for key in config["data"] if key not in (*FREE_DATA_KEYS, "tokenizer")]

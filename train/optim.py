@@ -1,4 +1,4 @@
-"""AdamW, which parameters decay, and how the learning rate moves."""
+"""The optimizer of each parameter, which of them decay, and how the learning rate moves."""
 
 import math
 from dataclasses import dataclass
@@ -6,11 +6,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from train.muon import MuonAdamW
+
+ALGORITHMS = ("adamw", "muon")
 SCHEDULES = ("cosine", "wsd")
 
 
 @dataclass(kw_only=True, slots=True)
 class OptimConfig:
+    # adamw; muon: the matrices of the layers by Muon, the rest by AdamW
+    algorithm: str
     learning_rate: float
     # the schedule ends at this share of learning_rate
     final_learning_rate_ratio: float
@@ -22,10 +27,16 @@ class OptimConfig:
     weight_decay: float
     beta1: float
     beta2: float
-    # largest global norm of the gradients; 0 switches clipping off
+    # of Muon's matrices
+    momentum: float
+    # largest global norm of all gradients; 0 switches clipping off
     gradient_clip: float
 
     def __post_init__(self):
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(
+                f"optim.algorithm must be one of {', '.join(ALGORITHMS)}, got {self.algorithm!r}"
+            )
         if self.schedule not in SCHEDULES:
             raise ValueError(f"optim.schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
         for name in ("learning_rate", "weight_decay", "gradient_clip", "warmup_steps"):
@@ -34,26 +45,42 @@ class OptimConfig:
         for name in ("final_learning_rate_ratio", "decay_fraction"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"optim.{name} must be in [0, 1], got {getattr(self, name)}")
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "momentum"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"optim.{name} must be in [0, 1), got {getattr(self, name)}")
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over the model's parameters; matrices and embeddings decay, biases and norms do not."""
-    decaying = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
-    others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer | MuonAdamW:
+    """The optimizer of the model's parameters; matrices and embeddings decay, biases and norms do not.
+
+    muon takes the matrices of model.blocks; embeddings, head, biases and norms stay with AdamW, as Muon's
+    authors say.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = []
+    if config.algorithm == "muon":
+        matrices = [p for p in model.blocks.parameters() if p.requires_grad and p.ndim == 2]
+    taken = set(matrices)
+    decaying = [p for p in trained if p.ndim >= 2 and p not in taken]
     groups = [
         {"params": decaying, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        groups,
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
+    options = {
+        "lr": config.learning_rate,
+        "betas": (config.beta1, config.beta2),
         # one kernel for all parameters, on the GPU and on the CPU
-        fused=True,
-    )
+        "fused": True,
+    }
+    if not matrices:
+        return torch.optim.AdamW(groups, **options)
+    group = {
+        "params": matrices,
+        "lr": config.learning_rate,
+        "weight_decay": config.weight_decay,
+        "momentum": config.momentum,
+    }
+    return MuonAdamW(group, groups, **options)
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:

@@ -48,6 +48,8 @@ class Config:
     # several processes: ddp, each with all weights; fsdp, each with a share of weights, gradients and
     # optimizer state
     distributed: str
+    # with fsdp: so many neighbouring processes share one copy of the weights; null: all of them
+    shard_processes: int | None
     # tokens a sequence: the one dial of context length
     seq_len: int
     # tokens between two updates of the weights, over all processes
@@ -86,6 +88,11 @@ class Config:
         if self.distributed == "fsdp" and self.precision == "fp16":
             raise ValueError(
                 "distributed=fsdp has no loss scale that its processes share: use precision=bf16, got fp16"
+            )
+        if self.shard_processes is not None and (self.distributed != "fsdp" or self.shard_processes < 2):
+            raise ValueError(
+                f"shard_processes={self.shard_processes} must be at least 2, and needs distributed=fsdp, got "
+                f"distributed={self.distributed}: use shard_processes=null for all processes"
             )
         _one_of("on_bad_step", self.on_bad_step, BAD_STEP_ACTIONS)
         if self.hang_seconds < 0:

@@ -90,7 +90,7 @@ def _train(
         load_start(weights, config.start)
     is_sharded = config.distributed == "fsdp" and processes.world_size > 1
     if is_sharded:
-        shard(weights, compiled=config.compile)
+        shard(weights, processes, config.shard_processes, compiled=config.compile)
     optimizer = build_optimizer(weights, config.optim)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     guard = StepGuard(

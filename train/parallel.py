@@ -1,15 +1,17 @@
-"""One model on many processes: copies that average their gradients (DDP), or shards of one (FSDP2)."""
+"""One model on many processes: copies that average their gradients (DDP), shards of one (FSDP2), or both."""
 
 import warnings
 from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from model import GPT
+from train.distributed import Processes
 
 # its successor is unknown to torch 2.11
 warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
@@ -17,17 +19,28 @@ warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
 STRATEGIES = ("ddp", "fsdp")
 
 
-def shard(weights: GPT, *, compiled: bool) -> None:
+def shard(weights: GPT, processes: Processes, shard_processes: int | None, *, compiled: bool) -> None:
     """Leaves each process its share of the weights, block by block; build the optimizer later.
 
-    Source: ZeRO-3, arXiv:1910.02054.
+    shard_processes: so many neighbouring processes share one copy of the weights (hybrid sharding), which
+    keeps the gathering of weights inside a node; None: all of them. Raises ValueError if that does not divide
+    the processes. Sources: ZeRO-3, arXiv:1910.02054; hybrid, arXiv:2304.11277.
     """
+    mesh, size = None, shard_processes or processes.world_size
+    if processes.world_size % size:
+        raise ValueError(
+            f"shard_processes={size} must divide the {processes.world_size} processes: "
+            "start a multiple of it, or lower shard_processes"
+        )
+    if size < processes.world_size:
+        copies = processes.world_size // size
+        mesh = init_device_mesh(processes.device.type, (copies, size), mesh_dim_names=("copies", "shards"))
     for block in weights.blocks:
         if compiled:
             # each by itself: gathering the weights, between the blocks, is no part of a graph
             block.compile()
-        fully_shard(block)
-    fully_shard(weights)
+        fully_shard(block, mesh=mesh)
+    fully_shard(weights, mesh=mesh)
 
 
 def set_gradient_sync(model: nn.Module, is_last: bool) -> None:

@@ -77,7 +77,7 @@ class Attempt:
         # a server that has imported this file, and nothing else has run in it, forks the processes
         forks = multiprocessing.get_context("forkserver")
         forks.set_forkserver_preload(["faults"])
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
         self.processes = [
             forks.Process(target=_attempt, args=(config, rank, world_size, port, fault, os.getcwd()))
             for rank in range(world_size)

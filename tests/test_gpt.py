@@ -6,6 +6,7 @@ import torch
 from kernels import operators, packed
 from model import GPT, AttentionConfig, ModelConfig
 from model.config import flops_per_token
+from model.gpt import gelu
 from model.rope import RotaryConfig
 
 PUBLISHED = {
@@ -101,6 +102,18 @@ def test_the_fused_loss_has_the_value_and_the_gradients_of_the_plain_one(device)
         (loss / 4).backward()
     for (name, expected), actual in zip(plain.named_parameters(), fused.parameters(), strict=True):
         torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 0.01)])
+def test_compiled_gelu_and_its_gradient_are_those_of_the_tanh_form(dtype, tolerance):
+    x = torch.linspace(-12, 12, 4001, dtype=dtype).requires_grad_()
+    compiled = torch.compile(gelu, backend="aot_eager", fullgraph=True)
+    expected = torch.nn.functional.gelu(x.double(), approximate="tanh")
+    (gradient,) = torch.autograd.grad(expected.sum(), x)
+    actual = compiled(x)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(torch.autograd.grad(actual.sum(), x)[0], gradient, rtol=0, atol=tolerance)
 
 
 def test_attention_and_the_fused_loss_compile_into_one_graph(device):

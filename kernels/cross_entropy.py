@@ -16,8 +16,8 @@ from torch import Tensor
 from kernels import hopper
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# rows whose logits exist at the same time: 1.5 GiB in bf16 with GPT-2's vocabulary
-CHUNK = 16384
+# rows whose logits exist at the same time: 1.1 GiB in bf16 with GPT-2's vocabulary; 32K rows are three chunks
+CHUNK = 11264
 BLOCK = 4096
 NUM_WARPS = 8
 

@@ -39,6 +39,23 @@ def unpack(bits: Tensor) -> Tensor:
     return (bits[..., None] >> lanes & 1).bool().flatten(-2)
 
 
+def transpose(bits: Tensor) -> Tensor:
+    """The same tiles with a row of bits for each key: bit r % 32 of word r // 32 of row c.
+
+    Squares of 32 x 32 bits exchange their quarters, these theirs, and so on: no bit takes a byte. Source:
+    Warren, Hacker's Delight, 7-3.
+    """
+    # tile, word of a row, square below it, row of the square
+    words = bits.unflatten(1, (-1, WORD_BITS)).permute(0, 3, 1, 2)
+    for size in (16, 8, 4, 2, 1):
+        left = sum(1 << c for c in range(WORD_BITS) if c & size == 0)
+        top, bottom = words.unflatten(-1, (-1, 2, size)).unbind(-2)
+        words = torch.stack(
+            [top & left | (bottom & left) << size, top >> size & left | bottom & ~left], -2
+        ).flatten(-3)
+    return words.transpose(2, 3).flatten(1, 2)
+
+
 def signed(words: Tensor) -> Tensor:
     """int64 from 0 to 2**32 - 1 as the int32 of the same bits."""
     return torch.where(words >= 2**31, words - 2**32, words).int()

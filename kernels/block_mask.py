@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.bit_tiles import FULL, distinct, pack, unpack
+from kernels.bit_tiles import FULL, distinct, pack, transpose, unpack
 
 BLOCK_SIZES = (64, 128)
 
@@ -62,6 +62,7 @@ class BlockMask:
         head, row, column = self.coordinates()
         self.rows = self._lists(head, row, column, self.n_rows)
         self.columns = self._lists(head, column, row, self.n_columns)
+        self.transposed_bits = transpose(bits)
 
     @classmethod
     def build(
@@ -144,8 +145,9 @@ class BlockMask:
         return mine._combine(others, keys, torch.bitwise_or, mine.causal and others.causal)
 
     def tensors(self) -> list[Tensor]:
-        """What the kernels read: spans and entries of the rows, of the columns, and the tiles of bits."""
-        return [self.rows.spans, self.rows.entries, self.columns.spans, self.columns.entries, self.bits]
+        """What the kernels read: spans and entries of rows and of columns, tiles, and tiles transposed."""
+        lists = [self.rows.spans, self.rows.entries, self.columns.spans, self.columns.entries]
+        return [*lists, self.bits, self.transposed_bits]
 
     def coordinates(self) -> tuple[Tensor, Tensor, Tensor]:
         """b n_head + h, the row and the column of every stored block."""

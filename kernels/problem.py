@@ -25,7 +25,7 @@ class Problem:
     dropout_p: float
     dropout_seed: Tensor | None
     deterministic: bool
-    # of a BlockMask, as BlockMask.tensors gives them: lists of rows, lists of columns, tiles of bits
+    # of a BlockMask, as BlockMask.tensors gives them: lists of rows and of columns, tiles, transposed tiles
     blocks: tuple[Tensor, ...] = ()
 
     @property
@@ -41,7 +41,12 @@ class Problem:
     @property
     def column_lists(self) -> tuple[Tensor | None, ...]:
         """spans, entries, bits: for each block of keys its blocks of queries."""
-        return self.blocks[2:] if self.blocks else (None, None, None)
+        return self.blocks[2:5] if self.blocks else (None, None, None)
+
+    @property
+    def transposed_column_lists(self) -> tuple[Tensor | None, ...]:
+        """The same with a row of bits for each key."""
+        return (*self.blocks[2:4], self.blocks[5]) if self.blocks else (None, None, None)
 
     @property
     def mask(self) -> str:
@@ -70,6 +75,16 @@ class Problem:
     def signed_threshold(self) -> int:
         """keep_threshold, moved into the range of an int32."""
         return min(keep_threshold(self.dropout_p), 2**32 - 1) - 2**31
+
+
+def list_strides(lists: tuple[Tensor | None, ...]) -> tuple[int, int]:
+    """From batch to batch and from head to head of the spans; 0 where one list serves all."""
+    spans = lists[0]
+    if spans is None:
+        return 0, 0
+    return tuple(
+        stride if n > 1 else 0 for stride, n in zip(spans.stride()[:2], spans.shape[:2], strict=True)
+    )
 
 
 def dot_precision() -> str:

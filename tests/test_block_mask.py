@@ -136,6 +136,13 @@ def test_equal_tiles_are_stored_once():
     assert len(block_masks.causal(4096).bits) == 2
 
 
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_transposed_tiles_have_a_row_for_each_key(block_size):
+    torch.manual_seed(0)
+    visible = torch.rand(5, block_size, block_size) < 0.4
+    assert torch.equal(bit_tiles.transpose(bit_tiles.pack(visible)), bit_tiles.pack(visible.mT))
+
+
 def test_density_counts_kept_blocks_over_causal_ones():
     assert block_masks.causal(1024).density() == 1.0
     assert block_masks.window(1024, 128).density() == pytest.approx(15 / 36)

@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.portable.block_lists import list_strides, n_programs
+from kernels.portable.block_lists import n_programs
 from kernels.portable.dkdv import dkdv_kernel
 from kernels.portable.dq import dq_kernel
 from kernels.portable.tile_io import head_descriptor, load_tile, tma_reads
-from kernels.problem import Problem, dot_precision
+from kernels.problem import Problem, dot_precision, list_strides
 from kernels.tiles import Tile, choose_tile, padded_head_dim
 
 LOG2E = tl.constexpr(1.4426950408889634)

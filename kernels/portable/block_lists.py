@@ -8,7 +8,6 @@ BLOCK_SIZE lines is walked in tiles of BLOCK lines.
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from kernels.portable.masks import block_at, n_blocks, split_blocks
 
@@ -27,16 +26,6 @@ def tiles_of(seq_len, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr):
 def n_programs(seq_len: int, block_size: int, block: int) -> int:
     """`tiles_of`, for the launcher."""
     return triton.cdiv(seq_len, block_size or block) * (block_size // block or 1)
-
-
-def list_strides(lists: tuple[Tensor | None, ...]) -> tuple[int, int]:
-    """From batch to batch and from head to head of the spans; 0 where one list serves all."""
-    spans = lists[0]
-    if spans is None:
-        return 0, 0
-    return tuple(
-        stride if n > 1 else 0 for stride, n in zip(spans.stride()[:2], spans.shape[:2], strict=True)
-    )
 
 
 @triton.jit

@@ -27,7 +27,6 @@ from torch import Tensor
 from kernels.portable.block_lists import (
     find_span,
     first_of_program,
-    list_strides,
     n_programs,
     n_tiles,
     tile_at,
@@ -37,7 +36,7 @@ from kernels.portable.block_lists import (
 from kernels.portable.dropout import keep_tile
 from kernels.portable.masks import keys_of_queries
 from kernels.portable.tile_io import head_descriptor, load_tile, store_tile, tma_reads
-from kernels.problem import Problem, dot_precision
+from kernels.problem import Problem, dot_precision, list_strides
 from kernels.tiles import choose_tile, padded_head_dim
 
 LN2 = tl.constexpr(0.6931471805599453)

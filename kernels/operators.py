@@ -11,6 +11,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from kernels import block_masks
 from kernels.problem import Problem
 
 # packages of kernels/, fastest first; the last one takes every problem, each other says what it refuses by
@@ -148,17 +149,21 @@ def choose_implementation(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> 
 def implementation_table(device: torch.device | str) -> str:
     """What runs on a device, one line for each kind of problem, to print: python -m kernels.operators"""
     lines = []
-    kinds = {"plain": {}, "dropout": {"dropout_p": 0.1}, "deterministic": {"deterministic": True}}
+    kinds = {
+        "plain": {},
+        "dropout": {"dropout_p": 0.1},
+        "deterministic": {"deterministic": True},
+        "block mask": {"causal": False, "blocks": tuple(block_masks.causal(128, device=device).tensors())},
+    }
     for dtype, head_dim, (kind, options) in product(TABLE_DTYPES, TABLE_HEAD_DIMS, kinds.items()):
         x = torch.empty(1, 128, 1, head_dim, dtype=dtype, device=device)
         problem = Problem(
             softmax_scale=1.0,
-            causal=True,
             window=None,
             key_bounds=None,
             query_bounds=None,
             dropout_seed=None,
-            **{"dropout_p": 0.0, "deterministic": False} | options,
+            **{"causal": True, "dropout_p": 0.0, "deterministic": False} | options,
         )
         name, reason = choose_implementation(problem, x, x, x)
         lines.append(f"{str(dtype).removeprefix('torch.'):9} D {head_dim:3} {kind:13} {name:9} {reason}")

@@ -22,7 +22,8 @@ from kernels.hopper.forward import ROWS, forward_kernel
 from kernels.hopper.launch import REGISTERS
 from kernels.hopper.tiles import backward_tile, forward_tile
 
-MASKS = ("full", "causal", "window", "intervals")
+INTEGERS = ("bounds_ptr", "counter_ptr", "spans_ptr", "entries_ptr", "bits_ptr")
+MASKS = ("full", "causal", "window", "intervals", "blocks")
 
 
 def descriptor(dtype: str, *shape: int, swizzle: int = 128) -> str:
@@ -90,7 +91,7 @@ def compile_kernel(kernel: str, head_dim: int, dtype: str, mask: str, seq_q: int
         elif name in descriptors:
             signature[name] = descriptors[name]
         elif name.endswith("_ptr"):
-            signature[name] = "*i32" if name in ("bounds_ptr", "counter_ptr") else "*fp32"
+            signature[name] = "*i32" if name in INTEGERS else "*fp32"
             attributes[index,] = [["tt.divisibility", 16]]
         elif name.startswith("by_"):
             signature[name] = "i64"

@@ -13,23 +13,32 @@ import sys
 import torch
 from torch import Tensor
 
+from kernels import block_masks
 from kernels.flash_attention import flash_attention
 from kernels.operators import use_implementation
 
 
 def run_random_problem(generator: random.Random, longest: int) -> tuple[dict, list[Tensor]]:
     """The shape and mask, and out, dq, dk and dv, of one bf16 problem of up to `longest` tokens."""
-    mask = generator.choice(["full", "causal", "window", "documents"])
+    mask = generator.choice(["full", "causal", "window", "documents", "blocks"])
     batch, n_kv_head, group = (generator.randint(1, 3) for _ in range(3))
     head_dim = generator.choice([64, 128])
     seq_q, seq_k = (generator.randint(1, longest) for _ in range(2))
-    options = {"causal": mask != "full"}
+    options = {"causal": mask not in ("full", "blocks")}
     if mask == "window":
         options["window"] = generator.randint(1, longest)
     if mask == "documents":
         # of about ten tokens; the queries are the last of the tokens
         seq_k = seq_q
         options["document_ids"] = (torch.rand(batch, seq_k, device="cuda") < 0.1).cumsum(1).int()
+
+    if mask == "blocks":
+        # none, partial and full blocks
+        shares = torch.tensor([0.0, 0.3, 1.0], device="cuda")[
+            torch.randint(3, ((seq_q + 127) // 128, (seq_k + 127) // 128))
+        ]
+        shares = shares.repeat_interleave(128, 0)[:seq_q].repeat_interleave(128, 1)[:, :seq_k]
+        options["block_mask"] = block_masks.from_dense(torch.rand_like(shares) < shares)
 
     def draw(seq: int, heads: int) -> Tensor:
         x = torch.randn(batch, seq, heads, head_dim, device="cuda", dtype=torch.bfloat16)

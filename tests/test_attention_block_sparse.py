@@ -1,6 +1,7 @@
 """Block-sparse attention against its definition with the expanded mask: forward, backward, all combined."""
 
 import time
+from importlib import import_module
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from kernels import block_masks
 from kernels.block_mask import BlockMask
 from kernels.flash_attention import flash_attention, flash_attention_varlen
-from kernels.operators import attention_backward, attention_forward
+from kernels.operators import attention_backward, attention_forward, use_implementation
 from kernels.portable.dkdv import dkdv_kernel
 from kernels.portable.dq import dq_kernel
 from kernels.portable.forward import forward_kernel
@@ -17,6 +18,8 @@ from tests.accuracy import assert_as_accurate_as_torch, random_qkv, run
 
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 T = 200
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs sm_90")
 
 
 def pattern(name: str, device, block_size: int = 64, seq_len: int = T) -> BlockMask:
@@ -208,8 +211,54 @@ def test_a_gpu_computes_everything_as_accurately_as_torch(options, block_size, h
 
 
 @pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_hopper_kernels_walk_the_lists_as_accurately_as_torch(head_dim, dtype, device):
+    def attention(*arguments, **options):
+        with use_implementation("hopper"):
+            return flash_attention(*arguments, **options)
+
+    for seq_len in (1, 64, 127, 128, 129, 193, 1000):
+        q, k, v = random_qkv(2, seq_len, seq_len, 4, 2, head_dim, dtype, device)
+        for name in ("window(100)", "strided(3) | sinks(7)", "butterfly() & sinks(300)"):
+            mask = pattern(name, device, 128, seq_len)
+            assert_as_accurate_as_torch(attention, q, k, v, block_mask=mask, causal=mask.causal)
+    # more tiles than multiprocessors, of uneven lengths
+    q, k, v = random_qkv(3, 2300, 2300, 36, 12, head_dim, dtype, device)
+    assert_as_accurate_as_torch(
+        attention, q, k, v, block_mask=pattern("strided(3) | window(500)", device, 128, 2300)
+    )
+    # of each batch and head its own, lines without a block, other numbers of queries and keys
+    q, k, v = random_qkv(2, 300, 700, 4, 4, head_dim, dtype, device)
+    mask = block_masks.from_dense(holes(2, 4, 300, 700, device).to_dense())
+    assert_as_accurate_as_torch(attention, q, k, v, block_mask=mask, causal=False)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_hopper_kernels_give_the_same_bits_but_for_dq(head_dim, device):
+    q, k, v = random_qkv(2, 1111, 1111, 4, 2, head_dim, torch.bfloat16, device)
+    mask = pattern("window(300) | strided(3)", device, 128, 1111)
+    dout, runs = torch.randn_like(q), []
+    with use_implementation("hopper"):
+        for _ in range(20):
+            out = flash_attention(q, k, v, block_mask=mask)
+            dq, *others = torch.autograd.grad(out, (q, k, v), dout)
+            runs.append((dq, [out, *others]))
+    for dq, others in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(others, runs[0][1], strict=True))
+        # summed in any order
+        assert (dq - runs[0][0]).abs().max() < 0.05
+
+
+@pytest.mark.gpu
 def test_new_masks_lengths_and_batches_compile_no_kernel(device):
-    kernels = (forward_kernel, dkdv_kernel, dq_kernel)
+    kernels = [forward_kernel, dkdv_kernel, dq_kernel]
+    if IS_HOPPER:
+        launch = import_module("kernels.hopper.launch")
+        kernels = [launch.forward_kernel, launch.backward_64_kernel]
     counts = []
     for batch, seq_len, name in ((3, 300, "window(9)"), (1, 1000, "strided(3)"), (2, 65, "causal()")):
         q, k, v = random_qkv(batch, seq_len, seq_len, 2, 2, 64, torch.bfloat16, device)

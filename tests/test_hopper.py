@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from kernels import hopper
+from kernels import block_masks, hopper
 from kernels.flash_attention import flash_attention
 from kernels.hopper.tiles import division
 from kernels.operators import use_implementation
@@ -21,6 +21,7 @@ SHARED_MEMORY = 232448
 # bytes of scalars that the assembler keeps in local memory; every other configuration spills nothing
 SPILLED = {
     **{("backward", 64, mask): 8 for mask in ("full", "causal", "window", "intervals")},
+    ("backward", 64, "blocks"): 16,
 }
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
@@ -46,7 +47,12 @@ def hopper_attention(*arguments, **options):
         return flash_attention(*arguments, **options)
 
 
-@pytest.mark.parametrize("mask", ["full", "causal", "window", "intervals"])
+def lists(**options) -> tuple[torch.Tensor, ...]:
+    """A block mask of 8 tokens, as a problem has it."""
+    return tuple(block_masks.window(8, 3, **options).tensors())
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "intervals", "blocks"])
 def test_every_configuration_compiles_ahead_of_time_without_waste(mask):
     command = [sys.executable, "-m", "tests.ahead_of_time_hopper", f"mask={mask}"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -105,6 +111,8 @@ def test_says_once_that_the_installed_triton_cannot_build_it(monkeypatch):
         ({}, (1, 8, 2, 96), torch.bfloat16, "head_dim"),
         ({}, (1, 8, 2, 64), torch.float32, "dtype"),
         ({"softmax_scale": 0.0}, (1, 8, 2, 64), torch.bfloat16, "softmax_scale"),
+        ({"blocks": lists(block_size=64), "causal": False}, (1, 8, 2, 64), torch.bfloat16, "not of 64"),
+        ({"blocks": lists()}, (1, 8, 2, 64), torch.bfloat16, "without a causal mask"),
     ],
 )
 def test_refuses_each_feature_by_name(change, shape, dtype, words):

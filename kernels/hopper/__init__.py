@@ -27,7 +27,9 @@ def refusal(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if problem.dropout_p > 0.0:
         return "has no dropout"
     if problem.blocks:
-        return "has no block mask"
+        reason = refusal_of_blocks(problem, n_head // k.shape[2])
+        if reason is not None:
+            return reason
     if problem.deterministic:
         return "sums dq in any order, and deterministic=True was asked for"
     if problem.softmax_scale < 1e-20:
@@ -37,6 +39,17 @@ def refusal(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if not all(is_readable(x) for x in (q, k, v)):
         return "reads tensors whose rows are unbroken and whose start and strides are multiples of 16 bytes"
     return build_error()
+
+
+def refusal_of_blocks(problem: Problem, group: int) -> str | None:
+    """The same of the block mask; group: query heads to each head of k and v."""
+    if problem.block_size != 128:
+        return f"takes block masks of 128 queries and keys, not of {problem.block_size}"
+    if problem.mask != "full":
+        return f"takes a block mask alone, without a {problem.mask} mask"
+    if group > 1 and problem.blocks[0].shape[1] > 1:
+        return f"takes one block mask for all heads that share keys, not {group}"
+    return None
 
 
 def is_readable(x: Tensor) -> bool:

@@ -20,38 +20,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.hopper.block_lists import BlockLists
 from kernels.hopper.primitives import (
     Ring,
     fragments,
     make_ring,
     named_barrier_sync,
-    opaque,
     record,
     reduce_add_to_global,
-    settle,
     thread_barrier,
 )
-from kernels.hopper.schedule import Mask, blocks_between
+from kernels.hopper.queries import BLOCK_N, CONSUMERS, ROWS, columns, hide, key_limits, query_block, visit
+from kernels.hopper.schedule import Mask
 
-# keys of one warpgroup, and the sides of its part of dq
-ROWS = gl.constexpr(64)
-CONSUMERS = gl.constexpr(2)
-BLOCK_N = gl.constexpr(128)
 BOTH_BARRIER = gl.constexpr(9)
-
-
-@gluon.jit
-def query_blocks(mask, batch, key):
-    """The ranges of query blocks that a tile of keys visits, as schedule.blocks_between gives them."""
-    first_of_first, end_of_first = mask.queries_of(batch, key)
-    first_of_last, end_of_last = mask.queries_of(batch, key + BLOCK_N - 1)
-    begin, whole_begin, whole_end, end = blocks_between(
-        first_of_first, end_of_first, first_of_last, end_of_last, ROWS
-    )
-    # the end of the keys needs a mask in every block
-    if key + BLOCK_N > mask.seq_k:
-        whole_end = whole_begin
-    return begin, whole_begin, whole_end, end
 
 
 @record
@@ -76,11 +58,11 @@ class Tiles:
 
     @gluon.jit
     def locate(self):
-        """Batch, head of k and v, first key and the ranges of query blocks of this program."""
+        """Batch, head of k and v, first key and the ranges of places of this program."""
         batch = gl.program_id(2)
-        key = gl.program_id(0) * BLOCK_N
-        begin, whole_begin, whole_end, end = query_blocks(self.mask, batch, key)
-        return batch, gl.program_id(1), key, begin, whole_begin, whole_end, end
+        kv_head = gl.program_id(1)
+        key, begin, whole_begin, whole_end, end = visit(self.mask, batch, kv_head, gl.program_id(0))
+        return batch, kv_head, key, begin, whole_begin, whole_end, end
 
     @gluon.jit
     def first_line(self):
@@ -100,8 +82,8 @@ def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delt
     for g in range(tiles.group):
         head = kv_head * tiles.group + g
         line = tiles.first_line() + g * tiles.padded
-        for block in range(begin, end):
-            row = block * ROWS
+        for place in range(begin, end):
+            row = query_block(tiles.mask, place) * ROWS
             stage, full = tiles.q_ring.fill(n)
             mbarrier.expect(full, q_desc.block_type.nbytes + minus_lse_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(q_desc, [batch, head, row, 0], full, tiles.q.index(stage))
@@ -116,29 +98,8 @@ def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delt
 
 
 @gluon.jit
-def hide(mask, p, first, end):
-    """0 outside of each key's interval of queries, counted from the first column."""
-    index = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, p.type.layout)), 0)
-    # as in forward.hide
-    eight = index & -8
-    rest = index & 7
-    visible = eight >= gl.expand_dims(opaque(first), 1) - rest
-    if mask.KIND == "window" or mask.KIND == "intervals":
-        visible = visible & (eight < gl.expand_dims(opaque(end), 1) - rest)
-    return gl.where(visible, p, 0.0)
-
-
-@gluon.jit
-def columns(x, LAYOUT: gl.constexpr):
-    """One value for each query, spread over the keys, for a product to begin from."""
-    zeros = gl.full([ROWS, x.shape[0]], 0.0, gl.float32, LAYOUT)
-    spread, zeros = gl.broadcast(gl.expand_dims(x.load(gl.SliceLayout(0, LAYOUT)), 0), zeros)
-    return settle(spread)
-
-
-@gluon.jit
 def step(
-    tiles, dq_desc, dk, dv, k, v, k_of_dq, n, row, block, masked, first, end, scale_log2, INDEX: gl.constexpr
+    tiles, dq_desc, dk, dv, k, v, k_of_dq, n, row, place, masked, first, end, scale_log2, INDEX: gl.constexpr
 ):  # fmt: skip
     """One block of queries, of which row is the first line in lse, delta and dq."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -156,7 +117,7 @@ def step(
     s = warpgroup_mma_wait(1, deps=[s])
     p = gl.exp2(s * scale_log2)
     if masked:
-        p = hide(tiles.mask, p, first - block * ROWS, end - block * ROWS)
+        p = hide(tiles.mask, p, first, end, place)
     p16 = gl.convert_layout(p.to(dtype), A_LAYOUT)
     dp = warpgroup_mma_wait(0, deps=[dp])
     dv = warpgroup_mma(p16, dout, dv, is_async=True)  # (ROWS, D)
@@ -195,9 +156,7 @@ def consume(tiles, dq_desc, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: 
     batch, kv_head, key, begin, whole_begin, whole_end, end = tiles.locate()
     key += INDEX * ROWS
     keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
-    query_first, query_end = tiles.mask.queries_of(batch, keys)
-    # keys behind the last see no query
-    query_first = gl.where(keys < tiles.mask.seq_k, query_first, tiles.padded)
+    query_first, query_end = key_limits(tiles.mask, batch, keys, tiles.padded)
     line = tiles.first_line()
 
     tiles.kv_ring.take(0)
@@ -209,21 +168,21 @@ def consume(tiles, dq_desc, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: 
     k_of_dq = k_all.slice(INDEX * ROWS, ROWS, 1).permute((1, 0))
     dk = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
     dv = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
-    block = begin
+    place = begin
     for n in range((end - begin) * tiles.group):
-        masked = (block < whole_begin) | (block >= whole_end)
-        row = line + block * ROWS
+        masked = (place < whole_begin) | (place >= whole_end)
+        row = line + query_block(tiles.mask, place) * ROWS
         dk, dv = step(
-            tiles, dq_desc, dk, dv, k, v, k_of_dq, n, row, block, masked, query_first, query_end, scale_log2,
+            tiles, dq_desc, dk, dv, k, v, k_of_dq, n, row, place, masked, query_first, query_end, scale_log2,
             INDEX
         )  # fmt: skip
-        block += 1
-        if block == end:
-            block = begin
+        place += 1
+        if place == end:
+            place = begin
             line += tiles.padded
 
     # k and v have been read by both warpgroups: their place holds the results
-    named_barrier_sync(block, BOTH_BARRIER, 256)
+    named_barrier_sync(place, BOTH_BARRIER, 256)
     v.store(dv.to(tiles.q.dtype))
     k.store((dk * softmax_scale).to(tiles.q.dtype))
     fence_async_shared()
@@ -233,10 +192,12 @@ def consume(tiles, dq_desc, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: 
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["group", "seq_q", "seq_k", "window", "padded"])
+@gluon.jit(
+    do_not_specialize=["stride_list_batch", "stride_list_head", "group", "seq_q", "seq_k", "window", "padded"]
+)
 def backward_kernel(
     q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc, dq_desc, dk_desc, dv_desc,
-    bounds_ptr,
+    bounds_ptr, spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head,
     group, seq_q, seq_k, window, padded, scale_log2, softmax_scale,
     MASK: gl.constexpr,
     HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
@@ -244,6 +205,7 @@ def backward_kernel(
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    lists = BlockLists(spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head)
     tiles = Tiles(
         gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout),
         gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout),
@@ -256,7 +218,7 @@ def backward_kernel(
         make_ring(1, CONSUMERS),
         make_ring(STAGES, CONSUMERS),
         make_ring(STAGES, CONSUMERS),
-        Mask(seq_q, seq_k, window, bounds_ptr, MASK),
+        Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK),
         group,
         padded,
         HEAD_DIM,

@@ -18,8 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.hopper.backward import BLOCK_N, CONSUMERS, ROWS, columns, hide, query_blocks
+from kernels.hopper.block_lists import BlockLists
 from kernels.hopper.primitives import Ring, fragments, make_ring, record, reduce_add_to_global, thread_barrier
+from kernels.hopper.queries import BLOCK_N, CONSUMERS, ROWS, columns, hide, key_limits, query_block, visit
 from kernels.hopper.schedule import Mask, TileOrder, quotient
 
 HEAD_DIM = gl.constexpr(64)
@@ -60,12 +61,12 @@ class Tiles:
 
     @gluon.jit
     def locate(self, i):
-        """Batch, head of k and v, first key and the ranges of query blocks of the i-th tile in order."""
+        """Batch, head of k and v, first key and the ranges of places of the i-th tile in order."""
         head, tile = self.order.find(i)
         batch = quotient(head, self.by_n_kv_head)
-        key = tile * BLOCK_N
-        begin, whole_begin, whole_end, end = query_blocks(self.mask, batch, key)
-        return batch, head - batch * self.n_kv_head, key, begin, whole_begin, whole_end, end
+        kv_head = head - batch * self.n_kv_head
+        key, begin, whole_begin, whole_end, end = visit(self.mask, batch, kv_head, tile)
+        return batch, kv_head, key, begin, whole_begin, whole_end, end
 
     @gluon.jit
     def first_line(self, batch, kv_head, g):
@@ -89,8 +90,8 @@ def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delt
         for g in range(tiles.group):
             head = kv_head * tiles.group + g
             line = tiles.first_line(batch, kv_head, g)
-            for block in range(begin, end):
-                row = block * ROWS
+            for place in range(begin, end):
+                row = query_block(tiles.mask, place) * ROWS
                 stage, full = tiles.q_ring.fill(n)
                 mbarrier.expect(full, 2 * (q_desc.block_type.nbytes + minus_lse_desc.block_type.nbytes))
                 tma.async_copy_global_to_shared(q_desc, [batch, head, row, 0], full, tiles.q.index(stage))
@@ -120,7 +121,7 @@ def announce(tiles, stage, i):
 
 
 @gluon.jit
-def step(tiles, dk, dv, k, v, n, block, masked, first, end, scale_log2, INDEX: gl.constexpr):
+def step(tiles, dk, dv, k, v, n, place, masked, first, end, scale_log2, INDEX: gl.constexpr):
     """One block of queries."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
@@ -136,7 +137,7 @@ def step(tiles, dk, dv, k, v, n, block, masked, first, end, scale_log2, INDEX: g
     s = warpgroup_mma_wait(1, deps=[s])
     p = gl.exp2(s * scale_log2)
     if masked:
-        p = hide(tiles.mask, p, first - block * ROWS, end - block * ROWS)
+        p = hide(tiles.mask, p, first, end, place)
     p16 = gl.convert_layout(p.to(dtype), A_LAYOUT)
     dp = warpgroup_mma_wait(0, deps=[dp])
     dv = warpgroup_mma(p16, dout, dv, is_async=True)  # (keys, D)
@@ -180,20 +181,18 @@ def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.conste
         tiles.kv_ring.release(t)
         key += INDEX * ROWS
         keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
-        query_first, query_end = tiles.mask.queries_of(batch, keys)
-        # keys behind the last see no query
-        query_first = gl.where(keys < tiles.mask.seq_k, query_first, tiles.padded)
+        query_first, query_end = key_limits(tiles.mask, batch, keys, tiles.padded)
         dk = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, S_LAYOUT)
         dv = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, S_LAYOUT)
-        block = begin
+        place = begin
         for j in range((end - begin) * tiles.group):
-            masked = (block < whole_begin) | (block >= whole_end)
+            masked = (place < whole_begin) | (place >= whole_end)
             dk, dv = step(
-                tiles, dk, dv, k, v, n + j, block, masked, query_first, query_end, scale_log2, INDEX
+                tiles, dk, dv, k, v, n + j, place, masked, query_first, query_end, scale_log2, INDEX
             )
-            block += 1
-            if block == end:
-                block = begin
+            place += 1
+            if place == end:
+                place = begin
         n += (end - begin) * tiles.group
 
         store(dv_desc, [batch, kv_head, key, 0], dv, tiles.dv.index(INDEX))
@@ -217,7 +216,7 @@ def reduce(tiles, dq_desc):
         tiles.kv_ring.release(t)
         for g in range(tiles.group):
             line = tiles.first_line(batch, kv_head, g)
-            for block in range(begin, end):
+            for place in range(begin, end):
                 ds = tiles.ds.index(tiles.ds_ring.take(n))
                 zeros = gl.full([HEAD_DIM, ROWS], 0.0, gl.float32, DQ_LAYOUT)
                 dq = warpgroup_mma(k, ds, zeros, use_acc=False, is_async=True)  # (D, queries)
@@ -230,7 +229,7 @@ def reduce(tiles, dq_desc):
                 buffer.store(fragments(dq))
                 fence_async_shared()
                 thread_barrier()
-                reduce_add_to_global(dq_desc, [line + block * ROWS, 0], buffer)
+                reduce_add_to_global(dq_desc, [line + query_block(tiles.mask, place) * ROWS, 0], buffer)
                 n += 1
         t += 1
         i = tiles.take(t)
@@ -238,15 +237,15 @@ def reduce(tiles, dq_desc):
 
 
 NOT_SPECIALIZED = [
-    "group", "seq_q", "seq_k", "window", "padded", "n_batch", "n_kv_head", "section",
-    "by_section_tiles", "by_section", "by_last_section", "by_n_kv_head",
+    "group", "seq_q", "seq_k", "window", "padded", "n_batch", "n_kv_head", "section", "stride_list_head",
+    "by_section_tiles", "by_section", "by_last_section", "by_n_kv_head", "stride_list_batch",
 ]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def backward_64_kernel(
     q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc, dq_desc, dk_desc, dv_desc,
-    bounds_ptr, counter_ptr,
+    bounds_ptr, spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head, counter_ptr,
     group, seq_q, seq_k, window, padded, n_batch, n_kv_head, section,
     by_section_tiles, by_section, by_last_section, by_n_kv_head, scale_log2, softmax_scale,
     MASK: gl.constexpr,
@@ -260,6 +259,7 @@ def backward_64_kernel(
         by_section_tiles, by_section, by_last_section, False
     )  # fmt: skip
     NUMBER_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lists = BlockLists(spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head)
     tiles = Tiles(
         gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout),
         gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout),
@@ -276,7 +276,7 @@ def backward_64_kernel(
         make_ring(STAGES, CONSUMERS),
         make_ring(DS_STAGES, 1, CONSUMERS),
         order,
-        Mask(seq_q, seq_k, window, bounds_ptr, MASK),
+        Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK),
         n_kv_head,
         by_n_kv_head,
         group,

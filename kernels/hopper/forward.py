@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.hopper.block_lists import BLOCK_SIZE, BlockLists, hide_unseen
 from kernels.hopper.primitives import Ring, make_ring, pack_pairs, record
 from kernels.hopper.schedule import Mask, TileOrder, blocks_between, quotient
 from kernels.hopper.softmax import hide, partial_sum, row_maximum
@@ -51,16 +52,25 @@ class Tiles:
         """Batch, head and first row of this block's `turn`-th tile."""
         head, tile = self.order.deal(turn)
         batch = quotient(head, self.by_n_head)
-        # the rows that the last tile has too many stand before the first row, where a causal mask hides most
-        missing = self.order.n_tiles * self.CONSUMERS - gl.cdiv(self.mask.seq_q, ROWS)
-        return batch, head - batch * self.n_head, (tile * self.CONSUMERS - missing) * ROWS
+        head -= batch * self.n_head
+        if self.mask.KIND == "blocks":
+            row = self.mask.lists.longest(batch, head, self.order.n_tiles - 1 - tile) * BLOCK_SIZE
+        else:
+            # the rows that the last tile has too many stand before row 0, where a causal mask hides most
+            missing = self.order.n_tiles * self.CONSUMERS - gl.cdiv(self.mask.seq_q, ROWS)
+            row = (tile * self.CONSUMERS - missing) * ROWS
+        return batch, head, row
 
     @gluon.jit
-    def blocks(self, batch, row, N_ROWS: gl.constexpr):
-        """The ranges of key blocks that N_ROWS rows from `row` see, as blocks_between gives them."""
-        first_of_first, end_of_first = self.mask.keys_of(batch, gl.maximum(row, 0))
-        first_of_last, end_of_last = self.mask.keys_of(batch, gl.maximum(row + N_ROWS - 1, 0))
-        return blocks_between(first_of_first, end_of_first, first_of_last, end_of_last, self.BLOCK_N)
+    def places(self, batch, head, row, N_ROWS: gl.constexpr):
+        """The ranges of places that N_ROWS rows from `row` visit, as blocks_between gives them."""
+        if self.mask.KIND == "blocks":
+            places = self.mask.lists.places(batch, head, row // BLOCK_SIZE)
+        else:
+            first_of_first, end_of_first = self.mask.keys_of(batch, gl.maximum(row, 0))
+            first_of_last, end_of_last = self.mask.keys_of(batch, gl.maximum(row + N_ROWS - 1, 0))
+            places = blocks_between(first_of_first, end_of_first, first_of_last, end_of_last, self.BLOCK_N)
+        return places
 
 
 @gluon.jit
@@ -73,7 +83,7 @@ def produce(tiles, q_desc, k_desc, v_desc, group):
     block_before = 0
     for turn in range(tiles.order.turns()):
         batch, head, row = tiles.locate(turn)
-        begin, _, _, end = tiles.blocks(batch, row, tiles.CONSUMERS * ROWS)
+        begin, _, _, end = tiles.places(batch, head, row, tiles.CONSUMERS * ROWS)
         kv_head = head // group
         stage, full = tiles.q_ring.fill(n_q)
         mbarrier.expect(full, tiles.CONSUMERS * q_desc.block_type.nbytes)
@@ -82,7 +92,10 @@ def produce(tiles, q_desc, k_desc, v_desc, group):
             tma.async_copy_global_to_shared(q_desc, [batch, head, row + c * ROWS, 0], full, buffer)
         n_q += 1  # noqa: SIM113
         for j in range(end - begin):
-            block = (end - 1 - j) * tiles.BLOCK_N
+            block = end - 1 - j
+            if tiles.mask.KIND == "blocks":
+                block = tiles.mask.lists.block(block)
+            block *= tiles.BLOCK_N
             stage, full = tiles.k_ring.fill(n)
             mbarrier.expect(full, k_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(k_desc, [batch, kv_head, block, 0], full, tiles.k.index(stage))
@@ -126,13 +139,13 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
         pass_turn(n, INDEX, tiles.CONSUMERS)
     for turn in range(tiles.order.turns()):
         batch, head, row = tiles.locate(turn)
-        begin, whole_begin, whole_end, end = tiles.blocks(batch, row, tiles.CONSUMERS * ROWS)
+        begin, whole_begin, whole_end, end = tiles.places(batch, head, row, tiles.CONSUMERS * ROWS)
         own_end = end
         # under a causal mask the last rows of a tile see most: each warpgroup has them in turn
         part = (INDEX + turn) % tiles.CONSUMERS if KIND != "full" else INDEX
         row += part * ROWS
         if KIND == "causal":
-            _, whole_begin, whole_end, own_end = tiles.blocks(batch, row, ROWS)
+            _, whole_begin, whole_end, own_end = tiles.places(batch, head, row, ROWS)
         if row < 0:
             own_end = begin
         n_first = n_tiles + end - own_end
@@ -147,13 +160,22 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
         q_stage = tiles.q_ring.take(turn)
         if row >= 0:
             rows = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
-            key_first, key_end = tiles.mask.keys_of(batch, rows)
+            if KIND == "blocks":
+                # what a tile of bits shows takes the place of an interval: each query's line in it
+                key_first = rows % BLOCK_SIZE
+                key_end = key_first
+                words = tiles.mask.lists.words(own_end - 1, key_first, 0, nothing)
+            else:
+                key_first, key_end = tiles.mask.keys_of(batch, rows)
             q = tiles.q.index(q_stage * tiles.CONSUMERS + part).reshape([ROWS, tiles.HEAD_DIM])
 
             # where nothing is pending, o becomes a product of anything, and is not stored
             s, o = products(tiles, q, p, o, n, n_before, begun, pending, INDEX)
             if (whole_end < own_end) | (whole_begin == own_end):
-                s = hide(s, key_first, key_end, own_end - 1, KIND)
+                if KIND == "blocks":
+                    s = hide_unseen(s, words, float("-inf"))
+                else:
+                    s = hide(s, key_first, key_end, own_end - 1, KIND)
             m_new = gl.maximum(row_maximum(s) * scale_log2, LOWEST)
             p_new = gl.exp2(s * scale_log2 - gl.expand_dims(m_new, 1))
             l_new = partial_sum(p_new)
@@ -210,10 +232,13 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
         "by_section",
         "by_last_section",
         "by_n_head",
+        "stride_list_batch",
+        "stride_list_head",
     ]
 )
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, bounds_ptr,
+    spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head,
     n_batch, n_head, group, seq_q, seq_k, window, section,
     by_section_tiles, by_section, by_last_section, by_n_head, scale_log2,
     MASK: gl.constexpr,
@@ -222,6 +247,7 @@ def forward_kernel(
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
+    lists = BlockLists(spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head)
     tiles = Tiles(
         gl.allocate_shared_memory(dtype, [Q_STAGES * CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout),
@@ -239,7 +265,7 @@ def forward_kernel(
             by_last_section,
             MASK != "full",
         ),
-        Mask(seq_q, seq_k, window, bounds_ptr, MASK),
+        Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK),
         n_head,
         by_n_head,
         BLOCK_N,

@@ -4,11 +4,12 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.hopper.backward import BLOCK_N, CONSUMERS, backward_kernel
-from kernels.hopper.backward import ROWS as BACKWARD_ROWS
+from kernels.hopper.backward import backward_kernel
 from kernels.hopper.backward_64 import backward_64_kernel
 from kernels.hopper.forward import ROWS, forward_kernel
 from kernels.hopper.prologue import prepare_kernel, round_kernel
+from kernels.hopper.queries import BLOCK_N, CONSUMERS
+from kernels.hopper.queries import ROWS as BACKWARD_ROWS
 from kernels.hopper.tiles import (
     BackwardTile,
     ForwardTile,
@@ -21,7 +22,7 @@ from kernels.hopper.tiles import (
     order_arguments,
     section_heads,
 )
-from kernels.problem import Problem
+from kernels.problem import Problem, list_strides
 
 LOG2E = 1.4426950408889634
 # rows of one program of the kernels before and behind, and what lse, delta and the sum of dq are padded to
@@ -30,13 +31,25 @@ PREPARE_ROWS = 128
 REGISTERS = {2: 168, 3: 128}
 
 
+def mask_kind(problem: Problem) -> str:
+    """Which schedule.Mask a kernel is made for."""
+    return "blocks" if problem.blocks else problem.mask
+
+
+def list_arguments(lists: tuple[Tensor | None, ...], nothing: Tensor) -> tuple[Tensor | int, ...]:
+    """What block_lists.BlockLists takes; `nothing` stands for tensors that are not read."""
+    if lists[0] is None:
+        return nothing, nothing, nothing, 0, 0
+    return *lists, *list_strides(lists)
+
+
 def attention_forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, tile: ForwardTile | None = None
 ) -> tuple[Tensor, Tensor]:
     """out (B, Tq, H, D) in q's dtype and lse (B, H, Tq) float32, in one launch."""
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
-    tile = tile or forward_tile(head_dim, problem.mask)
+    tile = tile or forward_tile(head_dim, mask_kind(problem))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, n_head, seq_q, dtype=torch.float32, device=q.device)
     group = n_head // n_kv_head
@@ -50,6 +63,7 @@ def attention_forward(
         head_descriptor(out, ROWS.value),
         lse,
         lse if problem.key_bounds is None else problem.key_bounds,
+        *list_arguments(problem.row_lists, lse),
         batch,
         n_head,
         group,
@@ -59,7 +73,7 @@ def attention_forward(
         *order_arguments(batch * n_head, n_tiles, section),
         division(n_head),
         problem.softmax_scale * LOG2E,
-        MASK=problem.mask,
+        MASK=mask_kind(problem),
         BLOCK_N=tile.block_n,
         HEAD_DIM=head_dim,
         CONSUMERS=tile.consumers,
@@ -130,6 +144,7 @@ def attention_backward(
         head_descriptor(dk, BACKWARD_ROWS.value),
         head_descriptor(dv, BACKWARD_ROWS.value),
         lse if problem.query_bounds is None else problem.query_bounds,
+        *list_arguments(problem.transposed_column_lists, lse),
     )
     sizes = (group, seq_q, seq_k, problem.window or 0, padded)
     scales = (problem.softmax_scale * LOG2E, problem.softmax_scale)
@@ -146,7 +161,7 @@ def attention_backward(
             *order_arguments(batch * n_kv_head, n_tiles, section),
             division(n_kv_head),
             *scales,
-            MASK=problem.mask,
+            MASK=mask_kind(problem),
             KV_STAGES=tile.kv_stages,
             STAGES=tile.stages,
             DS_STAGES=tile.ds_stages,
@@ -162,7 +177,7 @@ def attention_backward(
             *descriptors,
             *sizes,
             *scales,
-            MASK=problem.mask,
+            MASK=mask_kind(problem),
             HEAD_DIM=head_dim,
             STAGES=tile.stages,
             CONSUMER_REGISTERS=tile.consumer_registers,

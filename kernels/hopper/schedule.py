@@ -3,6 +3,7 @@
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
+from kernels.hopper.block_lists import BlockLists
 from kernels.hopper.primitives import record
 
 
@@ -90,16 +91,18 @@ class TileOrder:
 
 @record
 class Mask:
-    """Which keys a query sees: an interval that never moves back from one query to the next.
+    """Which keys a query sees: an interval that never moves back from query to query, or listed blocks.
 
-    KIND: "full", "causal" (the last query stands at the last key), "window" (of these, the last `window`) or
-    "intervals" (bounds from memory, see kernels/intervals.py).
+    KIND: "full", "causal" (the last query stands at the last key), "window" (of these, the last `window`),
+    "intervals" (bounds from memory, see kernels/intervals.py) or "blocks" (of a BlockMask). A tile visits
+    places: of an interval they are blocks themselves, of a BlockMask they are entries of its lists.
     """
 
     seq_q: gl.tensor
     seq_k: gl.tensor
     window: gl.tensor
     bounds_ptr: gl.tensor
+    lists: BlockLists
     KIND: gl.constexpr
 
     @gluon.jit

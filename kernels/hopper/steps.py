@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.hopper.block_lists import hide_unseen
 from kernels.hopper.primitives import (
     named_barrier_arrive,
     named_barrier_sync,
@@ -44,13 +45,19 @@ def pass_turn(token, INDEX: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
+def scores_of_nothing(tiles):
+    """Zeros (ROWS, BLOCK_N), where a product puts them."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
+    return gl.full([ROWS, tiles.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
+
+
+@gluon.jit
 def products(tiles, q, p, o, n, n_before, begun, pending, INDEX: gl.constexpr):
     """Issues S = Q K_n^T and O += P V of the block before, and waits for the first.
 
     begun: whether O holds earlier blocks of its tile; pending: whether there is a block before.
     """
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
-    zeros = gl.full([ROWS, tiles.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
+    zeros = scores_of_nothing(tiles)
     k = tiles.k.index(tiles.k_ring.take(n)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
     take_turn(n, INDEX)
     s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (ROWS, BLOCK_N)
@@ -72,13 +79,19 @@ def weigh(tiles, p, o, n, begun, pending):
 
 @gluon.jit
 def step(
-    tiles, q, p, o, m_i, l_i, n, begun, first, end, block, scale_log2,
+    tiles, q, p, o, m_i, l_i, n, begun, first, end, place, scale_log2,
     MASKED: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
-    """One block of keys after the first."""
+    """One block of keys after the first, at `place`."""
+    LISTED: gl.constexpr = MASKED and tiles.mask.KIND == "blocks"
+    if LISTED:
+        # asked for before the products, to arrive beside them
+        words = tiles.mask.lists.words(place, first, 0, scores_of_nothing(tiles))
     s, o = products(tiles, q, p, o, n, n - 1, begun, True, INDEX)
-    if MASKED:
-        s = hide(s, first, end, block, tiles.mask.KIND)
+    if LISTED:
+        s = hide_unseen(s, words, float("-inf"))
+    elif MASKED:
+        s = hide(s, first, end, place, tiles.mask.KIND)
     p_new, alpha, m_i, l_i = softmax(s, m_i, l_i, scale_log2)
     o = warpgroup_mma_wait(0, deps=[o])
     tiles.v_ring.release(n - 1)
@@ -89,13 +102,13 @@ def step(
 
 @gluon.jit
 def walk(
-    tiles, q, p, o, m_i, l_i, n, start, stop, first, end, last_block, scale_log2,
+    tiles, q, p, o, m_i, l_i, n, start, stop, first, end, last_place, scale_log2,
     MASKED: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
-    """Steps start to stop of a tile, whose step 0 is block `last_block`, with buffers number n."""
+    """Steps start to stop of a tile, whose step 0 is at `last_place`, with buffers number n."""
     for j in range(start, stop):
         p, o, m_i, l_i = step(
-            tiles, q, p, o, m_i, l_i, n + j, j > 1, first, end, last_block - j, scale_log2, MASKED, INDEX
+            tiles, q, p, o, m_i, l_i, n + j, j > 1, first, end, last_place - j, scale_log2, MASKED, INDEX
         )
     return p, o, m_i, l_i
 

@@ -1,0 +1,86 @@
+"""What a BlockMask lists, as the Hopper kernels read it: the blocks that each line meets, and their bits.
+
+A line is a block of BLOCK_SIZE queries (forward) or keys (backward). A place is a position among the entries:
+a line's places from `whole_end` on have tiles of bits, those before it are wholly visible.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+from kernels.hopper.primitives import opaque, record
+
+# the blocks of masks that these kernels take
+BLOCK_SIZE = gl.constexpr(128)
+WORD_BITS = gl.constexpr(32)
+
+
+@record
+class BlockLists:
+    """See kernels/block_mask.py. Strides of the spans: 0 where one list serves all batches or heads."""
+
+    spans_ptr: gl.tensor  # (B or 1, H or 1, n_lines, 4) int32
+    entries_ptr: gl.tensor  # (n, 2) int32
+    bits_ptr: gl.tensor  # (n_tiles, BLOCK_SIZE, BLOCK_SIZE / 32) int32, a row for each line of a tile
+    stride_batch: gl.tensor
+    stride_head: gl.tensor
+
+    @gluon.jit
+    def spans_of(self, batch, head):
+        return self.spans_ptr + (batch * self.stride_batch + head * self.stride_head)
+
+    @gluon.jit
+    def longest(self, batch, head, rank):
+        """The line with the rank-th longest list."""
+        return gl.load(self.spans_of(batch, head) + 4 * rank + 3)
+
+    @gluon.jit
+    def places(self, batch, head, line):
+        """begin, whole_begin, whole_end and end of a line's places, as schedule.blocks_between gives blocks.
+
+        Never empty either: a line that meets nothing visits place -1, a block of which it sees nothing.
+        """
+        span = self.spans_of(batch, head) + 4 * line
+        begin = gl.load(span)
+        whole_end = gl.load(span + 1)
+        end = gl.load(span + 2)
+        empty = begin == end
+        begin = gl.where(empty, -1, begin)
+        return begin, begin, gl.where(empty, -1, whole_end), gl.where(empty, 0, end)
+
+    @gluon.jit
+    def block(self, place):
+        """The block of the other side."""
+        return gl.load(self.entries_ptr + 2 * place, mask=place >= 0, other=0)
+
+    @gluon.jit
+    def words(self, place, lines, column, x):
+        """(M, N / 32): which of the N columns of a block from `column` on each of its lines (M,) sees.
+
+        x: (M, N), in the layout of what is to be hidden.
+        """
+        LAYOUT: gl.constexpr = in_words(x).type.layout
+        tile = gl.load(self.entries_ptr + 2 * place + 1, mask=place >= 0, other=0)
+        lines = gl.convert_layout(lines, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+        index = gl.arange(0, x.shape[1] // WORD_BITS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+        offsets = gl.expand_dims(lines * (BLOCK_SIZE // WORD_BITS), 1) + gl.expand_dims(index, 0)
+        words_ptr = self.bits_ptr + tile.to(gl.int64) * (BLOCK_SIZE * BLOCK_SIZE // WORD_BITS)
+        return gl.load(words_ptr + column // WORD_BITS + offsets, mask=place >= 0, other=0)
+
+
+@gluon.jit
+def in_words(x):
+    """(M, N) as (M, N / 32, 32)."""
+    return gl.reshape(x, [x.shape[0], x.shape[1] // WORD_BITS, WORD_BITS])
+
+
+@gluon.jit
+def hide_unseen(x, words, hidden):
+    """x (M, N), `hidden` where words (M, N / 32) have no bit."""
+    parts = in_words(x)
+    bit = gl.arange(0, WORD_BITS, layout=gl.SliceLayout(0, gl.SliceLayout(1, parts.type.layout)))
+    bit = gl.expand_dims(gl.expand_dims(bit, 0), 1)
+    # as in softmax.hide: of a thread's bits the multiple of eight is known to the compiler
+    shifted = gl.expand_dims(words, 2) >> (bit & 7)
+    # and opaque, or the compiler packs the conditions of a thread into a word, and unpacks them
+    parts = gl.where(opaque(shifted & (1 << (bit & -8))) != 0, parts, hidden)
+    return gl.convert_layout(gl.reshape(parts, x.shape), x.type.layout)

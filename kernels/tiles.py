@@ -1,8 +1,9 @@
 """Block sizes of the portable kernels: the only tuning file.
 
 A tile is looked up by GPU, kernel, bytes of one element and padded head_dim. "forward" and "dq" keep
-BLOCK_M queries and walk the keys, "dkdv" keeps BLOCK_N keys and walks the queries; rows for dropout, for
-windows and documents, and for block masks ("small blocks": of 64) exist where another tile is better there.
+BLOCK_M queries and walk the keys, "decode" too, with the rows of a short tile filled by heads, "dkdv" keeps
+BLOCK_N keys and walks the queries; rows for dropout, for windows and documents, and for block masks ("small
+blocks": of 64) exist where another tile is better there.
 scripts/tune_tiles.py measures candidates, tests/test_ahead_of_time.py compiles the rows for their GPUs. What
 is not measured was chosen by the compiler's report: large, and without spills.
 """
@@ -53,9 +54,14 @@ FLOAT32 = (
     | rows("dq", 4, to_64=Tile(32, 32, 4, 2), to_128=Tile(32, 32, 8, 1), to_256=Tile(16, 32, 8, 1))
     | rows("dkdv", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(16, 32, 8, 1), to_256=Tile(16, 32, 8, 1))
 )
+# one query's keys: small tiles, of which many are under way at once
+DECODE = rows(
+    "decode", 4, to_64=Tile(16, 32, 4, 2), to_128=Tile(16, 16, 4, 2), to_256=Tile(16, 16, 4, 2)
+) | rows("decode", 2, to_64=Tile(16, 64, 4, 3), to_128=Tile(16, 64, 4, 2), to_256=Tile(16, 32, 4, 2))
 # head_dim 64 and 128 measured on an H200: torch 2.11, triton 3.6, bf16, 2026-11-21, docs/kernels.md
 HOPPER = (
     FLOAT32
+    | DECODE
     | rows(
         "forward",
         2,
@@ -99,6 +105,7 @@ HOPPER = (
 )
 BLACKWELL = (
     FLOAT32
+    | DECODE
     | rows(
         "forward",
         2,
@@ -127,6 +134,7 @@ BLACKWELL = (
 )
 AMPERE = (
     FLOAT32
+    | DECODE
     | rows("forward", 2, to_64=Tile(128, 64, 8, 3), to_128=Tile(64, 64, 8, 2), to_256=Tile(64, 64, 8, 2))
     | rows("dq", 2, to_64=Tile(64, 64, 4, 3), to_128=Tile(64, 64, 8, 2), to_256=Tile(64, 64, 8, 2))
     | rows("dkdv", 2, to_64=Tile(64, 64, 8, 2), to_128=Tile(64, 64, 8, 2), to_256=Tile(32, 32, 8, 2))
@@ -138,6 +146,7 @@ AMPERE = (
 # GPUs with 99 KiB of shared memory
 ADA = (
     FLOAT32
+    | DECODE
     | rows("forward", 2, to_64=Tile(128, 64, 8, 3), to_128=Tile(128, 64, 8, 2), to_256=Tile(64, 32, 8, 2))
     | rows("dq", 2, to_64=Tile(64, 64, 4, 3), to_128=Tile(64, 64, 8, 2), to_256=Tile(32, 32, 4, 1))
     | rows("dkdv", 2, to_64=Tile(32, 32, 4, 2), to_128=Tile(64, 64, 8, 2), to_256=Tile(32, 32, 8, 2))
@@ -149,13 +158,19 @@ ADA = (
 )
 CDNA = (
     FLOAT32
+    | DECODE
     | rows("forward", 2, to_64=Tile(128, 64, 4, 2), to_128=Tile(64, 64, 4, 2), to_256=Tile(64, 32, 8, 2))
     | rows("dq", 2, to_64=Tile(128, 64, 4, 2), to_128=Tile(64, 64, 4, 2), to_256=Tile(64, 32, 8, 2))
     | rows("dkdv", 2, to_64=Tile(64, 64, 4, 2), to_128=Tile(64, 64, 4, 2), to_256=Tile(64, 64, 8, 2))
 )
 TABLES = {"sm_80": AMPERE, "sm_90": HOPPER, "sm_100": BLACKWELL, "sm_103": BLACKWELL}
 # small, and neither square nor alike, so that short sequences have several blocks of every kind
-INTERPRETER = {"forward": Tile(64, 32, 4, 1), "dq": Tile(32, 64, 4, 1), "dkdv": Tile(32, 64, 4, 1)}
+INTERPRETER = {
+    "forward": Tile(64, 32, 4, 1),
+    "dq": Tile(32, 64, 4, 1),
+    "dkdv": Tile(32, 64, 4, 1),
+    "decode": Tile(16, 32, 4, 1),
+}
 
 
 def choose_tile(
@@ -166,7 +181,7 @@ def choose_tile(
     variant: str = "",
     block_size: int = 0,
 ) -> Tile:
-    """The tile of kernel "forward", "dq" or "dkdv" on this device.
+    """The tile of kernel "forward", "dq", "dkdv" or "decode" on this device.
 
     variant: see Problem.tile_variant. block_size: of the block mask, if there is one.
     """

@@ -1,0 +1,239 @@
+"""Attention of a few new queries to a long cache of keys, for generation. Start reading at decode_attention.
+
+One query has no rows to share out over a GPU, so its keys are: program (b, kv head, split) takes the queries
+of all heads that share the kv head, and every tile of keys of its split, by the recurrence of
+portable/forward.py. A second kernel merges the splits by their lse:
+
+    lse = log sum_s e^lse_s        out = sum_s e^(lse_s - lse) out_s
+
+How many keys a sequence has is read from the GPU's memory, and so is which blocks a pattern keeps: the launch
+is the same for every token, and a CUDA graph of it can be replayed.
+
+Source: Dao et al., Flash-Decoding for long-context inference, 2023 (crfm.stanford.edu/2023/10/12).
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.block_mask import BlockMask
+from kernels.problem import dot_precision
+from kernels.tiles import choose_tile, padded_head_dim
+
+LN2 = tl.constexpr(0.6931471805599453)
+# programs on each multiprocessor: enough loads are under way to fill its share of the bandwidth
+PROGRAMS_PER_MULTIPROCESSOR = 4
+MAX_SPLITS = 128
+# queries times heads that share a kv head: beyond, the work is flash_attention's
+MAX_ROWS = 128
+# of a matrix unit
+MIN_ROWS = 16
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def decode_kernel(
+    q_ptr, k_ptr, v_ptr, lengths_ptr, parts_ptr, lse_ptr, spans_ptr, entries_ptr, bits_ptr,
+    stride_qb, stride_qt, stride_qh,
+    stride_kb, stride_kt, stride_kh,
+    stride_vb, stride_vt, stride_vh,
+    n_kv_head, capacity, scale_log2,
+    N_QUERY: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Row r of the tile is query r // GROUP of head kv_head * GROUP + r % GROUP."""
+    split, n_splits = tl.program_id(0), tl.num_programs(0)
+    batch = (tl.program_id(1) // n_kv_head).to(tl.int64)
+    kv_head = (tl.program_id(1) % n_kv_head).to(tl.int64)
+    k_ptr += batch * stride_kb + kv_head * stride_kh
+    v_ptr += batch * stride_vb + kv_head * stride_vh
+    # a wrong length must not read beyond the cache
+    length = tl.minimum(tl.load(lengths_ptr + batch).to(tl.int32), capacity)
+
+    rows = tl.arange(0, BLOCK_M)
+    is_row = rows < N_QUERY * GROUP
+    offs_d = tl.arange(0, BLOCK_D)
+    is_channel = (offs_d < HEAD_DIM)[None, :]
+    head = kv_head * GROUP + rows % GROUP
+    q_ptrs = q_ptr + batch * stride_qb + (rows // GROUP) * stride_qt + head * stride_qh
+    q = tl.load(q_ptrs[:, None] + offs_d[None, :], mask=is_row[:, None] & is_channel, other=0.0)
+    # the last query stands at the last key
+    end_key = length - (N_QUERY - 1) + rows // GROUP
+
+    tiles_in_block: tl.constexpr = BLOCK_SIZE // BLOCK_N if BLOCK_SIZE != 0 else 1
+    first_entry, n_entries, words_of_row = 0, tl.cdiv(length, BLOCK_N), bits_ptr
+    if BLOCK_SIZE != 0:
+        line = tl.maximum(length - 1, 0)
+        first_entry = tl.load(spans_ptr + 4 * (line // BLOCK_SIZE))
+        n_entries = tl.load(spans_ptr + 4 * (line // BLOCK_SIZE) + 2) - first_entry
+        words_of_row = bits_ptr + line % BLOCK_SIZE * (BLOCK_SIZE // 32)
+    n_tiles = n_entries * tiles_in_block
+    tiles_of_split = tl.cdiv(n_tiles, n_splits)
+    first_tile = split * tiles_of_split
+
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for i in tl.range(first_tile, tl.minimum(first_tile + tiles_of_split, n_tiles)):
+        if BLOCK_SIZE == 0:
+            columns = i * BLOCK_N + tl.arange(0, BLOCK_N)
+            visible = columns[None, :] < end_key[:, None]
+        else:
+            entry = entries_ptr + 2 * (first_entry + i // tiles_in_block)
+            in_block = i % tiles_in_block * BLOCK_N + tl.arange(0, BLOCK_N)
+            columns = tl.load(entry) * BLOCK_SIZE + in_block
+            tile = tl.load(entry + 1).to(tl.int64) * (BLOCK_SIZE * BLOCK_SIZE // 32)
+            bits = tl.load(words_of_row + tile + in_block // 32) >> (in_block % 32)
+            visible = (columns[None, :] < end_key[:, None]) & (bits & 1 != 0)[None, :]
+        inside = (columns < length)[:, None] & is_channel
+        offs_n = columns.to(tl.int64)[:, None]
+        k = tl.load(k_ptr + offs_n * stride_kt + offs_d[None, :], mask=inside, other=0.0)  # (BLOCK_N, D)
+        v = tl.load(v_ptr + offs_n * stride_vt + offs_d[None, :], mask=inside, other=0.0)  # (BLOCK_N, D)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2  # (BLOCK_M, BLOCK_N)
+        scores = tl.where(visible, scores, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(scores, 1))
+        # -inf - (-inf) is nan: a row that has seen nothing adds zeros
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(scores - m_safe[:, None])
+        alpha = tl.exp2(m_i - m_safe)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)  # (BLOCK_M, D)
+        m_i = m_new
+
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
+    row_of_part = (tl.program_id(1).to(tl.int64) * n_splits + split) * (N_QUERY * GROUP) + rows
+    parts_ptrs = parts_ptr + row_of_part[:, None] * HEAD_DIM + offs_d[None, :]
+    tl.store(parts_ptrs, acc / l_safe[:, None], mask=is_row[:, None] & is_channel)
+    tl.store(lse_ptr + row_of_part, (m_i + tl.log2(l_safe)) * LN2, mask=is_row)
+
+
+@triton.jit(do_not_specialize=["n_splits"])
+def merge_kernel(
+    parts_ptr, lse_ptr, out_ptr, n_splits, n_kv_head,
+    N_QUERY: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One query of one head: program ((b n_kv_head + kv_head) N_QUERY + query) GROUP + head in the group."""
+    program = tl.program_id(0).to(tl.int64)
+    row, kv_head_of_batch = program % (N_QUERY * GROUP), program // (N_QUERY * GROUP)
+    splits, offs_d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    rows = (kv_head_of_batch * n_splits + splits) * (N_QUERY * GROUP) + row
+    lse = tl.load(lse_ptr + rows, mask=splits < n_splits, other=float("-inf"))
+    largest = tl.max(lse, 0)
+    weight = tl.exp(lse - tl.where(largest == float("-inf"), 0.0, largest))
+    inside = (splits < n_splits)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    parts = tl.load(parts_ptr + rows[:, None] * HEAD_DIM + offs_d[None, :], mask=inside, other=0.0)
+    total = tl.sum(weight, 0)
+    out = tl.sum(parts * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    batch, kv_head = kv_head_of_batch // n_kv_head, kv_head_of_batch % n_kv_head
+    head = kv_head * GROUP + row % GROUP
+    out_row = (batch * N_QUERY + row // GROUP) * (n_kv_head * GROUP) + head
+    tl.store(out_ptr + out_row * HEAD_DIM + offs_d, out.to(out_ptr.dtype.element_ty), mask=offs_d < HEAD_DIM)
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    *,
+    block_mask: BlockMask | None = None,
+    softmax_scale: float | None = None,
+) -> Tensor:
+    """Causal attention of the last Tq tokens of each sequence to all of its keys, (B, Tq, H, D) in q's dtype.
+
+    q: (B, Tq, H, D), Tq H / Hkv at most 128; k, v: (B, capacity, Hkv, D), channels contiguous, of which the
+    first lengths[b] are filled, the new tokens' own among them; lengths: (B,) int32 or int64 on q's device. A
+    sequence of length 0 gives zeros. block_mask: of capacity queries and keys, one for all batches and heads,
+    with Tq = 1. Not differentiable. Raises ValueError for other shapes. Source: Flash-Decoding.
+    """
+    _check(q, k, v, lengths, block_mask)
+    if softmax_scale is None:
+        softmax_scale = q.shape[-1] ** -0.5
+    blocks = [] if block_mask is None else [*block_mask.tensors()[:2], block_mask.bits]
+    return _decode(q, k, v, lengths, blocks, softmax_scale, None)
+
+
+@torch.library.custom_op("nanoflash::decode_attention", mutates_args=())
+def _decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    blocks: list[Tensor],
+    softmax_scale: float,
+    n_splits: int | None,
+) -> Tensor:
+    """blocks: spans, entries and bits of the rows of a block mask, or nothing."""
+    batch, n_query, n_head, head_dim = q.shape
+    capacity, n_kv_head = k.shape[1:3]
+    group = n_head // n_kv_head
+    block_size = blocks[2].shape[1] if blocks else 0
+    tile = choose_tile("decode", head_dim, q.dtype, q.device, block_size=block_size)
+    if n_splits is None:
+        n_splits = choose_splits(batch * n_kv_head, triton.cdiv(capacity, tile.block_n), q.device)
+    n_rows = n_query * group
+    parts = torch.empty(batch * n_kv_head, n_splits, n_rows, head_dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(batch * n_kv_head, n_splits, n_rows, dtype=torch.float32, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    shape = {"N_QUERY": n_query, "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_D": padded_head_dim(head_dim)}
+    decode_kernel[n_splits, batch * n_kv_head](
+        q, k, v, lengths, parts, lse, *(blocks or (None, None, None)),
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        n_kv_head, capacity, softmax_scale * math.log2(math.e),
+        BLOCK_SIZE=block_size, PRECISION=dot_precision(),
+        **shape, **tile._replace(block_m=padded_rows(n_rows)).options(),
+    )  # fmt: skip
+    merge_kernel[batch * n_kv_head * n_rows,](
+        parts, lse, out, n_splits, n_kv_head, BLOCK_S=triton.next_power_of_2(n_splits), **shape
+    )
+    return out
+
+
+@_decode.register_fake
+def _(q, *options):
+    return q.new_empty(q.shape)
+
+
+def choose_splits(n_heads: int, n_tiles: int, device: torch.device) -> int:
+    """Programs for each of n_heads, batches counted in, so that they fill the GPU together."""
+    wanted = PROGRAMS_PER_MULTIPROCESSOR
+    if device.type == "cuda":
+        wanted *= torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(wanted // n_heads, n_tiles, MAX_SPLITS))
+
+
+def padded_rows(n_rows: int) -> int:
+    return max(MIN_ROWS, triton.next_power_of_2(n_rows))
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, block_mask: BlockMask | None) -> None:
+    batch, n_query, n_head, head_dim = q.shape
+    if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != head_dim or n_head % k.shape[2]:
+        raise ValueError(
+            f"q must be (B, Tq, H, D) and k, v (B, capacity, Hkv, D) with H a multiple of Hkv, got "
+            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if {q.stride(3), k.stride(3), v.stride(3)} != {1} or len({q.dtype, k.dtype, v.dtype}) > 1:
+        raise ValueError(
+            f"q, k and v must have one dtype and contiguous channels, got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    if n_query * (n_head // k.shape[2]) > MAX_ROWS:
+        raise ValueError(
+            f"q has {n_query} queries for each of {n_head // k.shape[2]} heads that share keys, at most "
+            f"{MAX_ROWS} together: use flash_attention for so many"
+        )
+    if lengths.shape != (batch,) or lengths.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"lengths must be ({batch},) int32 or int64, got {tuple(lengths.shape)} {lengths.dtype}"
+        )
+    if block_mask is None:
+        return
+    sizes = block_mask.seq_q, block_mask.seq_k, block_mask.n_batch, block_mask.n_head
+    if sizes != (k.shape[1], k.shape[1], 1, 1) or n_query != 1:
+        raise ValueError(
+            f"block_mask must be of {k.shape[1]} queries and keys, one for all batches and heads, and q of one "
+            f"query, got {sizes} and {n_query}"
+        )

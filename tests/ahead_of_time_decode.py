@@ -1,0 +1,77 @@
+"""Compiles the decode kernel for GPUs that are not there, and says what it asks of each, as JSON lines.
+
+Run by test_ahead_of_time.py in a process of its own, because the other tests run Triton's interpreter:
+    python -m tests.ahead_of_time_decode arch=sm_90,gfx942 head_dim=64 group=1,4 block_size=0,128 dtype=bf16
+"""
+
+import json
+import sys
+from itertools import product
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.decode import decode_kernel, padded_rows
+from kernels.tiles import find_tile, padded_head_dim
+from tests.ahead_of_time import DTYPES, POINTERS, SHARED_MEMORY, assemble
+
+CHOICES = {
+    "arch": list(SHARED_MEMORY),
+    "head_dim": ["64", "128", "256"],
+    "group": ["1", "4"],
+    "block_size": ["0", "128"],
+    "dtype": ["bf16", "fp32"],
+}
+
+
+def compile_kernel(
+    arch: str, head_dim: int, group: int, block_size: int, dtype: str, tile=None, n_query: int = 1
+) -> dict:
+    """Shared memory, registers and spilled bytes (None for AMD) with one new query a sequence."""
+    tile = tile or find_tile(arch, "decode", head_dim, DTYPES[dtype].itemsize, "")
+    constants = {
+        "N_QUERY": n_query,
+        "GROUP": group,
+        "BLOCK_SIZE": block_size,
+        "PRECISION": "ieee",
+        "HEAD_DIM": head_dim,
+        "BLOCK_M": padded_rows(n_query * group),
+        "BLOCK_N": tile.block_n,
+        "BLOCK_D": padded_head_dim(head_dim),
+    }
+    if not block_size:
+        constants |= {"spans_ptr": None, "entries_ptr": None, "bits_ptr": None}
+    pointers = POINTERS | {"parts_ptr": "*fp32", "lengths_ptr": "*i64"}
+    names = decode_kernel.arg_names
+    signature, attributes = {}, {}
+    for index, name in enumerate(names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            signature[name] = pointers.get(name, f"*{dtype}")
+        else:
+            signature[name] = "fp32" if "scale" in name else "i32"
+        if signature[name].startswith("*") or name.startswith("stride_"):
+            attributes[index,] = [["tt.divisibility", 16]]
+    source = ASTSource(
+        decode_kernel, signature, {(names.index(k),): v for k, v in constants.items()}, attributes
+    )
+    is_amd = arch.startswith("gfx")
+    target = GPUTarget("hip", arch, 64) if is_amd else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    compiled = triton.compile(source, target=target, options=options)
+    used = {"shared": compiled.metadata.shared, "registers": None, "spilled": None}
+    return used if is_amd else used | assemble(compiled.asm["ptx"])
+
+
+def main(arguments: list[str]) -> None:
+    chosen = CHOICES | {name: values.split(",") for name, _, values in (a.partition("=") for a in arguments)}
+    for arch, head_dim, group, block_size, dtype in product(*(chosen[name] for name in CHOICES)):
+        used = compile_kernel(arch, int(head_dim), int(group), int(block_size), dtype)
+        row = {"arch": arch, "head_dim": head_dim, "group": group, "block_size": block_size, "dtype": dtype}
+        print(json.dumps(row | {"triton": triton.__version__} | used), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,102 @@
+"""Attention of new queries to a cache: as accurate as torch, whatever the lengths, heads and splits."""
+
+import pytest
+import torch
+
+from kernels import block_masks
+from kernels.decode import choose_splits, decode_attention
+from kernels.reference import decode_reference
+from tests.accuracy import assert_within_rule
+
+CAPACITY = 200
+
+
+def random_cache(batch, n_query, n_head, n_kv_head, head_dim, dtype, device):
+    q = torch.randn(batch, n_query, n_head, head_dim, device=device).to(dtype)
+    # as the model stores them: a head's keys one behind the other
+    k, v = torch.randn(2, batch, n_kv_head, CAPACITY, head_dim, device=device).to(dtype).transpose(2, 3)
+    return q, k, v
+
+
+def assert_as_accurate_as_torch(q, k, v, lengths, **options):
+    ours = decode_attention(q, k, v, lengths, **options)
+    torchs = decode_reference(q, k, v, lengths, **options)
+    truth = decode_reference(q.double(), k.double(), v.double(), lengths, **options)
+    assert_within_rule("out", ours, torchs, truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("n_head", "n_kv_head"), [(2, 2), (6, 2), (3, 1)])
+@pytest.mark.parametrize("n_query", [1, 3])
+def test_queries_at_the_end_of_a_cache_are_as_accurate_as_torch(n_query, n_head, n_kv_head, dtype, device):
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        pytest.skip("the interpreter's bf16 products are wrong")
+    q, k, v = random_cache(4, n_query, n_head, n_kv_head, 64, dtype, device)
+    lengths = torch.tensor([n_query, 32, 33, CAPACITY], device=device)
+    assert_as_accurate_as_torch(q, k, v, lengths)
+
+
+@pytest.mark.parametrize("head_dim", [8, 80, 128])
+def test_any_head_dim_will_do(head_dim, device):
+    q, k, v = random_cache(1, 1, 4, 2, head_dim, torch.float32, device)
+    assert_as_accurate_as_torch(q, k, v, torch.tensor([150], device=device), softmax_scale=0.3)
+
+
+@pytest.mark.parametrize("pattern", ["window(70) | sinks(3)", "strided(2)"])
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_a_pattern_of_blocks_sees_what_its_row_of_the_mask_says(pattern, block_size, device):
+    mask = block_masks.parse(pattern, CAPACITY, block_size=block_size, device=device)
+    q, k, v = random_cache(4, 1, 4, 2, 64, torch.float32, device)
+    lengths = torch.tensor([1, 64, 131, CAPACITY], device=device, dtype=torch.int32)
+    assert_as_accurate_as_torch(q, k, v, lengths, block_mask=mask)
+
+
+@pytest.mark.parametrize("n_splits", [1, 2, 7, 100])
+def test_the_number_of_splits_changes_nothing_but_rounding(n_splits, device):
+    q, k, v = random_cache(2, 2, 4, 2, 64, torch.float32, device)
+    lengths = torch.tensor([CAPACITY, 40], device=device)
+    one, many = (torch.ops.nanoflash.decode_attention(q, k, v, lengths, [], 0.125, n) for n in (1, n_splits))
+    torch.testing.assert_close(many, one, rtol=1e-5, atol=1e-6)
+
+
+def test_an_empty_sequence_gives_zeros(device):
+    q, k, v = random_cache(1, 1, 2, 1, 64, torch.float32, device)
+    assert not decode_attention(q, k, v, torch.tensor([0], device=device)).any()
+
+
+def test_the_keys_behind_the_length_are_never_read(device):
+    q, k, v = random_cache(1, 1, 2, 2, 64, torch.float32, device)
+    lengths = torch.tensor([77], device=device)
+    expected = decode_attention(q, k, v, lengths)
+    k[:, 77:], v[:, 77:] = float("nan"), float("nan")
+    assert torch.equal(decode_attention(q, k, v, lengths), expected)
+
+
+def test_the_operator_keeps_pytorchs_rules(device):
+    q, k, v = random_cache(1, 1, 2, 2, 64, torch.float32, device)
+    arguments = q, k, v, torch.tensor([77], device=device), [], 0.125, None
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.nanoflash.decode_attention, arguments, test_utils=checks)
+
+
+def test_there_are_splits_enough_for_the_gpu_and_never_more_than_tiles():
+    assert choose_splits(1, 1000, torch.device("cpu")) == 4
+    assert choose_splits(64, 1000, torch.device("cpu")) == 1
+    assert choose_splits(1, 2, torch.device("cpu")) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": torch.zeros(1, 1, 3, 64)}, "H a multiple of Hkv, got"),
+        ({"q": torch.zeros(1, 1, 2, 64).half()}, "one dtype and contiguous channels"),
+        ({"q": torch.zeros(1, 129, 2, 64)}, "129 queries for each of 1 heads.*use flash_attention"),
+        ({"lengths": torch.zeros(2, dtype=torch.int32)}, r"lengths must be \(1,\) int32 or int64"),
+        ({"block_mask": block_masks.causal(100)}, "block_mask must be of 200 queries and keys"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes, message):
+    k = torch.zeros(1, CAPACITY, 2, 64)
+    arguments = {"q": torch.zeros(1, 1, 2, 64), "k": k, "v": k, "lengths": torch.tensor([5])} | changes
+    with pytest.raises(ValueError, match=message):
+        decode_attention(**arguments)

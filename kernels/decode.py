@@ -1,4 +1,4 @@
-"""Attention of a few new queries to a long cache of keys, for generation. Start reading at decode_attention.
+"""A long cache of keys for generation: adding one, and attention of a few new queries to all of them.
 
 One query has no rows to share out over a GPU, so its keys are: program (b, kv head, split) takes the queries
 of all heads that share the kv head, and every tile of keys of its split, by the recurrence of
@@ -9,7 +9,8 @@ portable/forward.py. A second kernel merges the splits by their lse:
 How many keys a sequence has is read from the GPU's memory, and so is which blocks a pattern keeps: the launch
 is the same for every token, and a CUDA graph of it can be replayed.
 
-Source: Dao et al., Flash-Decoding for long-context inference, 2023 (crfm.stanford.edu/2023/10/12).
+Start reading at decode_attention. Source: Dao et al., Flash-Decoding for long-context inference, 2023
+(crfm.stanford.edu/2023/10/12).
 """
 
 import math
@@ -49,7 +50,7 @@ def decode_kernel(
     kv_head = (tl.program_id(1) % n_kv_head).to(tl.int64)
     k_ptr += batch * stride_kb + kv_head * stride_kh
     v_ptr += batch * stride_vb + kv_head * stride_vh
-    # a wrong length must not read beyond the cache
+    # a cache that is a ring has seen more than it holds
     length = tl.minimum(tl.load(lengths_ptr + batch).to(tl.int32), capacity)
 
     rows = tl.arange(0, BLOCK_M)
@@ -133,6 +134,28 @@ def merge_kernel(
     tl.store(out_ptr + out_row * HEAD_DIM + offs_d, out.to(out_ptr.dtype.element_ty), mask=offs_d < HEAD_DIM)
 
 
+@triton.jit(do_not_specialize=["capacity"])
+def append_kernel(
+    k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, lengths_ptr,
+    stride_cb, stride_ct, stride_ch,
+    stride_kb, stride_kh,
+    stride_vb, stride_vh,
+    n_kv_head, capacity,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One new token's key and value of one head."""
+    batch = (tl.program_id(0) // n_kv_head).to(tl.int64)
+    head = (tl.program_id(0) % n_kv_head).to(tl.int64)
+    place = (tl.load(lengths_ptr + batch).to(tl.int64) - 1) % capacity
+    offs_d = tl.arange(0, BLOCK_D)
+    inside = offs_d < HEAD_DIM
+    k = tl.load(k_ptr + batch * stride_kb + head * stride_kh + offs_d, mask=inside)
+    v = tl.load(v_ptr + batch * stride_vb + head * stride_vh + offs_d, mask=inside)
+    row = batch * stride_cb + place * stride_ct + head * stride_ch
+    tl.store(k_cache_ptr + row + offs_d, k, mask=inside)
+    tl.store(v_cache_ptr + row + offs_d, v, mask=inside)
+
+
 def decode_attention(
     q: Tensor,
     k: Tensor,
@@ -145,9 +168,10 @@ def decode_attention(
     """Causal attention of the last Tq tokens of each sequence to all of its keys, (B, Tq, H, D) in q's dtype.
 
     q: (B, Tq, H, D), Tq H / Hkv at most 128; k, v: (B, capacity, Hkv, D), channels contiguous, of which the
-    first lengths[b] are filled, the new tokens' own among them; lengths: (B,) int32 or int64 on q's device. A
-    sequence of length 0 gives zeros. block_mask: of capacity queries and keys, one for all batches and heads,
-    with Tq = 1. Not differentiable. Raises ValueError for other shapes. Source: Flash-Decoding.
+    first lengths[b] are filled, the new tokens' own among them, or all if lengths[b] is larger; lengths:
+    (B,) int32 or int64 on q's device. A sequence of length 0 gives zeros. block_mask: of capacity queries and
+    keys, one for all batches and heads, with Tq = 1. Not differentiable. Raises ValueError for other shapes.
+    Source: Flash-Decoding.
     """
     _check(q, k, v, lengths, block_mask)
     if softmax_scale is None:
@@ -192,6 +216,29 @@ def _decode(
     return out
 
 
+@torch.library.custom_op("nanoflash::append_keys", mutates_args=("k_cache", "v_cache"))
+def append_keys(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
+    """Writes token lengths[b] - 1 of each sequence to its place, that number modulo capacity, in the caches.
+
+    k_cache, v_cache: (B, capacity, Hkv, D) of equal strides; k, v: (B, 1, Hkv, D); lengths: (B,) int64. One
+    launch, where PyTorch's indexing takes five.
+    """
+    batch, capacity, n_kv_head, head_dim = k_cache.shape
+    assert k_cache.stride() == v_cache.stride()
+    assert {x.stride(3) for x in (k_cache, k, v)} == {1}
+    append_kernel[batch * n_kv_head,](
+        k_cache, v_cache, k, v, lengths,
+        *k_cache.stride()[:3], k.stride(0), k.stride(2), v.stride(0), v.stride(2),
+        n_kv_head, capacity,
+        HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim), num_warps=1,
+    )  # fmt: skip
+
+
+@append_keys.register_fake
+def _(k_cache, v_cache, k, v, lengths):
+    pass
+
+
 @_decode.register_fake
 def _(q, *options):
     return q.new_empty(q.shape)
@@ -234,6 +281,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, block_mask: BlockMa
     sizes = block_mask.seq_q, block_mask.seq_k, block_mask.n_batch, block_mask.n_head
     if sizes != (k.shape[1], k.shape[1], 1, 1) or n_query != 1:
         raise ValueError(
-            f"block_mask must be of {k.shape[1]} queries and keys, one for all batches and heads, and q of one "
-            f"query, got {sizes} and {n_query}"
+            f"block_mask must be of {k.shape[1]} queries and keys, one for all batches and heads, and q of "
+            f"one query, got {sizes} and {n_query}"
         )

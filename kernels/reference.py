@@ -70,6 +70,7 @@ def decode_reference(
 ) -> Tensor:
     """The last Tq tokens' attention to the first lengths[b] keys; arguments as of `decode_attention`."""
     n_query, capacity = q.shape[1], k.shape[1]
+    lengths = lengths.clamp(max=capacity)
     columns = torch.arange(capacity, device=q.device)
     ends = lengths[:, None] - torch.arange(n_query - 1, -1, -1, device=q.device)  # (B, Tq)
     visible = (columns < ends[:, :, None])[:, None]  # (B, 1, Tq, capacity)

@@ -1,5 +1,6 @@
-"""Causal self-attention: the layer, its key-value cache, and the choice of implementation and of blocks."""
+"""Causal self-attention: the layer, and the choice of implementation and of blocks."""
 
+import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -12,6 +13,7 @@ from kernels.block_mask import BLOCK_SIZES, BlockMask, reach
 from kernels.flash_attention import flash_attention
 from kernels.packed import flash_attention_packed
 from kernels.reference import attention_reference
+from model.cache import LayerCache
 from model.config import ModelConfig
 from model.ring_attention import Ring, ring_attention
 from model.rope import rotate
@@ -52,26 +54,6 @@ class AttentionConfig:
     @property
     def sparse(self) -> bool:
         return any(pattern != DENSE for pattern in self.patterns)
-
-
-@dataclass(slots=True)
-class LayerCache:
-    """Keys and values of the tokens that one layer has seen, for generation.
-
-    k, v: (B, capacity, Hkv, D); the first `length` positions are filled.
-    """
-
-    k: Tensor
-    v: Tensor
-    length: int = 0
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores (B, T, Hkv, D) new keys and values; returns all (B, length, Hkv, D) so far."""
-        end = self.length + k.shape[1]
-        self.k[:, self.length : end] = k
-        self.v[:, self.length : end] = v
-        self.length = end
-        return self.k[:, :end], self.v[:, :end]
 
 
 class SelfAttention(nn.Module):
@@ -124,9 +106,11 @@ class SelfAttention(nn.Module):
             )
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
-        if cache is not None:
-            k, v = cache.append(k, v)
-        if ring is not None:
+        if cache is not None and x.shape[1] > 1:
+            cache.fill(k, v)
+        if cache is not None and x.shape[1] == 1:
+            out = cache.attend(q, k, v, self.implementation)
+        elif ring is not None:
             if dropout_p > 0.0:
                 raise ValueError(f"model.dropout={dropout_p}: there is none over several processes, set it 0")
             if block_mask is not None:
@@ -150,38 +134,34 @@ def attend(
 ) -> Tensor:
     """Causal attention by the implementation that the configuration names, and by no other.
 
-    q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), Tk >= Tq, the last query sees the last key.
-    document_ids: (B, T) int32, a token sees only its own document. block_mask: of Tk tokens, or of more when
-    the queries come from a cache. Returns (B, Tq, H, D).
+    q: (B, T, H, D); k, v: (B, T, Hkv, D). document_ids: (B, T) int32, a token sees only its own document.
+    Returns (B, T, H, D).
     """
-    n_query, n_key = q.shape[1], k.shape[1]
-    if block_mask is None or (block_mask.seq_q, block_mask.seq_k) == (n_query, n_key):
-        options = {"document_ids": document_ids, "block_mask": block_mask, "dropout_p": dropout_p}
-        if implementation == "flash":
-            deterministic = torch.are_deterministic_algorithms_enabled()
-            return flash_attention(q, k, v, causal=True, deterministic=deterministic, **options)
-        if implementation == "reference":
-            return attention_reference(q, k, v, causal=True, **options)
+    options = {"document_ids": document_ids, "block_mask": block_mask, "dropout_p": dropout_p}
+    if implementation == "flash":
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return flash_attention(q, k, v, causal=True, deterministic=deterministic, **options)
+    if implementation == "reference":
+        return attention_reference(q, k, v, causal=True, **options)
     mask = None
-    if block_mask is not None:
-        # a few queries at the end of a cache: whole rows of the mask are small
-        rows = torch.arange(n_key - n_query, n_key, device=q.device)
-        mask = block_mask.rows_to_dense(rows)[..., :n_key]  # (1, 1, Tq, Tk)
-    elif document_ids is not None:
+    if document_ids is not None:
         mask = (document_ids[:, None, :, None] == document_ids[:, None, None, :]).tril()  # (B, 1, T, T)
-    elif n_query not in (1, n_key):
-        # torch aligns its causal mask to the first key, a cache needs the last
-        mask = torch.ones(n_query, n_key, dtype=torch.bool, device=q.device).tril(n_key - n_query)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=mask,
         dropout_p=dropout_p,
-        is_causal=mask is None and n_query == n_key,
+        is_causal=mask is None,
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return out.transpose(1, 2)
+
+
+def window_of(pattern: str) -> int | None:
+    """n of a pattern that is window(n) and nothing else; None for any other."""
+    match = re.fullmatch(r"\s*window\(\s*(\d+)\s*\)\s*", pattern)
+    return int(match[1]) if match else None
 
 
 # so the graph of a compiled model takes the masks as inputs

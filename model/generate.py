@@ -1,79 +1,150 @@
-"""Sampling from a GPT with a key-value cache."""
+"""Sampling from a GPT with a key-value cache. Start reading at stream."""
+
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from model.attention import LayerCache
+from model.attention import layer_masks, window_of
+from model.cache import LayerCache
 from model.gpt import GPT
 
 
+def generate(model: GPT, tokens: Tensor, n_new: int, **options) -> Tensor:
+    """The prompts and up to n_new sampled tokens, (B, T + n) int64; arguments as of `stream`."""
+    return torch.cat([tokens, *(new[:, None] for new in stream(model, tokens, n_new, **options))], dim=1)
+
+
 @torch.no_grad()
-def generate(
+def stream(
     model: GPT,
     tokens: Tensor,
     n_new: int,
     *,
+    lengths: Tensor | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    stop_tokens: Sequence[int] = (),
     generator: torch.Generator | None = None,
-) -> Tensor:
-    """The prompt and n_new sampled tokens, (B, T + n_new) int64, for a prompt (B, T), T >= 1.
+    compiled: bool = False,
+) -> Iterator[Tensor]:
+    """Yields the next token of each of B sequences, (B,) int64, up to n_new times.
 
+    tokens: prompts (B, T), T >= 1; lengths: (B,) int64, where they end, if some are shorter than T.
     temperature 0 takes the likeliest token; top_k keeps the k likeliest; top_p keeps the smallest set of
-    likeliest tokens that holds probability p (Holtzman et al., arXiv:1904.09751). The model's mode is
-    left as it was found. Raises ValueError if the whole exceeds the model's positions.
+    likeliest tokens that holds probability p (Holtzman et al., arXiv:1904.09751). A sequence that has given
+    one of stop_tokens repeats it; when all have, no more comes. compiled: by torch.compile, for long outputs
+    on a GPU. The model's mode is left as it was found. Raises ValueError if the whole exceeds the model's
+    positions.
     """
     batch, prompt_len = tokens.shape
-    capacity = prompt_len + n_new
     _check(model, prompt_len, n_new, temperature, top_k, top_p)
     was_training = model.training
     model.eval()
     try:
-        caches = _empty_caches(model, batch, capacity, tokens.device)
-        new, positions = tokens, torch.arange(prompt_len, device=tokens.device)
-        for position in range(prompt_len, capacity):
-            logits = model.next_token_logits(new, positions, caches).float()
-            new = _sample(logits, temperature, top_k, top_p, generator)
-            tokens = torch.cat((tokens, new), dim=1)
-            positions = torch.tensor([position], device=tokens.device)
+        decoder = Decoder(model, batch, prompt_len + n_new, compiled=compiled)
+        stops = torch.tensor(stop_tokens, dtype=torch.int64, device=tokens.device)
+        stopped = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
+        new = None
+        for _ in range(n_new):
+            logits = decoder.start(tokens, lengths) if new is None else decoder.step(new)
+            drawn = sample(logits.float(), temperature, top_k, top_p, generator)
+            new = drawn if new is None else torch.where(stopped, new, drawn)
+            yield new
+            if stop_tokens:
+                stopped |= torch.isin(new, stops)
+                if stopped.all():
+                    return
     finally:
         model.train(was_training)
-    return tokens
 
 
-def _empty_caches(model: GPT, batch: int, capacity: int, device: torch.device) -> list[LayerCache]:
-    config = model.config
-    shape = (batch, capacity, config.n_kv_head, config.head_dim)
+class Decoder:
+    """A model and the caches of B sequences of up to `capacity` tokens, for inference.
+
+    On a GPU the step for one token is captured in a CUDA graph when it runs for the second time: without it
+    Python would take longer to launch the small kernels than they take to run.
+    """
+
+    def __init__(self, model: GPT, batch: int, capacity: int, *, compiled: bool = False):
+        self.model = model
+        device = model.token_embedding.weight.device
+        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.caches = empty_caches(model, capacity, self.lengths)
+        self._logits_of = torch.compile(self._eager, dynamic=False) if compiled else self._eager
+        self._has_run = False
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def start(self, prompts: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """The logits (B, V) after prompts (B, T), which end at lengths (B,), or at T if not given."""
+        self.lengths.copy_(prompts.shape[1] if lengths is None else lengths)
+        hidden = self.model.hidden_states(prompts, caches=self.caches)
+        rows = torch.arange(len(prompts), device=prompts.device)
+        return self.model.logits(hidden[rows, self.lengths - 1])
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """The logits (B, V) after one more token (B,); the next step may write to the same memory."""
+        if tokens.device.type != "cuda" or not self._has_run:
+            self._has_run = True
+            return self._step(tokens)
+        if self._graph is None:
+            self._tokens = tokens.clone()
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._logits = self._step(self._tokens)
+        self._tokens.copy_(tokens)
+        self._graph.replay()
+        return self._logits
+
+    def _step(self, tokens: Tensor) -> Tensor:
+        self.lengths += 1
+        return self._logits_of(tokens[:, None], (self.lengths - 1)[:, None])
+
+    def _eager(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        hidden = self.model.hidden_states(tokens, positions=positions, caches=self.caches)
+        return self.model.logits(hidden[:, 0])
+
+
+def empty_caches(model: GPT, capacity: int, lengths: Tensor) -> list[LayerCache]:
+    """One a layer, for `capacity` tokens or, where a layer sees a sliding window, for the window."""
+    config, attention, device = model.config, model.attention, lengths.device
     dtype = model.token_embedding.weight.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
+    masks = [None] * config.n_layer
+    if attention.sparse:
+        masks = layer_masks(attention, config.n_layer, capacity, device)
+    caches = []
+    for index, mask in enumerate(masks):
+        window = window_of(attention.patterns[index % len(attention.patterns)])
+        places, mask = (capacity, mask) if window is None else (min(window, capacity), None)
+        shape = (len(lengths), places, config.n_kv_head, config.head_dim)
+        caches.append(LayerCache.empty(shape, lengths, mask, dtype))
+    return caches
 
-    def zeros() -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
 
-    return [LayerCache(zeros(), zeros()) for _ in range(config.n_layer)]
-
-
-def _sample(
+def sample(
     logits: Tensor,
     temperature: float,
     top_k: int | None,
     top_p: float | None,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """One token id a row, (B, 1), from logits (B, V) float32."""
+    """One token id a row, (B,), from logits (B, V) float32."""
     if temperature == 0.0:
-        return logits.argmax(dim=-1, keepdim=True)
-    values, ids = (logits / temperature).sort(dim=-1, descending=True)
-    if top_k is not None:
-        values, ids = values[:, :top_k], ids[:, :top_k]
+        return logits.argmax(dim=-1)
+    logits = logits / temperature
+    if top_k is None:
+        values, ids = logits.sort(dim=-1, descending=True)
+    else:
+        values, ids = logits.topk(min(top_k, logits.shape[-1]))
     probabilities = values.softmax(dim=-1)
     if top_p is not None:
         # the mass before a token decides: the likeliest one always stays
         before = probabilities.cumsum(dim=-1) - probabilities
         probabilities = probabilities.masked_fill(before >= top_p, 0.0)
-    return ids.gather(-1, torch.multinomial(probabilities, 1, generator=generator))
+    return ids.gather(-1, torch.multinomial(probabilities, 1, generator=generator))[:, 0]
 
 
 def _check(

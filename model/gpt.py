@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.cross_entropy import linear_cross_entropy
-from model.attention import AttentionConfig, LayerCache, SelfAttention, layer_masks
+from model.attention import AttentionConfig, SelfAttention, layer_masks
+from model.cache import LayerCache
 from model.config import ModelConfig
 from model.recompute import RECOMPUTE, recomputed
 from model.ring_attention import Ring
@@ -132,7 +133,7 @@ class GPT(nn.Module):
         """
         hidden = self.hidden_states(tokens, document_ids, positions, ring=ring)
         if targets is None:
-            return self._logits(hidden)
+            return self.logits(hidden)
         if self.fused_loss:
             rows = hidden.to(compute_dtype(hidden)).flatten(0, 1)  # (B T, C)
             return linear_cross_entropy(rows, self.head_weight, targets.flatten(), self.config.vocab_size)
@@ -148,7 +149,11 @@ class GPT(nn.Module):
         caches: list[LayerCache] | None = None,
         ring: Ring | None = None,
     ) -> Tensor:
-        """The residual stream after the final norm, (B, T, C): what the head reads."""
+        """The residual stream after the final norm, (B, T, C): what the head reads.
+
+        caches: one a layer, extended by the tokens: by whole prompts while they are empty, then by one (B, 1)
+        at a time. The other arguments as of forward.
+        """
         if tokens.shape[1] > self.config.max_seq_len:
             raise ValueError(
                 f"tokens: {tokens.shape[1]} positions, but model.max_seq_len={self.config.max_seq_len}"
@@ -164,18 +169,14 @@ class GPT(nn.Module):
         if self.low_precision_residual:
             x = x.to(compute_dtype(x))
         masks = [None] * len(self.blocks)
-        if self.attention.sparse:
-            seq_len = tokens.shape[1] if caches is None else caches[0].k.shape[1]
-            masks = layer_masks(self.attention, len(masks), seq_len, tokens.device)
+        # what one new token sees, its cache knows
+        if self.attention.sparse and (caches is None or tokens.shape[1] > 1):
+            masks = layer_masks(self.attention, len(masks), tokens.shape[1], tokens.device)
         for index, block in enumerate(self.blocks):
             cache = None if caches is None else caches[index]
             inputs = {"document_ids": document_ids, "cache": cache, "block_mask": masks[index]}
             x = block(x, **inputs, rotation=turn, ring=ring)
         return self.final_norm(x)
-
-    def next_token_logits(self, tokens: Tensor, positions: Tensor, caches: list[LayerCache]) -> Tensor:
-        """The logits (B, V) after the last of these (B, T) tokens, extending one cache a layer."""
-        return self._logits(self.hidden_states(tokens, None, positions, caches)[:, -1])
 
     def n_parameters(self) -> int:
         """Distinct parameters as published: a tied head once, without the vocabulary's padding."""
@@ -188,7 +189,8 @@ class GPT(nn.Module):
         """What hidden states are multiplied by to give logits, (padded V, C)."""
         return self.token_embedding.weight if self.config.tied_head else self.head.weight
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of hidden states (..., C): (..., V)."""
         # the rows that pad the vocabulary belong to no token
         return F.linear(hidden, self.head_weight)[..., : self.config.vocab_size]
 

@@ -2,8 +2,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 from model import GPT, AttentionConfig, ModelConfig, generate
+from model.generate import empty_caches, stream
 from model.rope import RotaryConfig
 
 
@@ -16,22 +18,96 @@ def gpt() -> GPT:
     return model
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "reference"])
-@pytest.mark.parametrize("changes", [{}, {"n_kv_head": 1, "rotary": RotaryConfig(base=100.0), "norm": "rms"}])
-def test_the_cache_gives_the_same_tokens_as_no_cache(gpt, implementation, changes):
-    if changes:
-        weight = gpt.token_embedding.weight
-        gpt = GPT(replace(gpt.config, **changes), AttentionConfig(implementation=implementation))
-        gpt.token_embedding.weight = weight
-    for block in gpt.blocks:
-        block.attention.implementation = implementation
-    prompt = torch.randint(100, (3, 7))
-    cached = generate(gpt, prompt, 20, temperature=0.0)
-    tokens = prompt
-    gpt.eval()
-    for _ in range(20):
+def greedy_without_cache(gpt: GPT, tokens: torch.Tensor, n_new: int) -> torch.Tensor:
+    """By plain attention to all tokens, each time anew."""
+    attention = replace(gpt.attention, implementation="reference")
+    weights, gpt = gpt.state_dict(), GPT(gpt.config, attention).to(tokens.device).eval()
+    gpt.load_state_dict(weights)
+    for _ in range(n_new):
         tokens = torch.cat((tokens, gpt(tokens)[:, -1:].argmax(-1)), dim=1)
-    assert torch.equal(cached, tokens)
+    return tokens
+
+
+def reshaped(gpt: GPT, implementation: str, patterns: list[str] | None = None, **changes) -> GPT:
+    """Another model with the same embedding."""
+    attention = AttentionConfig(implementation=implementation, patterns=patterns or ["dense"], block_size=64)
+    other = GPT(replace(gpt.config, **changes), attention)
+    other.token_embedding.weight = gpt.token_embedding.weight
+    return other
+
+
+LLAMA = {"n_kv_head": 1, "rotary": RotaryConfig(base=100.0), "norm": "rms"}
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "reference", "flash"])
+@pytest.mark.parametrize("changes", [{}, LLAMA], ids=["gpt2", "llama"])
+def test_the_cache_gives_the_same_tokens_as_no_cache(gpt, implementation, changes, device):
+    gpt = reshaped(gpt, implementation, **changes).to(device)
+    prompt = torch.randint(100, (3, 7), device=device)
+    cached = generate(gpt, prompt, 12, temperature=0.0)
+    assert torch.equal(cached, greedy_without_cache(gpt, prompt, 12))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "flash"])
+@pytest.mark.parametrize("prompt_len", [1, 20])
+def test_a_window_keeps_a_cache_of_its_size_and_gives_the_same_tokens(
+    gpt, implementation, prompt_len, device
+):
+    patterns = ["window(9)", "window(4) | strided(2)"]
+    gpt = reshaped(gpt, implementation, patterns, n_layer=2).to(device)
+    caches = empty_caches(gpt, 40, torch.zeros(3, dtype=torch.int64, device=device))
+    assert [cache.k.shape[1] for cache in caches] == [9, 40]
+    prompt = torch.randint(100, (3, prompt_len), device=device)
+    cached = generate(gpt, prompt, 12, temperature=0.0)
+    assert torch.equal(cached, greedy_without_cache(gpt, prompt, 12))
+
+
+@pytest.mark.parametrize("patterns", [["dense"], ["window(5)", "dense"]])
+@pytest.mark.parametrize("changes", [{}, LLAMA], ids=["gpt2", "llama"])
+def test_prompts_of_different_lengths_go_on_as_each_would_alone(gpt, patterns, changes):
+    gpt = reshaped(gpt, "reference", patterns, **changes)
+    prompts, lengths = torch.randint(100, (4, 11)), torch.tensor([11, 1, 4, 7])
+    together = torch.stack(list(stream(gpt, prompts, 12, lengths=lengths, temperature=0.0)), dim=1)
+    for row, length in enumerate(lengths):
+        alone = generate(gpt, prompts[row : row + 1, :length], 12, temperature=0.0)
+        assert torch.equal(together[row], alone[0, length:])
+
+
+def test_a_sequence_repeats_its_stop_token_and_all_stopped_end_the_stream(gpt):
+    prompt = torch.randint(100, (2, 5))
+    free = generate(gpt, prompt, 20, temperature=0.0)[:, 5:]
+    stops = [int(free[0, 3]), int(free[1, 8])]
+    new = generate(gpt, prompt, 20, temperature=0.0, stop_tokens=stops)[:, 5:]
+    first = [min(row.index(stop) for stop in stops if stop in row) for row in free.tolist()]
+    assert new.shape[1] == max(first) + 1
+    for row, at in enumerate(first):
+        assert torch.equal(new[row, : at + 1], free[row, : at + 1])
+        assert set(new[row, at:].tolist()) == {int(free[row, at])}
+
+
+def test_a_compiled_step_gives_the_same_tokens_and_is_compiled_once(gpt, monkeypatch):
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compile_with = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile_with(f, backend=counter, **options))
+    prompt = torch.randint(100, (2, 5))
+    expected = generate(gpt, prompt, 10, temperature=0.0)
+    assert torch.equal(generate(gpt, prompt, 10, temperature=0.0, compiled=True), expected)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("patterns", [["dense"], ["window(200)", "window(100) | strided(4)", "dense"]])
+def test_a_captured_graph_gives_the_same_tokens_as_no_cache(patterns, compiled):
+    changes = {"n_layer": 3, "n_head": 4, "n_kv_head": 2, "n_embd": 256, "dropout": 0.0, "max_seq_len": 1024}
+    config = ModelConfig(vocab_size=100, rotary=RotaryConfig(base=1e4), **changes)
+    attention = AttentionConfig(implementation="flash", patterns=patterns)
+    gpt = GPT(config, attention).cuda()
+    torch.nn.init.normal_(gpt.token_embedding.weight, std=0.15)
+    prompt = torch.randint(100, (2, 700), device="cuda")
+    cached = generate(gpt, prompt, 24, temperature=0.0, compiled=compiled)
+    assert torch.equal(cached, greedy_without_cache(gpt, prompt, 24))
 
 
 def test_the_same_seed_gives_the_same_sample_and_another_seed_another(gpt):

@@ -1,0 +1,70 @@
+"""What generation keeps of the tokens that a model has seen: the keys and values of each layer."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.block_mask import BlockMask
+from kernels.decode import append_keys, decode_attention
+from kernels.reference import decode_reference
+
+
+@dataclass(slots=True)
+class LayerCache:
+    """Keys and values of B sequences in one layer: first those of the prompts, then of one token at a time.
+
+    k, v: (B, capacity, Hkv, D), token t at place t % capacity: a layer with a sliding window has the window's
+    capacity, a new token takes the place of the one that is out of sight. lengths: (B,) int64, tokens of each
+    sequence, those about to be stored among them; one tensor for all layers, so that a captured CUDA graph
+    reads it anew. block_mask: of capacity tokens, for the layers of other patterns.
+    """
+
+    k: Tensor
+    v: Tensor
+    lengths: Tensor
+    block_mask: BlockMask | None = None
+
+    @classmethod
+    def empty(
+        cls, shape: tuple[int, ...], lengths: Tensor, block_mask: BlockMask | None, dtype: torch.dtype
+    ) -> "LayerCache":
+        """shape: (B, capacity, Hkv, D). In memory a head's keys are one run, read from end to end."""
+        batch, capacity, n_head, head_dim = shape
+        kv = torch.zeros(2, batch, n_head, capacity, head_dim, dtype=dtype, device=lengths.device)
+        return cls(*kv.transpose(2, 3), lengths, block_mask)
+
+    def fill(self, k: Tensor, v: Tensor) -> None:
+        """Stores the keys and values of prompts, (B, T, Hkv, D); what comes after lengths[b] is padding."""
+        batch, n_tokens = k.shape[:2]
+        capacity = self.k.shape[1]
+        if n_tokens <= capacity:
+            self.k[:, :n_tokens], self.v[:, :n_tokens] = k, v
+            return
+        # the last tokens of each prompt; of a shorter one the first token, several times over
+        places = torch.arange(capacity, device=k.device)
+        tokens = (self.lengths[:, None] - capacity + places).clamp(min=0)  # (B, capacity)
+        rows = torch.arange(batch, device=k.device)[:, None]
+        self.k[rows, tokens % capacity] = k[rows, tokens].to(self.k.dtype)
+        self.v[rows, tokens % capacity] = v[rows, tokens].to(self.v.dtype)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, implementation: str) -> Tensor:
+        """Stores one new token's k, v (B, 1, Hkv, D), and gives its attention, (B, 1, H, D) as q."""
+        capacity = self.k.shape[1]
+        if implementation == "flash":
+            append_keys(self.k, self.v, k, v, self.lengths)
+            return decode_attention(q, self.k, self.v, self.lengths, block_mask=self.block_mask)
+        rows, place = torch.arange(len(k), device=k.device), (self.lengths - 1) % capacity
+        self.k[rows, place], self.v[rows, place] = k[:, 0], v[:, 0]
+        if implementation == "reference":
+            return decode_reference(q, self.k, self.v, self.lengths, block_mask=self.block_mask)
+        mask = torch.arange(capacity, device=q.device) < self.lengths[:, None]  # (B, capacity)
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            self.k.transpose(1, 2),
+            self.v.transpose(1, 2),
+            attn_mask=mask[:, None, None],
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
+        return out.transpose(1, 2)

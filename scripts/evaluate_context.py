@@ -18,7 +18,7 @@ import torch
 from data.loader import TokenLoader
 from data.manifest import read_manifest
 from data.tokenizer import load_tokenizer
-from model import GPT, AttentionConfig
+from model import GPT
 from scripts.arguments import argument, run_script
 from train.context import (
     effective_context,
@@ -32,7 +32,7 @@ from train.context import (
 from train.plot_context import draw_context
 from train.results import write_result
 from train.step import autocast_context
-from train.weights import load_model
+from train.weights import load_model, run_attention
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     name = read_manifest(Path(arguments.data))["config"]["tokenizer"]
-    model = load_model(arguments.model, AttentionConfig(implementation=arguments.attention))
+    model = load_model(arguments.model, run_attention(arguments.model, arguments.attention))
     model.to(arguments.device).eval()
     seq_len = arguments.seq_len or model.config.max_seq_len
     loader = TokenLoader(

@@ -1,66 +1,79 @@
-"""Continues a prompt with a trained model: python -m scripts.sample run=runs/NAME 'prompt=import '"""
+"""Continues text with a trained model: python -m scripts.sample run=runs/NAME 'prompt=import '
+
+The text appears as it is generated; several samples are generated together and printed one after the other.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 
 from data.tokenizer import load_tokenizer
-from model import GPT, AttentionConfig, ModelConfig
 from scripts.arguments import argument, run_script
-from train.checkpoint import load_tensors, newest_checkpoint, read_checkpoint, verify_checkpoint
-from train.sample import SampleConfig, sample_text
+from train.sample import SampleConfig, stream_text
 from train.step import autocast_context
+from train.weights import load_model, run_attention, tokenizer_name
 
 
 @dataclass
 class Arguments:
-    run: str = argument("", "run folder: its newest checkpoint is read")
-    checkpoint: str = argument("", "a checkpoint's folder, in place of run")
+    run: str = argument("", "a run's folder: its newest checkpoint is read")
+    checkpoint: str = argument("", "in place of run: a checkpoint's folder, or a Hugging Face folder")
+    tokenizer: str = argument("", "gpt2, bytes or a folder with tokenizer.json; empty: that of the model")
     prompt: str = argument("def", "text to continue")
-    tokens: int = argument(200, "tokens to generate")
+    prompt_file: str = argument("", "a file with the text to continue, in place of prompt")
+    tokens: int = argument(200, "tokens to generate, at most")
     samples: int = argument(1, "how many continuations")
     temperature: float = argument(0.8, "0 takes the likeliest token")
     top_k: int | None = argument(50, "draw from the k likeliest tokens; null for all")
     top_p: float | None = argument(None, "draw from the likeliest tokens that hold this probability")
-    seed: int = argument(1, "of the first sample; the next ones count up")
+    stop_tokens: list[int] = argument([], "ids that end a continuation, besides the end of the document")
+    seed: int = argument(1, "of the draws")
     device: str = argument("cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu")
-    attention: str = argument("sdpa", "flash (on a GPU), sdpa or reference")
+    precision: str = argument("bf16" if torch.cuda.is_available() else "fp32", "bf16, fp16 or fp32")
+    attention: str = argument("flash" if torch.cuda.is_available() else "sdpa", "flash, sdpa or reference")
+    compile: bool = argument(False, "a minute of compiling, then fewer, larger kernels: for long outputs")
 
 
 def main(arguments: Arguments) -> None:
-    path = _find(arguments)
-    config = read_checkpoint(path)["config"]
-    model_config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), config["model"]))
-    model = GPT(model_config, AttentionConfig(implementation=arguments.attention))
-    load_tensors(path, model)
-    model.to(arguments.device)
-    tokenizer = load_tokenizer(config["data"]["tokenizer"])
-    settings = SampleConfig(
-        prompt=arguments.prompt,
+    if arguments.samples < 1:
+        raise ValueError(f"samples must be at least 1, got {arguments.samples}")
+    if bool(arguments.run) == bool(arguments.checkpoint):
+        raise ValueError("give either run=runs/NAME or checkpoint=FOLDER")
+    source = arguments.run or arguments.checkpoint
+    tokenizer = load_tokenizer(arguments.tokenizer or tokenizer_name(source))
+    prompt = Path(arguments.prompt_file).read_text() if arguments.prompt_file else arguments.prompt
+    model = load_model(source, run_attention(source, arguments.attention)).to(arguments.device)
+    config = SampleConfig(
+        prompt=prompt,
         tokens=arguments.tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
     )
-    for index in range(arguments.samples):
-        with autocast_context(arguments.device, config["precision"]):
-            text = sample_text(model, tokenizer, settings, arguments.seed + index)
-        print(f"--- sample {index + 1} ---\n{text}")
-
-
-def _find(arguments: Arguments) -> Path:
-    if bool(arguments.run) == bool(arguments.checkpoint):
-        raise ValueError("give either run=runs/NAME or checkpoint=FOLDER")
-    if arguments.checkpoint:
-        verify_checkpoint(Path(arguments.checkpoint))
-        return Path(arguments.checkpoint)
-    folder = Path(arguments.run) / "checkpoints"
-    newest = newest_checkpoint(folder)
-    if newest is None:
-        raise ValueError(f"run={arguments.run}: {folder} holds no checkpoint")
-    return newest
+    texts = [""] * arguments.samples
+    with autocast_context(arguments.device, arguments.precision):
+        pieces = stream_text(
+            model,
+            tokenizer,
+            config,
+            [prompt] * arguments.samples,
+            arguments.seed,
+            stop_tokens=tuple(arguments.stop_tokens),
+            compiled=arguments.compile,
+        )
+        alone = arguments.samples == 1
+        if alone and not arguments.prompt_file:
+            print(prompt, end="", flush=True)
+        for number, piece in pieces:
+            texts[number] += piece
+            if alone:
+                print(piece, end="", flush=True)
+    if alone:
+        print()
+        return
+    for number, text in enumerate(texts, start=1):
+        print(f"--- sample {number} ---\n{prompt}{text}")
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def test_plot_run_draws_runs_and_measures_how_far_they_differ(tmp_path, monkeypa
 
 def test_sample_needs_a_run_or_a_checkpoint(tmp_path):
     assert "give either run=" in call("sample").stderr
-    assert "holds no checkpoint" in call("sample", f"run={tmp_path}").stderr
+    assert "nor a checkpoint" in call("sample", f"run={tmp_path}").stderr
 
 
 def test_benchmark_training_writes_a_row_for_each_combination(tmp_path):

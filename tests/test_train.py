@@ -88,12 +88,16 @@ def test_a_run_leaves_its_metrics_pictures_sample_checkpoints_and_summary(corpus
 @pytest.mark.parametrize("model", ["tiny", "llama"])
 def test_a_run_is_sampled_from_its_newest_checkpoint(corpus, capsys, model):
     run(f"model={model}", "total_tokens=1024", "model.n_head=4")
-    arguments = {"run": "runs/test", "tokens": 5, "device": "cpu"}
-    sample.main(sample.Arguments(**arguments))
-    sample.main(sample.Arguments(checkpoint="runs/test/checkpoints/step_00000002", tokens=5, device="cpu"))
-    first, second = capsys.readouterr().out.split("--- sample 1 ---")[-2:]
-    assert first.strip().startswith("def")
-    assert first == second
+    capsys.readouterr()
+
+    def printed(**arguments) -> str:
+        sample.main(sample.Arguments(**arguments, tokens=5, device="cpu"))
+        return capsys.readouterr().out
+
+    first = printed(run="runs/test")
+    assert first.startswith("def")
+    assert first == printed(checkpoint="runs/test/checkpoints/step_00000002")
+    assert printed(run="runs/test", samples=2).count("---\ndef") == 2
 
 
 def test_the_same_seed_gives_the_same_losses_and_another_seed_others(corpus):

@@ -1,11 +1,16 @@
-"""A sample of text from the model in training or from a checkpoint."""
+"""Text from a model: the sample at the end of a run, and what scripts/sample.py prints."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from data.tokenizer import Tokenizer
-from model import GPT, generate
+from model import GPT
+from model.generate import stream
+
+# what a decoder gives for bytes that are not yet a whole character
+UNFINISHED = "\ufffd"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,25 +38,86 @@ class SampleConfig:
 
 def sample_text(model: GPT, tokenizer: Tokenizer, config: SampleConfig, seed: int) -> str:
     """The prompt and its continuation, up to the end of the document or of the model's positions."""
+    pieces = stream_text(model, tokenizer, config, [config.prompt], seed)
+    return config.prompt + "".join(piece for _, piece in pieces)
+
+
+def stream_text(
+    model: GPT,
+    tokenizer: Tokenizer,
+    config: SampleConfig,
+    prompts: list[str],
+    seed: int,
+    *,
+    stop_tokens: tuple[int, ...] = (),
+    compiled: bool = False,
+) -> Iterator[tuple[int, str]]:
+    """Yields (number of the prompt, next piece of its continuation); all prompts go on together.
+
+    A continuation ends with its document, with one of stop_tokens, or with config.tokens or the model's
+    positions. config.prompt is not read. Raises ValueError for prompts that the model has no positions for.
+    """
     device = model.token_embedding.weight.device
     # a document of the training text begins after the end of the one before
-    prompt = [tokenizer.end_of_text, *map(int, tokenizer.encode(config.prompt))]
-    n_new = min(config.tokens, model.config.max_seq_len - len(prompt))
+    ids = [[tokenizer.end_of_text, *map(int, tokenizer.encode(prompt))] for prompt in prompts]
+    lengths = [len(row) for row in ids]
+    longest = max(lengths)
+    n_new = min(config.tokens, model.config.max_seq_len - longest)
     if n_new < 0:
         raise ValueError(
-            f"sample.prompt has {len(prompt)} tokens, the model {model.config.max_seq_len} positions: "
-            "shorten it"
+            f"sample.prompt has {longest} tokens, the model {model.config.max_seq_len} positions: shorten it"
         )
-    ids = generate(
+    padded = [row + [tokenizer.end_of_text] * (longest - len(row)) for row in ids]
+    stops = {tokenizer.end_of_text, *stop_tokens}
+    new_tokens = stream(
         model,
-        torch.tensor([prompt], device=device),
+        torch.tensor(padded, device=device),
         n_new,
+        lengths=torch.tensor(lengths, device=device),
         temperature=config.temperature,
         top_k=config.top_k,
         top_p=config.top_p,
+        stop_tokens=sorted(stops),
         generator=torch.Generator(device).manual_seed(seed),
-    )[0, 1:].tolist()
-    generated = ids[len(prompt) - 1 :]
-    if tokenizer.end_of_text in generated:
-        ids = ids[: len(prompt) - 1 + generated.index(tokenizer.end_of_text)]
-    return tokenizer.decode(ids)
+        compiled=compiled,
+    )
+    texts = [GrowingText(tokenizer, row) for row in ids]
+    going_on = dict.fromkeys(range(len(prompts)))
+    for new in new_tokens:
+        tokens = new.tolist()
+        for number in list(going_on):
+            if tokens[number] in stops:
+                del going_on[number]
+            elif piece := texts[number].add(tokens[number]):
+                yield number, piece
+    for number, text in enumerate(texts):
+        if rest := text.rest():
+            yield number, rest
+
+
+class GrowingText:
+    """Text of tokens that come one by one, in pieces of whole characters."""
+
+    def __init__(self, tokenizer: Tokenizer, ids: list[int]):
+        self._tokenizer = tokenizer
+        self._ids = list(ids)
+        # of ids: where the last piece began, and where it ended. What is new is seen beside it, because a
+        # decoder may treat the first token of a text in its own way
+        self._begin, self._end = max(len(ids) - 1, 0), len(ids)
+
+    def add(self, token: int) -> str:
+        """What this token adds to the text; nothing while a character has bytes to come."""
+        self._ids.append(token)
+        piece = self._new_text()
+        if piece.endswith(UNFINISHED):
+            return ""
+        self._begin, self._end = self._end, len(self._ids)
+        return piece
+
+    def rest(self) -> str:
+        """What `add` has kept back."""
+        return self._new_text()
+
+    def _new_text(self) -> str:
+        known = self._tokenizer.decode(self._ids[self._begin : self._end])
+        return self._tokenizer.decode(self._ids[self._begin :])[len(known) :]

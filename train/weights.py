@@ -60,6 +60,25 @@ def load_model(source: Path | str, attention: AttentionConfig) -> GPT:
     return model
 
 
+def run_attention(source: Path | str, implementation: str) -> AttentionConfig:
+    """What the layers of this model see, its patterns of blocks, by this implementation.
+
+    A model in a Hugging Face folder is dense.
+    """
+    source = Path(source)
+    if (source / "config.json").is_file():
+        return AttentionConfig(implementation=implementation)
+    trained = read_checkpoint(_checkpoint(source))["config"]["attention"]
+    return AttentionConfig(**{**trained, "implementation": implementation})
+
+
+def tokenizer_name(source: Path | str) -> str:
+    """What load_tokenizer takes for this model's text: as its run had it, or the Hugging Face folder."""
+    if (Path(source) / "config.json").is_file():
+        return str(source)
+    return read_checkpoint(_checkpoint(Path(source)))["config"]["data"]["tokenizer"]
+
+
 def _checkpoint(source: Path) -> Path:
     newest = newest_checkpoint(source / "checkpoints")
     if newest is not None:

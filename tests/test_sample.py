@@ -1,0 +1,71 @@
+import pytest
+import torch
+
+from data.tokenizer import load_tokenizer
+from model import GPT, AttentionConfig, ModelConfig
+from train.sample import GrowingText, SampleConfig, sample_text, stream_text
+
+TEXT = "naïve 漢字 🙂 <|endoftext|>\n\tdef f(x): return x"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bytes"])
+def test_growing_text_comes_in_whole_characters_and_loses_none(name):
+    tokenizer = load_tokenizer(name)
+    ids = tokenizer.encode(TEXT).tolist()
+    n_prompt = len(tokenizer.encode("naïve"))
+    text = GrowingText(tokenizer, ids[:n_prompt])
+    pieces = [*(text.add(token) for token in ids[n_prompt:]), text.rest()]
+    assert tokenizer.decode(ids[:n_prompt]) + "".join(pieces) == TEXT
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+class Scripted(GPT):
+    """Continues each sequence by the given tokens: row r at step t gives script[r][t]."""
+
+    def __init__(self, script: list[list[int]], prompts: list[int]):
+        sizes = {"n_layer": 1, "n_head": 1, "n_embd": 8, "vocab_size": 257, "max_seq_len": 64}
+        super().__init__(ModelConfig(**sizes, dropout=0.0), AttentionConfig(implementation="sdpa"))
+        self.script, self.prompts = torch.tensor(script), torch.tensor(prompts)
+
+    def hidden_states(self, tokens, *_, caches, **__):
+        steps = caches[0].lengths - self.prompts
+        wanted = self.script[torch.arange(len(self.script)), steps]
+        return wanted[:, None].expand(-1, tokens.shape[1])
+
+    def logits(self, hidden):
+        return torch.nn.functional.one_hot(hidden, 257).float()
+
+
+def greedy(tokens: int) -> SampleConfig:
+    return SampleConfig(prompt="", tokens=tokens, temperature=0.0, top_k=None, top_p=None)
+
+
+def test_prompts_go_on_together_each_to_its_own_end():
+    tokenizer = load_tokenizer("bytes")
+    end = tokenizer.end_of_text
+    script = [[*b"one", end, *b"xyz"], [*"eé".encode(), ord("!"), end, 0, 0], [*b"unfini"] + [ord("s")]]
+    # a document begins after the end of the one before
+    prompts = ["a", "bcd", ""]
+    model = Scripted(script, [1 + len(prompt) for prompt in prompts])
+    texts = ["", "", ""]
+    for number, piece in stream_text(model, tokenizer, greedy(6), prompts, 0):
+        texts[number] += piece
+    assert texts == ["one", "eé!", "unfini"]
+
+
+def test_a_stop_token_ends_the_text_and_is_not_part_of_it():
+    model = Scripted([[*b"stop; here"]], [2])
+    pieces = stream_text(model, load_tokenizer("bytes"), greedy(10), ["x"], 0, stop_tokens=(ord(";"),))
+    assert "".join(piece for _, piece in pieces) == "stop"
+
+
+def test_a_character_that_is_cut_off_at_the_end_is_shown_as_such():
+    model = Scripted([list("é".encode()[:1]) * 2], [1])
+    text = sample_text(model, load_tokenizer("bytes"), greedy(1), 0)
+    assert text == "\ufffd"
+
+
+def test_a_prompt_beyond_the_models_positions_is_refused():
+    model = Scripted([[0]], [1])
+    with pytest.raises(ValueError, match=r"sample.prompt has 101 tokens, the model 64 positions"):
+        list(stream_text(model, load_tokenizer("bytes"), greedy(1), ["x" * 100], 0))

@@ -43,7 +43,7 @@ def greedy(tokens: int) -> SampleConfig:
 def test_prompts_go_on_together_each_to_its_own_end():
     tokenizer = load_tokenizer("bytes")
     end = tokenizer.end_of_text
-    script = [[*b"one", end, *b"xyz"], [*"eé".encode(), ord("!"), end, 0, 0], [*b"unfini"] + [ord("s")]]
+    script = [[*b"one", end, *b"xyz"], [*"eé".encode(), ord("!"), end, 0, 0], [*b"unfinis"]]
     # a document begins after the end of the one before
     prompts = ["a", "bcd", ""]
     model = Scripted(script, [1 + len(prompt) for prompt in prompts])

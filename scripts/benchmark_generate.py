@@ -1,0 +1,109 @@
+"""Times generation with a long cache: what each new token takes, against the bytes that it must read.
+
+    python -m scripts.benchmark_generate models=[gpt2,llama] seq_lens=[65536]
+
+Random weights, a random prompt of seq_len tokens, greedy, and every token is brought to the CPU, as for a
+terminal. A token must read all weights but the tables of embeddings, and the keys and values that the layers
+see; bandwidth_share is that over what `bandwidth` bytes a second would read in the same time.
+"""
+
+import statistics
+import time
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+
+from model import GPT, AttentionConfig, ModelConfig
+from model.attention import window_of
+from model.generate import stream
+from scripts.arguments import argument, run_script
+from train.results import write_result
+from train.step import AUTOCAST_DTYPES
+
+ROOT = Path(__file__).resolve().parent.parent
+# the prompt, a step to warm up, and the one that is captured
+UNTIMED = 4
+
+
+@dataclass(kw_only=True, slots=True)
+class Arguments:
+    models: list[str] = argument(["gpt2", "llama"], "of conf/model")
+    seq_lens: list[int] = argument([1024, 16384, 65536], "tokens of the prompt")
+    batches: list[int] = argument([1], "sequences")
+    patterns: list[str] = argument(["dense"], "of attention, one layer after the other")
+    implementations: list[str] = argument(["flash"], "flash, sdpa or reference")
+    compiled: list[bool] = argument([False, True], "by torch.compile")
+    tokens: int = argument(100, "new tokens that are timed")
+    precision: str = argument("bf16", "of weights and cache: bf16, fp16 or fp32")
+    bandwidth: float = argument(4.3e12, "bytes a second that the GPU's memory gives; an H200's, measured")
+    device: str = argument("cuda", "cuda, or cpu to try it")
+    out: str = argument("generate.json", "the rows")
+
+
+def main(arguments: Arguments) -> None:
+    rows = []
+    for name, seq_len, batch in product(arguments.models, arguments.seq_lens, arguments.batches):
+        for implementation, compiled in product(arguments.implementations, arguments.compiled):
+            rows.append(measure(arguments, name, seq_len, batch, implementation, compiled))
+            print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+    write_result(Path(arguments.out), rows)
+
+
+def measure(
+    arguments: Arguments, name: str, seq_len: int, batch: int, implementation: str, compiled: bool
+) -> dict:
+    n_new = UNTIMED + arguments.tokens
+    config = read_model(name, seq_len + n_new)
+    attention = AttentionConfig(implementation=implementation, patterns=list(arguments.patterns))
+    dtype = AUTOCAST_DTYPES.get(arguments.precision, torch.float32)
+    model = GPT(config, attention).to(arguments.device, dtype)
+    prompt = torch.randint(config.vocab_size, (batch, seq_len), device=arguments.device)
+    torch._dynamo.reset()
+    times = []
+    for new in stream(model, prompt, n_new, temperature=0.0, compiled=compiled):
+        new.tolist()
+        times.append(time.perf_counter())
+    seconds = statistics.median(b - a for a, b in zip(times[UNTIMED:], times[UNTIMED + 1 :], strict=False))
+    n_bytes = weight_bytes(model) + cache_bytes(model, batch, seq_len)
+    return {
+        "implementation": implementation,
+        "model": name,
+        "patterns": list(arguments.patterns),
+        "seq_len": seq_len,
+        "batch": batch,
+        "compiled": compiled,
+        "dtype": arguments.precision,
+        "token_ms": seconds * 1e3,
+        "tokens_per_second": batch / seconds,
+        "bytes_per_token": n_bytes,
+        "bandwidth": arguments.bandwidth,
+        "bandwidth_share": n_bytes / arguments.bandwidth / seconds,
+    }
+
+
+def read_model(name: str, seq_len: int) -> ModelConfig:
+    """conf/model/NAME.yaml with room for seq_len tokens."""
+    values = OmegaConf.load(ROOT / "conf" / "model" / f"{name}.yaml")
+    values.max_seq_len = seq_len
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), values))
+
+
+def weight_bytes(model: GPT) -> int:
+    """Of the blocks, the last norm and the head: what every new token multiplies."""
+    read = [*model.blocks.parameters(), *model.final_norm.parameters(), model.head_weight]
+    return sum(x.numel() * x.element_size() for x in read)
+
+
+def cache_bytes(model: GPT, batch: int, seq_len: int) -> int:
+    """Keys and values of seq_len tokens, or of a layer's window; other patterns count as dense."""
+    config, patterns = model.config, model.attention.patterns
+    windows = (window_of(patterns[index % len(patterns)]) for index in range(config.n_layer))
+    n_tokens = sum(min(window or seq_len, seq_len) for window in windows)
+    return 2 * batch * n_tokens * config.n_kv_head * config.head_dim * model.head_weight.element_size()
+
+
+if __name__ == "__main__":
+    run_script(main, Arguments, __doc__)

@@ -103,10 +103,21 @@ def yarn_share(config: RotaryConfig, head_dim: int, device: torch.device | None)
 
 def rotation(config: RotaryConfig, head_dim: int, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of the angles at positions (..., T), (..., T, 1, D / 2) float32."""
-    frequency, factor = frequencies(config, head_dim, positions.device)
+    return cos_and_sin(positions, *frequencies(config, head_dim, positions.device))
+
+
+# an operator, because a compiler would compute the angles anew, in float64, in every layer that uses them
+@torch.library.custom_op("nanoflash::cos_and_sin", mutates_args=())
+def cos_and_sin(positions: Tensor, frequency: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     # float32 angles are off by 0.06 at position 1M
     angles = (positions[..., None].double() * frequency)[..., None, :]
     return (angles.cos() * factor).float(), (angles.sin() * factor).float()
+
+
+@cos_and_sin.register_fake
+def _(positions, frequency, factor):
+    shape = *positions.shape, 1, frequency.shape[0]
+    return tuple(positions.new_empty(shape, dtype=torch.float32) for _ in range(2))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -36,14 +36,13 @@ class Chunk(NamedTuple):
 def encode_in_order(
     documents: Iterable[tuple[str, str]], tokenizer: str, workers: int
 ) -> Iterator[tuple[Chunk, np.ndarray]]:
-    """Chunks of documents, (split, text), with their tokens, uint16 (n,); end of text follows each document.
+    """Chunks of documents, (split, text), with their tokens, (n,); end of text follows each document.
 
     The order of documents within a split is kept: the result does not depend on workers, a count of
     processes; 1 encodes in this process. Raises RuntimeError if a worker is killed.
     """
-    chunks = _chunks(documents)
+    chunks, encoder = _chunks(documents), load_tokenizer(tokenizer)
     if workers == 1:
-        encoder = load_tokenizer(tokenizer)
         yield from ((chunk, encode_documents(encoder, chunk.texts)) for chunk in chunks)
         return
     crew: list[_Worker] = []
@@ -51,7 +50,7 @@ def encode_in_order(
     try:
         for number, chunk in enumerate(chunks):
             if number < workers:
-                crew.append(_Worker(tokenizer))
+                crew.append(_Worker(tokenizer, encoder.dtype))
             if len(under_way) == CHUNKS_PER_WORKER * workers:
                 # the oldest is with the worker whose turn it is
                 done, worker = under_way.popleft()
@@ -82,7 +81,8 @@ def _chunks(documents: Iterable[tuple[str, str]]) -> Iterator[Chunk]:
 class _Worker:
     """A process that encodes what it is sent, in order."""
 
-    def __init__(self, tokenizer: str) -> None:
+    def __init__(self, tokenizer: str, dtype: np.dtype) -> None:
+        self._dtype = dtype
         # spawn: this process may hold threads and a CUDA context, which do not survive a fork
         context = multiprocessing.get_context("spawn")
         self._pipe, other_end = context.Pipe()
@@ -99,7 +99,7 @@ class _Worker:
 
     def receive(self) -> np.ndarray:
         try:
-            return np.frombuffer(self._pipe.recv_bytes(), dtype=np.uint16)
+            return np.frombuffer(self._pipe.recv_bytes(), dtype=self._dtype)
         except (EOFError, OSError) as error:
             raise self._ended() from error
 

@@ -9,6 +9,7 @@ import torch
 
 from data.manifest import SPLITS, read_manifest
 from data.shards import read_shard
+from data.tokenizer import shard_mark
 
 
 class TokenLoader:
@@ -21,7 +22,7 @@ class TokenLoader:
     equal parts of them. So any number of ranks, and micro-batches of any size, consume the same tokens at the
     same step; an epoch holds each sequence once; a resumed run, with the same numpy, needs no saved state.
 
-    folder: what prepare returned. split: "train" or "val". tokenizer: the name that the shards must carry.
+    folder: what prepare returned. split: "train" or "val". tokenizer: the one that the shards must be of.
     shuffle=False keeps the order of the text, for validation. sequences_per_epoch and tokens_per_epoch count
     the whole split, all ranks together.
     Raises ValueError for a folder or shard that does not fit, for too little text, and if the ranks do not
@@ -56,7 +57,8 @@ class TokenLoader:
                 f"change tokens_per_step, {nearest * seq_len} is nearest"
             )
         shards = read_manifest(Path(folder))["splits"][split]["shards"]
-        self._shards = [read_shard(Path(folder, shard["file"]), tokenizer=tokenizer) for shard in shards]
+        mark = shard_mark(tokenizer)
+        self._shards = [read_shard(Path(folder, shard["file"]), tokenizer=mark) for shard in shards]
         # where each shard ends in the long text
         self._ends = list(accumulate(len(shard) for shard in self._shards))
         self.seq_len = seq_len
@@ -91,7 +93,7 @@ class TokenLoader:
             raise ValueError(f"step must be at least 0, got {step}")
         rows = self.sequences_per_step // self.world_size
         first = step * self.sequences_per_step + self.rank * rows
-        windows = np.empty((rows, self.seq_len + 1), dtype=np.uint16)
+        windows = np.empty((rows, self.seq_len + 1), dtype=self._shards[0].dtype)
         for row in range(rows):
             self._read(self._sequence(first + row) * self.seq_len, windows[row])
         tokens = torch.from_numpy(windows[:, :-1].astype(np.int64))  # (rows, seq_len)

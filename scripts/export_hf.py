@@ -1,17 +1,20 @@
 """Writes a trained model as a Hugging Face folder: python -m scripts.export_hf model=runs/NAME out=FOLDER
 
-transformers loads it with AutoModelForCausalLM.from_pretrained(FOLDER).
+transformers loads it with AutoModelForCausalLM.from_pretrained(FOLDER). The tokenizer goes along if the run
+read its text by that of a folder.
 """
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from data.tokenizer import TOKENIZERS
 from model import AttentionConfig
 from model.pretrained import export_pretrained
 from scripts.arguments import argument, run_script
-from train.weights import load_model
+from train.weights import load_model, tokenizer_name
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -28,7 +31,16 @@ def main(arguments: Arguments) -> None:
         raise ValueError(f"precision must be one of {', '.join(DTYPES)}, got {arguments.precision!r}")
     model = load_model(arguments.model, AttentionConfig(implementation="reference"))
     export_pretrained(model, Path(arguments.out), dtype=DTYPES[arguments.precision])
+    copy_tokenizer(tokenizer_name(arguments.model), Path(arguments.out))
     print(f"{arguments.out}: {model.n_parameters():,} parameters, {arguments.precision}")
+
+
+def copy_tokenizer(name: str, out: Path) -> None:
+    """The files of a tokenizer that is a folder; GPT-2's and bytes have none."""
+    if name in TOKENIZERS:
+        return
+    for path in Path(name).glob("*token*.json"):
+        shutil.copy(path, out / path.name)
 
 
 if __name__ == "__main__":

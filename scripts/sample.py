@@ -11,8 +11,9 @@ import torch
 from data.tokenizer import load_tokenizer
 from scripts.arguments import argument, run_script
 from train.sample import SampleConfig, stream_text
-from train.step import autocast_context
 from train.weights import load_model, run_attention, tokenizer_name
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass
@@ -30,7 +31,9 @@ class Arguments:
     stop_tokens: list[int] = argument([], "ids that end a continuation, besides the end of the document")
     seed: int = argument(1, "of the draws")
     device: str = argument("cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu")
-    precision: str = argument("bf16" if torch.cuda.is_available() else "fp32", "bf16, fp16 or fp32")
+    precision: str = argument(
+        "bf16" if torch.cuda.is_available() else "fp32", "of weights and cache: bf16, fp16 or fp32"
+    )
     attention: str = argument("flash" if torch.cuda.is_available() else "sdpa", "flash, sdpa or reference")
     compile: bool = argument(False, "a minute of compiling, then fewer, larger kernels: for long outputs")
 
@@ -43,7 +46,11 @@ def main(arguments: Arguments) -> None:
     source = arguments.run or arguments.checkpoint
     tokenizer = load_tokenizer(arguments.tokenizer or tokenizer_name(source))
     prompt = Path(arguments.prompt_file).read_text() if arguments.prompt_file else arguments.prompt
-    model = load_model(source, run_attention(source, arguments.attention)).to(arguments.device)
+    if arguments.precision not in DTYPES:
+        raise ValueError(f"precision must be one of {', '.join(DTYPES)}, got {arguments.precision!r}")
+    model = load_model(source, run_attention(source, arguments.attention))
+    # a token is as fast as its weights are read
+    model.to(arguments.device, DTYPES[arguments.precision])
     config = SampleConfig(
         prompt=prompt,
         tokens=arguments.tokens,
@@ -52,23 +59,22 @@ def main(arguments: Arguments) -> None:
         top_p=arguments.top_p,
     )
     texts = [""] * arguments.samples
-    with autocast_context(arguments.device, arguments.precision):
-        pieces = stream_text(
-            model,
-            tokenizer,
-            config,
-            [prompt] * arguments.samples,
-            arguments.seed,
-            stop_tokens=tuple(arguments.stop_tokens),
-            compiled=arguments.compile,
-        )
-        alone = arguments.samples == 1
-        if alone and not arguments.prompt_file:
-            print(prompt, end="", flush=True)
-        for number, piece in pieces:
-            texts[number] += piece
-            if alone:
-                print(piece, end="", flush=True)
+    pieces = stream_text(
+        model,
+        tokenizer,
+        config,
+        [prompt] * arguments.samples,
+        arguments.seed,
+        stop_tokens=tuple(arguments.stop_tokens),
+        compiled=arguments.compile,
+    )
+    alone = arguments.samples == 1
+    if alone and not arguments.prompt_file:
+        print(prompt, end="", flush=True)
+    for number, piece in pieces:
+        texts[number] += piece
+        if alone:
+            print(piece, end="", flush=True)
     if alone:
         print()
         return

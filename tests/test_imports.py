@@ -20,6 +20,7 @@ CONFINED = {
     "wandb": ("train/logger.py",),
     "datasets": ("data/",),
     "tiktoken": ("data/",),
+    "tokenizers": ("data/",),
     "tiktoken_ext": ("data/",),
     "triton": ("kernels/", "scripts/", "train/results.py"),
     "transformers": ("kernels/", "model/pretrained.py", "scripts/"),

@@ -19,7 +19,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
     splits = {}
     for split, count in (("train", TOKENS), ("val", 1000)):
-        writer = ShardWriter(folder, split, tokens_per_shard=777, tokenizer="gpt2")
+        writer = ShardWriter(folder, split, tokens_per_shard=777, tokenizer="gpt2", dtype=np.dtype("<u2"))
         writer.append(np.arange(count, dtype=np.uint16))
         writer.close()
         splits[split] = {"tokens": count, "shards": writer.shards}

@@ -8,13 +8,30 @@ import faults
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from model import AttentionConfig
-from scripts import evaluate_context, export_hf
+from scripts import evaluate_context, export_hf, sample
 from scripts.arguments import run_script
 from train.weights import load_model
 
 LLAMA = ["model=llama", "model.dropout=0.0", "model.n_kv_head=1", "model.mlp_width=64"]
+
+
+def write_tokenizer(folder: Path) -> int:
+    """One of 300 tokens, as Llama 3's is written; returns their number."""
+    vocabulary = Tokenizer(models.BPE())
+    vocabulary.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    vocabulary.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
+    )
+    vocabulary.train_from_iterator([Path(__file__).read_text()], trainer)
+    folder.mkdir()
+    vocabulary.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    return vocabulary.get_vocab_size()
 
 
 def call(script, *arguments: str) -> None:
@@ -54,3 +71,20 @@ def test_a_model_is_taken_to_longer_sequences_and_out_again(shape, method, tmp_p
     assert kinds == {"position", "context", "effective_context", "passkey", "key_value"}
     assert all(0.0 < row["loss"] < 20.0 for row in rows if "loss" in row)
     assert Path("context.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_text_in_the_tokens_of_a_published_model_goes_in_and_comes_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [])
+    faults.write_corpus(tmp_path)
+    vocab_size = write_tokenizer(tmp_path / "published")
+    tokenizer = ["data.tokenizer=published", "data.folder=datasets/published", *LLAMA]
+    faults.run_training(faults.small_config("first", 5, *tokenizer, f"model.vocab_size={vocab_size}"))
+    call(export_hf, "model=runs/first", "out=exported")
+    capsys.readouterr()
+    call(sample, "checkpoint=exported", "prompt=def", "tokens=5", "attention=sdpa")
+    assert capsys.readouterr().out.startswith("def")
+    with pytest.raises(
+        ValueError, match="exported has 300 tokens, data.tokenizer=gpt2 50257: use data.tokeni"
+    ):
+        faults.run_training(faults.small_config("second", 5, "start.weights=exported", "data.tokenizer=gpt2"))

@@ -63,7 +63,10 @@ def test_help_prints_every_key():
         (["data.seed=x"], "error: data.seed: Value 'x' of type 'str' could not be converted to Integer"),
         (["data.sede=1"], "error: Could not override 'data.sede'"),
         (["data=nope"], "error: In 'config': Could not find 'data/nope'"),
-        (["data.tokenizer=gpt9"], "error: data.tokenizer must be one of ('gpt2', 'bytes'), got 'gpt9'"),
+        (
+            ["data.tokenizer=gpt9"],
+            "error: data.tokenizer must be one of ('gpt2', 'bytes') or a folder with tokenizer.json, got",
+        ),
         (["seed=1"], "error: 'seed=1' is no argument of this script: use data=NAME and data.KEY=VALUE"),
     ],
 )

@@ -33,7 +33,7 @@ def test_tokens_are_read_back_from_a_memory_map(tmp_path, tokens, count):
 def test_a_shard_is_a_header_and_little_endian_uint16(path, tokens):
     content = path.read_bytes()
     assert content[:8] == b"NANOFLSH"
-    assert struct.unpack_from("<IIQ", content, 8) == (1, HEADER_BYTES, 1000)
+    assert struct.unpack_from("<IIQ", content, 8) == (2, HEADER_BYTES, 1000)
     assert content[28:32] == b"gpt2"
     assert content[HEADER_BYTES:] == tokens.astype("<u2").tobytes()
 
@@ -44,7 +44,7 @@ def test_tokens_cannot_be_changed_through_the_map(path):
 
 
 def test_only_the_finished_file_has_the_name_of_a_shard(tmp_path, tokens):
-    writer = ShardWriter(tmp_path, "train", tokens_per_shard=2000, tokenizer="gpt2")
+    writer = ShardWriter(tmp_path, "train", tokens_per_shard=2000, tokenizer="gpt2", dtype=np.dtype("<u2"))
     writer.append(tokens)
     assert [path.suffix for path in tmp_path.iterdir()] == [".partial"]
     writer.close()
@@ -52,7 +52,7 @@ def test_only_the_finished_file_has_the_name_of_a_shard(tmp_path, tokens):
 
 
 def test_a_writer_fills_each_shard_before_the_next(tmp_path, tokens):
-    writer = ShardWriter(tmp_path, "val", tokens_per_shard=300, tokenizer="gpt2")
+    writer = ShardWriter(tmp_path, "val", tokens_per_shard=300, tokenizer="gpt2", dtype=np.dtype("<u2"))
     for start in range(0, 1000, 70):
         writer.append(tokens[start : start + 70])
     writer.close()
@@ -82,7 +82,7 @@ def test_a_file_that_is_no_shard_is_refused(tmp_path):
 
 def test_another_version_is_refused(path):
     change(path, 8, struct.pack("<I", 7))
-    refused(path, "must have shard version 1, got 7")
+    refused(path, "must have shard version 1 or 2, got 7")
 
 
 def test_a_shard_that_was_cut_short_is_refused(path):

@@ -84,7 +84,9 @@ def test_ids_beyond_the_vocabulary_are_refused_by_number():
 
 
 def test_an_unknown_tokenizer_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"\('gpt2', 'bytes'\), got 'gpt3': change data.tokenizer"):
+    with pytest.raises(
+        ValueError, match=r"data.tokenizer must be one of \('gpt2', 'bytes'\) or a folder .*, got 'gpt3'"
+    ):
         load_tokenizer("gpt3")
 
 

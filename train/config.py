@@ -185,7 +185,14 @@ def check_machine(config: Config) -> None:
     if config.precision == "fp16" and config.device == "cpu":
         raise ValueError("precision=fp16 needs a GPU, got device=cpu: use precision=fp32 or bf16")
     vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
-    if config.model.vocab_size != vocab_size:
+    if config.start.weights is not None and config.model.vocab_size < vocab_size:
+        raise ValueError(
+            f"{config.start.weights} has {config.model.vocab_size} tokens, "
+            f"data.tokenizer={config.data.tokenizer} {vocab_size}: use data.tokenizer=FOLDER, a folder with "
+            "the tokenizer.json of these weights"
+        )
+    # published weights may have room for more tokens than their tokenizer has
+    if config.start.weights is None and config.model.vocab_size != vocab_size:
         raise ValueError(
             f"model.vocab_size={config.model.vocab_size}, but data.tokenizer={config.data.tokenizer} has "
             f"{vocab_size} tokens: use model.vocab_size={vocab_size}"

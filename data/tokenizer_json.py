@@ -1,0 +1,68 @@
+"""Tokenizers of Hugging Face folders: tokenizer.json, by the tokenizers library, from the disk alone."""
+
+import json
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer as JsonVocabulary
+
+from data.tokenizer import shard_mark, token_dtype, without_surrogates
+
+FILE = "tokenizer.json"
+# where the end of a document may be named, first come first served
+END_OF_TEXT_FILES = ("tokenizer_config.json", "generation_config.json", "config.json")
+
+
+class JsonTokenizer:
+    """The tokenizer of a folder, such as that of Llama, Qwen or SmolLM. Text is always ordinary text.
+
+    end_of_text: eos_token of tokenizer_config.json, or else eos_token_id of the model's configuration. No
+    token is put before a text. Raises ValueError for a folder without these files, or a damaged one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / FILE
+        self.name = shard_mark(str(folder))
+        try:
+            self._vocabulary = JsonVocabulary.from_file(str(path))
+        # the library raises nothing more specific
+        except Exception as error:
+            raise ValueError(f"{path} is no tokenizer ({error}): copy it anew from its model") from error
+        self._vocabulary.no_truncation()
+        self._vocabulary.no_padding()
+        # "<|endoftext|>" inside a document is text
+        self._vocabulary.encode_special_tokens = True
+        self.vocab_size = max(self._vocabulary.get_vocab(with_added_tokens=True).values()) + 1
+        self.dtype = token_dtype(self.vocab_size)
+        self.end_of_text = self._find_end_of_text(folder)
+
+    def encode(self, text: str) -> np.ndarray:
+        ids = self._vocabulary.encode(without_surrogates(text), add_special_tokens=False).ids
+        return np.array(ids, dtype=self.dtype)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids; those that only pad the model's vocabulary give nothing."""
+        return self._vocabulary.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def _find_end_of_text(self, folder: Path) -> int:
+        for name in END_OF_TEXT_FILES:
+            path = folder / name
+            settings = json.loads(path.read_text()) if path.is_file() else {}
+            token = settings.get("eos_token")
+            # with its options, or alone
+            token = token["content"] if isinstance(token, dict) else token
+            if token is not None and self._vocabulary.token_to_id(token) is not None:
+                return self._vocabulary.token_to_id(token)
+            number = settings.get("eos_token_id")
+            if number is not None:
+                return number[0] if isinstance(number, list) else number
+        raise ValueError(
+            f"{folder} names no end of text: put tokenizer_config.json with eos_token beside {FILE}"
+        )
+
+
+@lru_cache(maxsize=4)
+def load_json_tokenizer(folder: Path) -> JsonTokenizer:
+    return JsonTokenizer(folder)

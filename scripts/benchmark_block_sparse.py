@@ -4,11 +4,12 @@
     python -m scripts.benchmark_block_sparse seq_lens=[65536] 'patterns=[window(1024)]' repeats=5
 
 A pattern is written as in conf/attention/strided.yaml; "dense" is causal attention without a block mask. All
-implementations get the same mask and take turns on the same inputs; a row holds medians of replays of a CUDA
-graph of one call, with a cold L2. Speed counts 4 D operations forward, and 2.5 times as many backward, for
-each score of a kept block, and for half of all scores of dense attention. density: kept blocks over causal
-blocks. extra_bytes: the peak of forward and backward beyond inputs, gradients and mask. max_error is against
-float64, on the first head, to 16K tokens.
+implementations get the same blocks and take turns on the same inputs; a row holds medians of replays of a
+CUDA graph of one call, with a cold L2. Speed counts 4 D operations forward, and 2.5 times as many backward,
+for each score of a kept block, and for half of all scores of dense attention. density: kept blocks over
+causal blocks. allowed_ms: 1.15 times the density's share of the same implementation's dense time, and 20 us.
+extra_bytes: the peak of forward and backward beyond inputs, gradients and mask. max_error is against float64,
+on the first head, to 16K tokens. FlexAttention compiles for every pattern and length, some 10 seconds each.
 """
 
 import statistics
@@ -19,9 +20,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+from torch.nn.attention.flex_attention import flex_attention
 
 from kernels import block_masks
+from kernels.bit_tiles import FULL
 from kernels.block_mask import BlockMask
 from kernels.flash_attention import flash_attention
 from kernels.operators import IMPLEMENTATIONS, use_implementation
@@ -33,7 +36,7 @@ from train.results import write_result
 
 @dataclass(kw_only=True, slots=True)
 class Arguments:
-    implementations: list[str] = argument(["portable", "flex"], "of ours hopper portable flex")
+    implementations: list[str] = argument(["ours", "flex"], "of ours hopper portable flex")
     patterns: list[str] = argument(
         [
             "dense",
@@ -41,11 +44,15 @@ class Arguments:
             "strided(2)",
             "strided(8)",
             "strided(32)",
+            "strided(64)",
             "window(1024)",
             "window(1024) | strided(16)",
             "bigbird(2, 0, 0)",
         ],
         "masks",
+    )
+    flex_patterns: list[str] = argument(
+        ["window(1024)", "window(1024) | strided(16)"], "of these, what flex is measured with"
     )
     head_dims: list[int] = argument([64, 128], "D")
     seq_lens: list[int] = argument([16384, 65536], "T")
@@ -53,11 +60,13 @@ class Arguments:
     width: int = argument(2048, "H * D; the batch is 1")
     dropout_p: float = argument(0.0, "ours only")
     repeats: int = argument(3, "turns of each implementation")
+    plot: bool = argument(True, "also draw the results, as OUT with the ending .png")
     out: str = argument("block_sparse.json", "result file")
 
 
 # longer ones have no max_error: the reference stores all scores
 LONGEST_CHECKED = 16384
+DIRECTIONS = ("forward", "backward")
 
 
 def main(arguments: Arguments) -> None:
@@ -66,12 +75,26 @@ def main(arguments: Arguments) -> None:
     names = ("ours", *IMPLEMENTATIONS, "flex")
     if not set(arguments.implementations) <= set(names):
         raise ValueError(f"implementations must be of {' '.join(names)}, got {arguments.implementations}")
-    rows = []
+    rows, dense = [], {}
     for head_dim, seq_len, pattern in product(arguments.head_dims, arguments.seq_lens, arguments.patterns):
         for row in measure(arguments, head_dim, seq_len, pattern):
+            key = row["implementation"], head_dim, seq_len
+            if pattern == "dense":
+                dense[key] = row
+            for direction in DIRECTIONS:
+                of_dense = dense[key][f"{direction}_ms"] if key in dense else None
+                row[f"allowed_{direction}_ms"] = of_dense and allowed_ms(row["density"], of_dense)
             rows.append(row)
             print_row(row)
-    write_result(Path(arguments.out), rows)
+    out = Path(arguments.out)
+    result = write_result(out, rows)
+    if arguments.plot:
+        plot(rows, result, out.with_suffix(".png"))
+
+
+def allowed_ms(density: float, dense_ms: float) -> float:
+    """What a pass over the share `density` of the blocks should take at most."""
+    return 1.15 * density * dense_ms + 0.02
 
 
 def measure(arguments: Arguments, head_dim: int, seq_len: int, pattern: str) -> list[dict]:
@@ -92,11 +115,9 @@ def measure(arguments: Arguments, head_dim: int, seq_len: int, pattern: str) -> 
         truth = attention_reference(*(x[:, :, :1].detach().double() for x in (q, k, v)), block_mask=mask)
     outs, graphs, timings, errors, extra_bytes = {}, {}, {}, {}, {}
     for name in arguments.implementations:
-        try:
-            attention = build(name, pattern, mask, seq_len, arguments)
-        except ValueError as error:
-            print(error)
+        if name == "flex" and pattern not in arguments.flex_patterns:
             continue
+        attention = build(name, pattern, mask, seq_len, arguments)
         with use_implementation(name if name in IMPLEMENTATIONS else None):
             # compile first
             torch.autograd.grad(attention(q, k, v), (q, k, v), dout)
@@ -147,10 +168,8 @@ def build(
             return flash_attention(q, k, v, block_mask=mask, dropout_p=arguments.dropout_p)
 
         return ours
-    visible = flex_mask(pattern, arguments.block_size)
-    flex_blocks = create_block_mask(
-        visible, None, None, seq_len, seq_len, "cuda", BLOCK_SIZE=arguments.block_size, _compile=True
-    )
+    listed = mask or block_masks.causal(seq_len, block_size=arguments.block_size, device="cuda")
+    flex_blocks = flex_block_mask(listed, flex_mask(pattern, arguments.block_size))
     # else the ninth shape runs without a kernel, and a backward pass runs once only
     torch._dynamo.reset()
     torch._functorch.config.donated_buffer = False
@@ -161,6 +180,19 @@ def build(
         return compiled(*heads_first, block_mask=flex_blocks).transpose(1, 2)
 
     return flex
+
+
+def flex_block_mask(mask: BlockMask, visible: Callable) -> FlexBlockMask:
+    """The blocks of a mask of one head as FlexAttention has them. visible(b, h, i, j): the same mask."""
+    _, row, column = mask.coordinates()
+    lists = []
+    for chosen in (mask.tiles != FULL, mask.tiles == FULL):
+        kept = torch.zeros(1, 1, mask.n_rows, mask.n_columns, dtype=torch.int32, device=row.device)
+        kept[0, 0, row[chosen], column[chosen]] = 1
+        lists += [kept.sum(-1, dtype=torch.int32), kept.argsort(descending=True, stable=True).int()]
+    return FlexBlockMask.from_kv_blocks(
+        *lists, BLOCK_SIZE=mask.block_size, mask_mod=visible, seq_lengths=(mask.seq_q, mask.seq_k)
+    )
 
 
 def flex_mask(pattern: str, block_size: int) -> Callable:
@@ -203,9 +235,51 @@ def peak_bytes(attention: Callable, qkv: tuple[Tensor, ...], dout: Tensor) -> in
 def print_row(row: dict) -> None:
     line = f"D {row['head_dim']:3} T {row['seq_len']:7} {row['pattern']:26} {row['density']:6.1%} "
     line += f"{row['implementation']:9} {row['forward_ms']:8.3f} ms {row['forward_tflops']:4.0f} TFLOP/s"
-    if row["backward_ms"] is not None:
-        line += f"   backward {row['backward_ms']:8.3f} ms {row['backward_tflops']:4.0f} TFLOP/s"
+    line += f"   backward {row['backward_ms']:8.3f} ms {row['backward_tflops']:4.0f} TFLOP/s"
+    if row["allowed_forward_ms"] is not None:
+        shares = (row[f"{direction}_ms"] / row[f"allowed_{direction}_ms"] for direction in DIRECTIONS)
+        line += "   of what is allowed {:.2f} and {:.2f}".format(*shares)
     print(line, flush=True)
+
+
+def plot(rows: list[dict], result: dict, path: Path) -> None:
+    """Time over density, and what is allowed; columns: head_dim and length, forward above backward."""
+    import matplotlib.pyplot as plt
+
+    shapes = list(dict.fromkeys((row["head_dim"], row["seq_len"]) for row in rows))
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    figure, axes = plt.subplots(2, len(shapes), figsize=(3.6 * len(shapes), 6), squeeze=False, sharex=True)
+    for column, shape in enumerate(shapes):
+        for axis, direction in zip(axes[:, column], DIRECTIONS, strict=True):
+            for index, name in enumerate(names):
+                chosen = [
+                    row
+                    for row in rows
+                    if (row["head_dim"], row["seq_len"], row["implementation"]) == (*shape, name)
+                ]
+                chosen.sort(key=lambda row: row["density"])
+                density = [100 * row["density"] for row in chosen]
+                axis.plot(
+                    density,
+                    [row[f"{direction}_ms"] for row in chosen],
+                    "o^s"[index % 3],
+                    c=f"C{index}",
+                    label=name,
+                )
+                allowed = [row[f"allowed_{direction}_ms"] for row in chosen]
+                if None not in allowed:
+                    axis.plot(density, allowed, c=f"C{index}", label=f"1.15 of {name}, dense, and 20 us")
+            axis.set(xscale="log", yscale="log", title=f"{direction}, D {shape[0]}, T {shape[1] // 1024}K")
+            axis.grid(alpha=0.3)
+    for axis in axes[1]:
+        axis.set_xlabel("kept blocks of the causal ones, %")
+    axes[0, 0].set_ylabel("ms")
+    axes[1, 0].set_ylabel("ms")
+    figure.suptitle(f"{result['gpu']}, torch {result['torch']}, triton {result['triton']}", x=0.01, ha="left")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="upper right", ncols=4, frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

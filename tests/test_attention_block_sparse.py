@@ -5,6 +5,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 from kernels import block_masks
 from kernels.block_mask import BlockMask
@@ -14,6 +15,7 @@ from kernels.portable.dkdv import dkdv_kernel
 from kernels.portable.dq import dq_kernel
 from kernels.portable.forward import forward_kernel
 from kernels.reference import attention_reference
+from scripts import benchmark_block_sparse as benchmark
 from tests.accuracy import assert_as_accurate_as_torch, random_qkv, run
 
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
@@ -305,6 +307,16 @@ def test_a_million_tokens_need_memory_for_their_outputs_and_a_mask_of_a_second(d
     torch.testing.assert_close(
         out[:, -64:].float(), tail[0] * share + head[0] * (1 - share), rtol=2e-2, atol=2e-3
     )
+
+
+@pytest.mark.parametrize("seq_len", [1000, 1024])
+@pytest.mark.parametrize("name", ["causal()", "window(300) | strided(3)"])
+def test_flex_attention_is_measured_with_the_same_blocks(name, seq_len):
+    visible = benchmark.flex_mask(name, 128)
+    mine = benchmark.flex_block_mask(pattern(name, "cpu", 128, seq_len), visible)
+    own = create_block_mask(visible, None, None, seq_len, seq_len, "cpu", BLOCK_SIZE=128)
+    assert torch.equal(mine.to_dense(), own.to_dense())
+    assert torch.equal(mine.full_kv_num_blocks, own.full_kv_num_blocks)
 
 
 X = torch.zeros(2, 100, 4, 16, device="cuda" if torch.cuda.is_available() else "cpu")

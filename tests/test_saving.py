@@ -95,6 +95,17 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(t
     assert values == [0, 1]
 
 
+def test_after_preparation_a_save_allocates_no_host_memory(tmp_path, monkeypatch):
+    tensors = {"weight": torch.arange(4.0), "moment": torch.ones(2, 3)}
+    with CheckpointSaver(tmp_path, settings(), PROCESSES) as saver:
+        saver.prepare(tensors)
+        assert saver.wait() is True
+        monkeypatch.delattr(torch, "empty_like")
+        saver.save(tensors, {"step": 1, "val_loss": None})
+    loaded = load_file(tmp_path / "step_00000001" / "shard-00000.safetensors")
+    assert all(torch.equal(loaded[name], value) for name, value in tensors.items())
+
+
 def test_what_is_kept_is_the_newest_every_nth_and_the_best(tmp_path):
     losses = {1: 3.0, 2: 1.0, 3: None, 4: 2.0, 5: None, 6: 1.5, 7: None, 8: 2.5, 9: 2.5}
     model = trained()

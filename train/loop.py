@@ -148,6 +148,9 @@ def _train(
             timer.finish("optimizer")
 
             done = processes.step = step + 1
+            if done == first_step + 1:
+                # the optimizer has its state now
+                saver.prepare(run_tensors(weights, optimizer))
             is_last = done == config.steps
             interrupted = processes.any(interruption.requested)
             val_loss = validate() if is_last or _is_due(done, config.evaluation.every_steps) else None

@@ -52,6 +52,14 @@ class CheckpointSaver:
         self._group = dist.new_group(backend="gloo") if processes.world_size > 1 else None
         self._writing: Future | None = None
 
+    def prepare(self, tensors: dict[str, Tensor]) -> None:
+        """Makes the host's copies of these tensors in the background, before the first save needs them.
+
+        To pin them takes longer than to fill them: 11 s for the 19 GB of GPT-2 1558M on one H200.
+        """
+        share = _own_share(tensors, self._processes)
+        self._writing = self._thread.submit(self._allocate, share)
+
     def save(self, tensors: dict[str, Tensor], info: dict) -> None:
         """Saves these tensors and info, plain values with the keys "step" and "val_loss", in the background.
 
@@ -63,11 +71,11 @@ class CheckpointSaver:
         self._writing = self._thread.submit(self._write, staged, {"format": FORMAT_VERSION, **info})
 
     def wait(self) -> bool:
-        """Waits until the last save is over; True if it is on disk, or there was none."""
+        """Waits until the last save is over, or the preparation; True unless a save has failed."""
         return self._writing is None or self._writing.result()
 
     def is_busy(self) -> bool:
-        """Whether a save is still being written."""
+        """Whether a save is still being written, or prepared."""
         return self._writing is not None and not self._writing.done()
 
     def __enter__(self) -> "CheckpointSaver":
@@ -77,19 +85,23 @@ class CheckpointSaver:
         self.wait()
         self._thread.shutdown()
 
-    def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _allocate(self, tensors: dict[str, Tensor]) -> bool:
         # torch's own stager (DefaultStager of 2.11) would pin the memory anew each time
         on_gpu = self._processes.device.type == "cuda"
         for name, tensor in tensors.items():
-            is_shard = isinstance(tensor, DTensor)
             if name not in self._host:
-                pinned = on_gpu and not is_shard
+                pinned = on_gpu and not isinstance(tensor, DTensor)
                 self._host[name] = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+        return True
+
+    def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        self._allocate(tensors)
+        for name, tensor in tensors.items():
             copy, source = self._host[name], tensor.detach()
-            if is_shard:
+            if isinstance(tensor, DTensor):
                 copy, source = copy.to_local(), source.to_local()
             copy.copy_(source, non_blocking=True)
-        if on_gpu:
+        if self._processes.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         return {name: self._host[name] for name in tensors}
 

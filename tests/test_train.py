@@ -1,3 +1,4 @@
+import gzip
 import json
 import os
 import shutil
@@ -220,6 +221,22 @@ def test_the_command_prints_progress_for_a_person_and_says_where_everything_lies
     for file in ("loss.png", "sample.txt", "metrics.jsonl", "checkpoints"):
         assert f"runs/test/{file}" in output
     assert sorted(p.name for p in corpus.iterdir()) == ["corpus", "datasets", "runs"]
+
+
+def test_profile_writes_a_trace_of_a_few_steps_and_says_that_a_cpu_has_no_snapshot(corpus, capsys):
+    run("profile=true")
+    with gzip.open("runs/test/trace.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    assert [name for name in names if name.startswith("ProfilerStep")] == [
+        "ProfilerStep#3", "ProfilerStep#4", "ProfilerStep#5",
+    ]  # fmt: skip
+    output = capsys.readouterr().out
+    assert "steps 4 to 6 of this launch are in runs/test/trace.json.gz; there is no memory snapshot" in output
+    assert output.splitlines()[-2].split() == ["trace", "runs/test/trace.json.gz"]
+    run("name=short", "profile=true", "total_tokens=1024")
+    assert "no whole trace, 2 steps were trained and 6 are needed" in capsys.readouterr().out
+    assert not Path("runs/short/trace.json.gz").exists()
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,8 @@ class Config:
     on_bad_step: str
     # a process without progress for so long is named, and the run ends to be started again; 0: wait forever
     hang_seconds: float
+    # a trace of a few steps, and on a GPU a snapshot of its memory (train/profiler.py)
+    profile: bool
     start: StartConfig
     model: ModelConfig
     attention: AttentionConfig

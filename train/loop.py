@@ -27,6 +27,7 @@ from train.evaluate import evaluate
 from train.interruption import Interrupted, Interruption
 from train.optim import build_optimizer, learning_rate
 from train.parallel import gather, shard
+from train.profiler import Profiler
 from train.report import finish_run, open_run, step_metrics
 from train.run_lock import lock_run
 from train.saving import CheckpointSaver
@@ -128,7 +129,8 @@ def _train(
         forward_backward(model, nothing, nothing, 1, processes, autocast, scaler)
         optimizer.zero_grad(set_to_none=True)
 
-    with saver, logger or nullcontext():
+    profiler = Profiler(folder, device, enabled=config.profile and is_main)
+    with saver, logger or nullcontext(), profiler:
         for step in range(first_step, config.steps):
             timer.start()
             # dropout is a function of step and rank: a resumed run draws what it would have drawn
@@ -168,6 +170,7 @@ def _train(
                 state = {"scaler": scaler.state_dict(), "guard": guard.state()}
                 info = {"step": done, "val_loss": val_loss, "resume": resume, "config": asdict(config)}
                 saver.save(run_tensors(weights, optimizer), info | state)
+            profiler.step()
             if interrupted and not is_last:
                 raise Interrupted(f"stopped after step {done}; the same command goes on from there")
 

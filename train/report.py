@@ -14,6 +14,7 @@ from train.config import Config, write_config
 from train.distributed import Processes
 from train.logger import RunLogger, duration, read_metrics, readable
 from train.plot import draw_loss
+from train.profiler import MEMORY, TRACE
 from train.results import write_result
 from train.sample import sample_text
 from train.throughput import StepTimer, model_flop_utilization, peak_memory_bytes
@@ -106,6 +107,8 @@ def finish_run(
         ("metrics.jsonl", "metrics"),
         ("summary.json", "summary"),
         ("checkpoints", "checkpoints"),
+        (TRACE, "trace"),
+        (MEMORY, "memory"),
     ):
         if (folder / name).exists():
             print(f"{what:<12} {folder / name}")

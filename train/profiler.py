@@ -1,0 +1,67 @@
+"""profile=true: the time and memory of a few steps after warm-up, in files for the usual viewers."""
+
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+# steps that compile and fill caches, that the profiler itself warms up in, and that it records
+SKIPPED, WARMUP, RECORDED = 2, 1, 3
+# allocations and releases in the memory snapshot; three steps of 124M have some 10,000
+MEMORY_EVENTS = 1_000_000
+# for ui.perfetto.dev or chrome://tracing; for pytorch.org/memory_viz
+TRACE, MEMORY = "trace.json.gz", "memory_snapshot.pickle"
+
+
+class Profiler:
+    """While entered, records steps of this process into folder/TRACE, and on a GPU folder/MEMORY.
+
+    Call step() at the end of each. Does nothing unless enabled.
+    """
+
+    def __init__(self, folder: Path, device: torch.device, *, enabled: bool):
+        self._folder = folder
+        self._on_gpu = device.type == "cuda"
+        self._done = 0
+        self._profile = None
+        if enabled:
+            gpu = [ProfilerActivity.CUDA] if self._on_gpu else []
+            self._profile = profile(
+                activities=[ProfilerActivity.CPU, *gpu],
+                schedule=schedule(skip_first=SKIPPED, wait=0, warmup=WARMUP, active=RECORDED, repeat=1),
+                on_trace_ready=self._write,
+            )
+
+    def __enter__(self) -> "Profiler":
+        if self._profile:
+            self._profile.start()
+        return self
+
+    def step(self) -> None:
+        if self._profile is None:
+            return
+        self._done += 1
+        if self._on_gpu and self._done == SKIPPED + WARMUP:
+            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS, stacks="python")
+        self._profile.step()
+
+    def __exit__(self, *error) -> None:
+        if self._profile is None:
+            return
+        self._profile.stop()
+        needed = SKIPPED + WARMUP + RECORDED
+        if self._done < needed:
+            print(f"profile=true: no whole trace, {self._done} steps were trained and {needed} are needed")
+
+    def _write(self, finished: profile) -> None:
+        finished.export_chrome_trace(str(self._folder / TRACE))
+        first = SKIPPED + WARMUP + 1
+        print(
+            f"steps {first} to {first + RECORDED - 1} of this launch are in {self._folder / TRACE}", end="; "
+        )
+        if self._on_gpu:
+            torch.cuda.memory._dump_snapshot(str(self._folder / MEMORY))
+            torch.cuda.memory._record_memory_history(enabled=None)
+            print(f"their allocations in {self._folder / MEMORY}", flush=True)
+        else:
+            print("there is no memory snapshot of a CPU", flush=True)

@@ -173,14 +173,6 @@ def layer_masks(
     return _layer_masks(tuple(config.patterns), config.block_size, n_layer, seq_len, device)
 
 
-def attention_density(config: AttentionConfig, n_layer: int, seq_len: int, device: torch.device) -> float:
-    """The share of causal pairs of blocks that is computed, the mean over the layers: 1 for dense ones."""
-    if not config.sparse:
-        return 1.0
-    masks = layer_masks(config, n_layer, seq_len, device)
-    return sum(1.0 if mask is None else mask.density() for mask in masks) / n_layer
-
-
 @lru_cache(maxsize=4)
 def _layer_masks(
     patterns: tuple[str, ...], block_size: int, n_layer: int, seq_len: int, device: torch.device

@@ -81,30 +81,33 @@ class ModelConfig:
         return math.ceil(self.vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-def flops_per_token(config: ModelConfig, seq_len: int, *, causal: bool, density: float = 1.0) -> int:
+def layer_matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Rows and columns, input and output channels, of the matrices of one layer."""
+    channels, width = config.n_embd, config.n_head * config.head_dim
+    return {
+        "qkv": (channels, width + 2 * config.n_kv_head * config.head_dim),
+        "attention": (width, channels),
+        "expand": (channels, config.mlp_width * (2 if config.mlp == "swiglu" else 1)),
+        "mlp": (config.mlp_width, channels),
+    }
+
+
+def flops_per_token(config: ModelConfig, seq_len: int, *, causal: bool) -> int:
     """Floating-point operations of one training token, forward and backward, by convention.
 
     6 N for the matrix products (N: parameters but position embeddings, and of an untied pair of embedding and
     head only the head) plus 12 L H D T for attention.
     causal=False counts all T keys for each query (PaLM, arXiv:2204.02311, appendix B; nanoGPT);
-    causal=True counts the half that a causal mask keeps. density: of what either counts, the share that the
-    layers' patterns of blocks keep, see model.attention.attention_density.
+    causal=True counts the half that a causal mask keeps. Other masks: model/flops.py.
     """
-    channels, width = config.n_embd, config.n_head * config.head_dim
-    kv_width = config.n_kv_head * config.head_dim
-    matrices = {
-        "qkv": (channels, width + 2 * kv_width),
-        "attention": (width, channels),
-        "expand": (channels, config.mlp_width * (2 if config.mlp == "swiglu" else 1)),
-        "mlp": (config.mlp_width, channels),
-    }
+    matrices, channels = layer_matrices(config), config.n_embd
     biased = {"all": matrices, "qkv": ("qkv",), "none": ()}[config.bias]
     block = sum(rows * columns for rows, columns in matrices.values())
     block += sum(matrices[name][1] for name in biased)
     norm = channels * (2 if config.norm == "layer" else 1)
     block += 2 * norm + (2 * config.head_dim if config.qk_norm else 0)
     n_matmul = config.vocab_size * channels + config.n_layer * block + norm
-    attention = round(12 * config.n_layer * width * seq_len * density)
+    attention = 12 * config.n_layer * config.n_head * config.head_dim * seq_len
     return 6 * n_matmul + (attention // 2 if causal else attention)
 
 

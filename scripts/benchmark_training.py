@@ -17,6 +17,7 @@ import torch
 from omegaconf import OmegaConf
 
 from model import GPT, AttentionConfig, ModelConfig
+from model.flops import flops_ledger
 from scripts.arguments import argument, run_script
 from train.distributed import join_processes
 from train.logger import readable
@@ -24,7 +25,7 @@ from train.optim import OptimConfig, build_optimizer
 from train.plot import draw_bars
 from train.results import write_result
 from train.step import autocast_context, forward_backward, update
-from train.throughput import Stopwatch, model_flop_utilization, peak_memory_bytes
+from train.throughput import Stopwatch, flop_utilization, peak_memory_bytes
 
 SIZES = Path(__file__).resolve().parent.parent / "conf" / "model"
 OPTIM = OptimConfig(
@@ -186,20 +187,19 @@ def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
             return {**row, "tokens_per_second": None}
         step_seconds = watch.seconds() / arguments.steps
         per_second = tokens_per_step / step_seconds
+        flops = flops_ledger(config, weights.attention, seq_len, recompute=step.recompute)
         return {
             **row,
             "tokens_per_second": per_second,
-            "mfu_palm": utilization(config, row, per_second, device, causal=False),
-            "mfu_causal": utilization(config, row, per_second, device, causal=True),
+            **{
+                f"mfu_{name}": flop_utilization(count, per_second, step.precision, device)
+                for name, count in flops.items()
+            },
             "peak_memory_bytes": peak_memory_bytes(device)[0],
             "step_ms": step_seconds * 1000,
             "first_step_seconds": first_seconds,
             "final_loss": loss,
         }
-
-
-def utilization(config, row: dict, per_second: float, device: torch.device, *, causal: bool) -> float | None:
-    return model_flop_utilization(config, row["seq_len"], row["precision"], per_second, device, causal=causal)
 
 
 def describe(row: dict) -> str:

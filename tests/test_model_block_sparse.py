@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from model import GPT, AttentionConfig, ModelConfig, generate
-from model.attention import attention_density, layer_masks
-from model.config import flops_per_token
+from model.attention import layer_masks
 
 PATTERNS = ["window(20) | sinks(3)", "dense", "strided(2)"]
 
@@ -39,17 +38,6 @@ def test_a_window_in_every_layer_keeps_far_tokens_apart():
     # three layers of nine tokens back
     assert torch.equal(gpt(tokens)[:, 28:], gpt(changed)[:, 28:])
     assert not torch.equal(gpt(tokens)[:, 27], gpt(changed)[:, 27])
-
-
-def test_sparse_layers_count_the_operations_that_they_do():
-    config = AttentionConfig(implementation="reference", patterns=["window(64)", "dense"], block_size=64)
-    # of four rows of blocks, 1 + 2 + 2 + 2 of the 10 causal ones
-    density = attention_density(config, 4, 256, torch.device("cpu"))
-    assert density == pytest.approx((0.7 + 1.0) / 2)
-    gpt2 = ModelConfig(n_layer=4, n_head=2, n_embd=32, vocab_size=97, max_seq_len=256, dropout=0.0)
-    dense = flops_per_token(gpt2, 256, causal=False)
-    sparse = flops_per_token(gpt2, 256, causal=False, density=density)
-    assert dense - sparse == pytest.approx(0.15 * 12 * 4 * 32 * 256, abs=1)
 
 
 def test_generation_with_a_cache_sees_what_training_saw():

@@ -3,7 +3,7 @@ import time
 import pytest
 import torch
 
-from train.throughput import StepTimer, Stopwatch, peak_flops, peak_memory_bytes
+from train.throughput import StepTimer, Stopwatch, flop_utilization, peak_flops, peak_memory_bytes
 
 
 @pytest.mark.parametrize(
@@ -76,3 +76,11 @@ def test_peak_memory_covers_a_large_allocation(device):
     block = torch.ones(64 * 2**20 // 4, device=device)
     allocated, reserved = peak_memory_bytes(device)
     assert reserved >= allocated >= block.numel() * 4
+
+
+def test_an_unknown_card_has_no_utilization_and_a_known_one_its_share(monkeypatch):
+    device = torch.device("cuda")
+    for name, share in (("NVIDIA H200", 0.5), ("NVIDIA B9999", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert flop_utilization(989e6, 0.5e6, "bf16", device) == share
+    assert flop_utilization(1e9, 1e6, "bf16", torch.device("cpu")) is None

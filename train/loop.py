@@ -28,7 +28,7 @@ from train.interruption import Interrupted, Interruption
 from train.optim import build_optimizer, learning_rate
 from train.parallel import gather, shard
 from train.profiler import Profiler
-from train.report import finish_run, open_run, step_metrics
+from train.report import finish_run, open_run, run_flops, step_metrics
 from train.run_lock import lock_run
 from train.saving import CheckpointSaver
 from train.step import autocast_context, forward_backward, update
@@ -114,7 +114,7 @@ def _train(
     validate = partial(evaluate, model, val_data, val_batches, processes, autocast)
     saver = CheckpointSaver(checkpoints, config.checkpoint, processes)
     logger = open_run(config, folder, first_step, processes, weights, train_data) if is_main else None
-    timer = StepTimer(device)
+    timer, flops = StepTimer(device), run_flops(config, train_data.batch(0)[0])
     started = time.perf_counter()
     val_loss = validate()
     if is_main:
@@ -160,7 +160,16 @@ def _train(
             # the first step after a resumption is shown, but the file stays that of a run never stopped
             if is_logged or done == first_step + 1:
                 metrics = step_metrics(
-                    config, processes, done, loss, val_loss, rate, grad_norm, guard.skipped_steps, timer
+                    config,
+                    processes,
+                    done,
+                    loss,
+                    val_loss,
+                    rate,
+                    grad_norm,
+                    guard.skipped_steps,
+                    timer,
+                    flops,
                 )
                 if is_main:
                     logger.progress(metrics, (config.steps - done) * metrics["step_seconds"])
@@ -177,7 +186,7 @@ def _train(
     weights = gather(weights, lambda: build_weights(config, device))
     if is_main:
         with autocast():
-            finish_run(config, folder, weights, val_loss, time.perf_counter() - started, processes)
+            finish_run(config, folder, weights, val_loss, time.perf_counter() - started, processes, flops)
     processes.barrier()
     if not saver.wait():
         raise OSError(f"the checkpoint of the last step, {config.steps}, was not written: see above")

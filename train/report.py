@@ -9,15 +9,16 @@ import torch
 from data.loader import TokenLoader
 from data.tokenizer import load_tokenizer
 from model import GPT
-from model.attention import attention_density
+from model.flops import flops_ledger
 from train.config import Config, write_config
 from train.distributed import Processes
+from train.documents import document_ids
 from train.logger import RunLogger, duration, read_metrics, readable
 from train.plot import draw_loss
 from train.profiler import MEMORY, TRACE
 from train.results import write_result
 from train.sample import sample_text
-from train.throughput import StepTimer, model_flop_utilization, peak_memory_bytes
+from train.throughput import StepTimer, flop_utilization, peak_memory_bytes
 
 
 def open_run(
@@ -50,6 +51,20 @@ def open_run(
     return RunLogger(folder, config.name, steps, first_step, asdict(config), config.wandb)
 
 
+def run_flops(config: Config, text: torch.Tensor) -> dict[str, float]:
+    """model.flops.flops_ledger of a run; the documents are those of this text, (B, T) int64."""
+    documents = None
+    if config.separate_documents:
+        documents = document_ids(text, load_tokenizer(config.data.tokenizer).end_of_text)
+    return flops_ledger(
+        config.model,
+        config.attention,
+        config.seq_len,
+        recompute=config.recompute,
+        document_ids=documents,
+    )
+
+
 def step_metrics(
     config: Config,
     processes: Processes,
@@ -60,8 +75,12 @@ def step_metrics(
     grad_norm: torch.Tensor,
     skipped_steps: int,
     timer: StepTimer,
+    flops: dict[str, float],
 ) -> dict:
-    """The metrics after `done` steps; times are means over the steps since the last call."""
+    """The metrics after `done` steps; times are means over the steps since the last call.
+
+    flops: what run_flops gave.
+    """
     seconds = timer.seconds()
     tokens_per_second = config.tokens_per_step / seconds["step_seconds"]
     per_gpu = tokens_per_second / processes.world_size
@@ -77,7 +96,7 @@ def step_metrics(
         "tokens_per_second": tokens_per_second,
         "tokens_per_second_per_gpu": per_gpu,
         **seconds,
-        "mfu": _mfu(config, processes, per_gpu, causal=False),
+        "mfu": flop_utilization(flops["kept"], per_gpu, config.precision, processes.device),
         "peak_memory_allocated_bytes": allocated,
         "peak_memory_reserved_bytes": reserved,
     }
@@ -90,13 +109,18 @@ def finish_run(
     val_loss: float,
     seconds: float,
     processes: Processes,
+    flops: dict[str, float],
 ) -> None:
     """Draws the loss curve, writes a sample and a summary, and says where everything lies."""
     draw_loss({config.name: folder / "metrics.jsonl"}, folder / "loss.png", config.name)
-    write_result(
-        folder / "summary.json", [_summary(config, folder, val_loss, processes)], processes.world_size
-    )
+    summary = _summary(config, folder, val_loss, processes, flops)
+    write_result(folder / "summary.json", [summary], processes.world_size)
     print(f"\nvalidation loss {val_loss:.4f} after {config.steps} steps; {duration(seconds)} for this run")
+    if summary["mfu_palm"] is not None:
+        print(
+            f"MFU {summary['mfu_palm']:.1%} (PaLM, nanoGPT), {summary['mfu_causal']:.1%} (causal), "
+            f"{summary['mfu_mask']:.1%} (exact mask); {summary['mfu_executed']:.1%} executed"
+        )
     if config.sample.tokens:
         sample = sample_text(weights, load_tokenizer(config.data.tokenizer), config.sample, config.seed)
         (folder / "sample.txt").write_text(sample + "\n")
@@ -115,7 +139,9 @@ def finish_run(
     print(f"{'more text':<12} python -m scripts.sample run={folder} 'prompt=...'", flush=True)
 
 
-def _summary(config: Config, folder: Path, val_loss: float, processes: Processes) -> dict:
+def _summary(
+    config: Config, folder: Path, val_loss: float, processes: Processes, flops: dict[str, float]
+) -> dict:
     """One row of a training result; speeds are medians, without the first step and its compilation."""
     steps = [m for m in read_metrics(folder / "metrics.jsonl") if m.get("train_loss") is not None]
     windows = steps[1:] or steps
@@ -129,21 +155,15 @@ def _summary(config: Config, folder: Path, val_loss: float, processes: Processes
         "n_gpus": processes.world_size,
         "tokens": config.steps * config.tokens_per_step,
         "tokens_per_second": per_second,
-        "mfu_palm": _mfu(config, processes, per_gpu, causal=False),
-        "mfu_causal": _mfu(config, processes, per_gpu, causal=True),
+        **{
+            f"mfu_{name}": flop_utilization(count, per_gpu, config.precision, processes.device)
+            for name, count in flops.items()
+        },
         "peak_memory_bytes": steps[-1]["peak_memory_allocated_bytes"],
         "step_ms": median(m["step_seconds"] for m in windows) * 1000,
         "data_ms": median(m["data_seconds"] for m in windows) * 1000,
         "final_loss": val_loss,
     }
-
-
-def _mfu(config: Config, processes: Processes, per_gpu: float, *, causal: bool) -> float | None:
-    model, seq_len, device = config.model, config.seq_len, processes.device
-    density = attention_density(config.attention, model.n_layer, seq_len, device)
-    return model_flop_utilization(
-        model, seq_len, config.precision, per_gpu, device, causal=causal, density=density
-    )
 
 
 def device_name(device: torch.device) -> str:

@@ -5,9 +5,6 @@ import time
 
 import torch
 
-from model import ModelConfig
-from model.config import flops_per_token
-
 # dense matrix products without sparsity, FLOP/s, from the makers' datasheets
 PEAK_FLOPS = {
     "H200": {"bf16": 989e12, "fp16": 989e12, "fp32": 494e12},
@@ -39,25 +36,12 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     return None
 
 
-def model_flop_utilization(
-    model: ModelConfig,
-    seq_len: int,
-    precision: str,
-    tokens_per_second_per_gpu: float,
-    device: torch.device,
-    *,
-    causal: bool,
-    density: float = 1.0,
+def flop_utilization(
+    flops_per_token: float, tokens_per_second_per_gpu: float, precision: str, device: torch.device
 ) -> float | None:
-    """The share of the card's peak that the model's own FLOPs take; None for a card of unknown peak.
-
-    causal, density: see model.config.flops_per_token; metrics use causal=False, as PaLM and nanoGPT do.
-    """
+    """The share of the card's peak that these FLOPs take; None for a card of unknown peak."""
     peak = peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
-    if peak is None:
-        return None
-    flops = flops_per_token(model, seq_len, causal=causal, density=density)
-    return tokens_per_second_per_gpu * flops / peak
+    return None if peak is None else tokens_per_second_per_gpu * flops_per_token / peak
 
 
 class Stopwatch:

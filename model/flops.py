@@ -1,0 +1,107 @@
+"""The ledger of floating-point operations: what a training token costs, by each convention in use."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.bit_tiles import unpack
+from kernels.block_mask import BlockMask
+from model.attention import AttentionConfig, layer_masks
+from model.config import ModelConfig, flops_per_token, layer_matrices
+
+# queries and keys of the tiles that causal kernels compute whole at the diagonal, about
+TILE = 128
+# of the products with D columns a visible pair takes part in: q k and p v forward; dv, dp, dq, dk backward
+USEFUL_PRODUCTS = 6
+# those that run: flash attention makes the scores again; plain PyTorch has stored them
+BACKWARD_PRODUCTS = {"flash": 5, "sdpa": 5, "reference": 4}
+
+# of the blocks of a mask, when their pairs are counted one by one
+BLOCKS_AT_ONCE = 256
+
+
+def flops_ledger(
+    model: ModelConfig,
+    attention: AttentionConfig,
+    seq_len: int,
+    *,
+    recompute: str = "none",
+    document_ids: Tensor | None = None,
+) -> dict[str, float]:
+    """FLOPs of one training token, forward and backward, by convention.
+
+    palm: 6 N + 12 L H D T, every pair of tokens (PaLM, arXiv:2204.02311; nanoGPT). causal: half of the pairs
+    (llm.c, Megatron-LM). mask: exactly the pairs that the layers' masks and documents leave. kept: palm, with
+    the share of its pairs that they leave of the causal ones. executed: the matrix products that run, with
+    whole tiles, the padded vocabulary, scores made again and the layers of recompute=full.
+    document_ids: (B, T) int32 on the CPU, of the sequences counted; None: one document each.
+    """
+    masks = [None] * model.n_layer
+    if attention.sparse:
+        masks = layer_masks(attention, model.n_layer, seq_len, torch.device("cpu"))
+    width = model.n_head * model.head_dim
+    layers = model.n_layer * sum(rows * columns for rows, columns in layer_matrices(model).values())
+    head = model.padded_vocab_size * model.n_embd
+    visible = computed = 0.0
+    for mask in set(masks):
+        count = masks.count(mask)
+        visible += count * visible_pairs(seq_len, mask, document_ids) / seq_len
+        whole = attention.implementation == "reference"
+        pairs = seq_len**2 if whole else computed_pairs(seq_len, mask, document_ids)
+        computed += count * pairs / seq_len
+    products = 2 + BACKWARD_PRODUCTS[attention.implementation]
+    executed = 6 * (layers + head)
+    if recompute == "full":
+        products += 2
+        # the layer's last product is not needed again
+        executed += 2 * (layers - model.n_layer * model.mlp_width * model.n_embd)
+    plain, palm = (flops_per_token(model, length, causal=False) for length in (0, seq_len))
+    return {
+        "palm": palm,
+        "causal": flops_per_token(model, seq_len, causal=True),
+        "mask": plain + 2 * USEFUL_PRODUCTS * width * visible,
+        "kept": plain + (palm - plain) * visible / (model.n_layer * (seq_len + 1) / 2),
+        "executed": executed + 2 * products * width * computed,
+    }
+
+
+def visible_pairs(seq_len: int, mask: BlockMask | None, document_ids: Tensor | None = None) -> float:
+    """Pairs of a query and a key that it sees, of one sequence and head, the mean over them."""
+    if document_ids is None:
+        if mask is None:
+            return seq_len * (seq_len + 1) / 2
+        kept = torch.tensor([word.bit_count() for word in (mask.bits.long() & 0xFFFFFFFF).flatten().tolist()])
+        return int(kept.view(len(mask.bits), -1).sum(1)[mask.tiles.cpu()].sum()) / (
+            mask.n_batch * mask.n_head
+        )
+    starts = _document_starts(document_ids)  # (B, T)
+    if mask is None:
+        return (torch.arange(1, seq_len + 1) - starts).sum().item() / len(document_ids)
+    # a mask of the configuration is one for all sequences
+    _, row, column = mask.coordinates()
+    lane = torch.arange(mask.block_size)
+    starts = F.pad(starts, (0, mask.n_rows * mask.block_size - seq_len))
+    total = 0
+    for blocks in torch.arange(len(mask.keys)).split(BLOCKS_AT_ONCE):
+        seen = unpack(mask.bits[mask.tiles[blocks]])  # (n, block_size, block_size)
+        query, key = row[blocks, None] * mask.block_size + lane, column[blocks, None] * mask.block_size + lane
+        inside = key[:, None] >= starts[:, query][..., None]  # (B, n, block_size, block_size)
+        total += (seen & inside).sum().item()
+    return total / (mask.n_head * len(document_ids))
+
+
+def computed_pairs(seq_len: int, mask: BlockMask | None, document_ids: Tensor | None = None) -> float:
+    """The same with every tile that holds a visible pair counted whole: those of the mask, else of TILE."""
+    if mask is not None:
+        return len(mask.keys) / (mask.n_batch * mask.n_head) * mask.block_size**2
+    last = torch.arange(-(-seq_len // TILE))
+    first = torch.zeros_like(last)[None]
+    if document_ids is not None:
+        first = _document_starts(document_ids)[:, ::TILE] // TILE
+    return (last + 1 - first).sum().item() / len(first) * TILE**2
+
+
+def _document_starts(document_ids: Tensor) -> Tensor:
+    """Where the document of each token begins, (B, T) int64."""
+    ids = document_ids.contiguous()
+    return torch.searchsorted(ids, ids)

@@ -1,0 +1,99 @@
+"""model/flops.py: the conventions against counting by brute force."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from kernels import block_masks
+from model import GPT, AttentionConfig, ModelConfig
+from model.attention import layer_masks
+from model.flops import TILE, computed_pairs, flops_ledger, visible_pairs
+
+T = 300
+PATTERNS = ("window(70)", "window(33) | sinks(5)", "strided(2)", "power_of_two_strided()")
+
+
+def model_config(**changes) -> ModelConfig:
+    values = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 250, "max_seq_len": T, "dropout": 0.0}
+    return ModelConfig(**{**values, **changes})
+
+
+def document_ids(*lengths: list[int]) -> torch.Tensor:
+    rows = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths]
+    return torch.stack(rows).int()
+
+
+DOCUMENTS = document_ids([100, 1, 99, 100], [300], [7, 293])
+
+
+def brute_force(pattern: str | None, documents: torch.Tensor | None) -> torch.Tensor:
+    """(B, T, T) bool: which key each query sees."""
+    visible = torch.ones(T, T, dtype=torch.bool).tril()[None]
+    if pattern:
+        visible = visible & block_masks.parse(pattern, T, block_size=64).to_dense()[:, 0]
+    if documents is not None:
+        visible = visible & (documents[:, :, None] == documents[:, None])
+    return visible
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one-document", "documents"])
+@pytest.mark.parametrize("pattern", [None, *PATTERNS])
+def test_visible_pairs_are_those_that_brute_force_counts(pattern, documents):
+    mask = block_masks.parse(pattern, T, block_size=64) if pattern else None
+    expected = brute_force(pattern, documents).float().sum((1, 2)).mean().item()
+    assert visible_pairs(T, mask, documents) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("pattern", [None, *PATTERNS])
+def test_computed_pairs_are_those_of_tiles_that_hold_a_visible_one(pattern):
+    mask = block_masks.parse(pattern, T, block_size=64) if pattern else None
+    tile = 64 if pattern else TILE
+    padded = torch.nn.functional.pad(brute_force(pattern, None)[0], (0, -T % tile, 0, -T % tile))
+    tiles = padded.unflatten(0, (-1, tile)).unflatten(2, (-1, tile)).any(3).any(1)
+    assert computed_pairs(T, mask) == tiles.sum().item() * tile**2
+
+
+def test_computed_pairs_leave_out_the_tiles_before_a_document():
+    documents = document_ids([128, 172], [300])
+    # tiles 0 | 1, 12 and then 0, 01, 012
+    assert computed_pairs(T, None, documents) == (4 + 6) / 2 * TILE**2
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+def test_executed_flops_are_those_that_torch_counts(shape, recompute):
+    llama = {"n_kv_head": 1, "mlp_width": 96, "norm": "rms", "mlp": "swiglu", "bias": "none"}
+    config = model_config(**(llama if shape == "llama" else {}))
+    attention = AttentionConfig(implementation="reference")
+    gpt = GPT(config, attention, recompute=recompute)
+    tokens = torch.randint(250, (2, T))
+    with FlopCounterMode(display=False) as counter:
+        gpt(tokens, tokens).backward()
+    ledger = flops_ledger(config, attention, T, recompute=recompute)
+    assert counter.get_total_flops() / (2 * T) == ledger["executed"]
+
+
+def test_the_conventions_stand_side_by_side():
+    config = model_config(n_layer=12, n_head=12, n_embd=768, vocab_size=50257, max_seq_len=1024)
+    ledger = flops_ledger(config, AttentionConfig(implementation="flash"), 1024)
+    n = 124_439_808 - 1024 * 768
+    assert ledger["palm"] == 6 * n + 12 * 12 * 768 * 1024
+    assert ledger["causal"] == 6 * n + 6 * 12 * 768 * 1024
+    # a query sees itself too
+    assert ledger["mask"] == 6 * n + 6 * 12 * 768 * 1025
+    assert ledger["causal"] < ledger["mask"] < ledger["executed"] < ledger["palm"]
+
+
+def test_a_window_costs_less_and_recomputation_executes_more():
+    config = model_config(n_layer=4)
+    dense = flops_ledger(config, AttentionConfig(implementation="flash"), T)
+    attention = AttentionConfig(implementation="flash", patterns=["window(70)", "dense"], block_size=64)
+    window = flops_ledger(config, attention, T)
+    assert window["palm"] == dense["palm"]
+    masks = layer_masks(attention, 4, T, torch.device("cpu"))
+    saved = dense["mask"] - window["mask"]
+    missing = 2 * (visible_pairs(T, None) - visible_pairs(T, masks[0])) / T
+    assert saved == pytest.approx(12 * 64 * missing)
+    again = flops_ledger(config, attention, T, recompute="full")
+    assert again["mask"] == window["mask"]
+    assert window["executed"] < again["executed"] < 4 / 3 * window["executed"]

@@ -2,19 +2,23 @@ import gzip
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo.testing
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
+import train.loop
 from scripts import sample
 from train.config import parse
 from train.logger import read_metrics
-from train.loop import train
+from train.report import step_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 METRICS = {
@@ -46,7 +50,7 @@ def corpus(tmp_path, monkeypatch):
 
 def run(*overrides: str) -> float:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return train(parse(compose("config", [*SMALL, *overrides])))
+        return train.loop.train(parse(compose("config", [*SMALL, *overrides])))
 
 
 def losses(name: str = "test") -> list[float]:
@@ -207,6 +211,46 @@ def test_two_processes_give_the_loss_curve_of_one(corpus):
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert "2 processes x 1 micro-batches" in output
+    assert losses("two") == pytest.approx(losses("one"), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [],
+        ["recompute=selective"],
+        ["attention=reference", "+attention.patterns=['window(16)',dense]", "separate_documents=true"],
+    ],
+    ids=["plain", "recompute", "documents"],
+)
+def test_nothing_is_compiled_after_the_first_step_nor_with_evaluations_in_between(corpus, monkeypatch, given):
+    torch._dynamo.reset()
+    # what is guarded and traced anew does not depend on the compiler behind it
+    counter = torch._dynamo.testing.CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    compiled = []
+
+    def watched(*arguments):
+        compiled.append(counter.frame_count)
+        return step_metrics(*arguments)
+
+    monkeypatch.setattr(train.loop, "step_metrics", watched)
+    run("compile=true", *given)
+    assert len(compiled) == 12
+    assert compiled[0] == compiled[-1] > 0
+
+
+def test_two_nodes_by_two_torchruns_give_the_loss_curve_of_one_process(corpus):
+    run("name=one")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=test", "--nnodes=2")
+    launcher = ("-m", "torch.distributed.run", *rendezvous, "--nproc-per-node=1")
+    nodes = [start(*SMALL, "name=two", "distributed=fsdp", launcher=launcher) for _ in range(2)]
+    outputs = [node.communicate(timeout=120) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert sum("2 processes x 1 micro-batches" in output for output, _ in outputs) == 1
     assert losses("two") == pytest.approx(losses("one"), abs=1e-5)
 
 

@@ -10,13 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.cross_entropy import linear_cross_entropy
+from kernels.cross_entropy import CHUNK, linear_cross_entropy
 from model.attention import AttentionConfig, SelfAttention, layer_masks
 from model.cache import LayerCache
 from model.config import ModelConfig
 from model.recompute import RECOMPUTE, recomputed
 from model.ring_attention import Ring
 from model.rope import rotation
+
+# rows of logits that the fused loss holds at a time
+LOGIT_ROWS = CHUNK
 
 
 class MLP(nn.Module):

@@ -22,11 +22,16 @@ def argument(default, meaning: str):
 
 
 def run_script(
-    main: Callable[[Arguments], None], arguments: type[Arguments], description: str, words: str | None = None
+    main: Callable[[Arguments], None],
+    arguments: type[Arguments],
+    description: str,
+    words: str | None = None,
+    others: str | None = None,
 ) -> None:
     """Calls main with the command line's arguments; --help prints them; a ValueError is told in one line.
 
-    words: the argument, a list, that gathers what is given without a key.
+    words: the argument, a list, that gathers what is given without a key; others: one that gathers key=value
+    of keys that are no argument, as python -m train takes them.
     """
     if any(word in ("-h", "--help") for word in sys.argv[1:]):
         print(f"{description.strip()}\n\narguments, as key=value:")
@@ -39,7 +44,14 @@ def run_script(
         bare = [word for word in sys.argv[1:] if "=" not in word]
         if bare and words is None:
             raise ValueError(f"arguments are key=value, got {bare[0]!r}: --help lists them")
-        given = OmegaConf.from_cli([word for word in sys.argv[1:] if "=" in word])
+        own = [word for word in sys.argv[1:] if "=" in word]
+        foreign = []
+        if others:
+            names = [item.name for item in fields(arguments)]
+            foreign = [word for word in own if word.split("=")[0] not in names]
+        given = OmegaConf.from_cli([word for word in own if word not in foreign])
+        if foreign:
+            given[others] = foreign
         if bare:
             given[words] = bare
         main(OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(arguments), given)))

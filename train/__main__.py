@@ -1,7 +1,7 @@
 """python -m train seq_len=8192 model=gpt2_medium …: composes conf/ with these overrides and trains.
 
-Exit codes: 0 finished; 2 refused, or numbers that are not finite; 75 stopped by a signal, with everything
-saved (train/interruption.py); 70 a process hangs (train/watchdog.py).
+Exit codes: 0 finished; 2 refused, out of memory, or numbers that are not finite; 75 stopped by a signal, with
+everything saved (train/interruption.py); 70 a process hangs (train/watchdog.py).
 """
 
 import logging
@@ -31,7 +31,7 @@ def main(cfg: DictConfig) -> None:
         if rank == 0:
             print(f"{interrupted} (exit code {EXIT_INTERRUPTED})", file=sys.stderr, flush=True)
         _end(EXIT_INTERRUPTED)
-    except (ValueError, FloatingPointError, OSError) as error:
+    except (ValueError, FloatingPointError, MemoryError, OSError) as error:
         if "HYDRA_FULL_ERROR" in os.environ:
             raise
         # every process finds the same mistake in the configuration; other errors have a rank of their own

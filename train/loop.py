@@ -26,6 +26,7 @@ from train.distributed import Processes, join_processes
 from train.evaluate import evaluate
 from train.interruption import Interrupted, Interruption
 from train.optim import build_optimizer, learning_rate
+from train.out_of_memory import end_out_of_memory
 from train.parallel import gather, shard
 from train.profiler import Profiler
 from train.report import finish_run, open_run, run_flops, step_metrics
@@ -42,7 +43,8 @@ def train(config: Config) -> float:
 
     Raises ValueError for what this machine, the text or an earlier run of that name rule out, before any
     long work; FloatingPointError for a loss or gradients that are not finite, before they reach the
-    weights; Interrupted after SIGTERM or SIGINT, when the state is saved.
+    weights; MemoryError for a step that does not fit into the GPU, with one that does; Interrupted after
+    SIGTERM or SIGINT, when the state is saved.
     """
     check_machine(config)
     folder = Path("runs") / config.name
@@ -61,6 +63,8 @@ def train(config: Config) -> float:
             while True:
                 try:
                     return _train(config, processes, interruption, folder, text, resume, left_out)
+                except torch.OutOfMemoryError:
+                    end_out_of_memory(config, processes)
                 except RollBack as spike:
                     left_out = [*left_out, spike.batch]
                     if processes.is_main:

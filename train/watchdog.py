@@ -13,6 +13,8 @@ from train.distributed import Processes
 EXIT_HANGS = 70
 # beats in the time after which a process counts as hanging
 BEATS = 10
+# and the longest time between two: so soon a process hears that another one cannot go on
+LONGEST_BEAT_SECONDS = 5.0
 VERDICT = "watchdog/verdict"
 
 
@@ -55,7 +57,7 @@ class Watchdog:
         # when this process last saw another beat, and another mark, of each rank
         beat_at, mark_at = ({rank: time.monotonic() for rank in watched} for _ in range(2))
         beat = 0
-        while not self._done.wait(self._seconds / BEATS):
+        while not self._done.wait(min(LONGEST_BEAT_SECONDS, self._seconds / BEATS)):
             beat += 1
             try:
                 self._tell(beat)

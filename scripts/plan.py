@@ -1,0 +1,166 @@
+"""Predicts memory and speed of a training run, and the largest micro-batch that fits, before it is launched:
+
+    python -m scripts.plan model=gpt2_xl seq_len=4096 recompute=full
+
+takes what python -m train takes; gpu= and memory_gib= where there is no GPU. The rates of another card are
+fitted to a short probe, and predictions are set beside measured rows, by
+
+    python -m scripts.benchmark_training 'models=[gpt2,gpt2_medium]' 'seq_lens=[1024,8192]' out=probe.json
+    python -m scripts.plan 'probe=[probe.json]' model=gpt2_xl
+    python -m scripts.plan 'compare=[training.json]' out=plan.json
+"""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+
+from model.gpt import LOGIT_ROWS
+from model.recompute import RECOMPUTE
+from scripts.arguments import argument, run_script
+from train.config import Config, parse
+from train.logger import readable
+from train.memory import USABLE, largest_microbatch, peak_bytes
+from train.results import write_result
+from train.speed import RATES, Rates, fit_rates, step_seconds
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+
+
+@dataclass
+class Arguments:
+    processes: int = argument(1, "GPUs")
+    gpu: str = argument("", "whose rates to use; empty for this machine's")
+    memory_gib: float = argument(0.0, "memory of a GPU; 0 for this machine's")
+    probe: list[str] = argument([], "result files of benchmark_training, to fit the rates to")
+    probe_bandwidth: float = argument(3.3e12, "bytes/s of large tensors, with probe: 0.7 of the nominal")
+    compare: list[str] = argument([], "result files, to set predictions beside their rows")
+    chunk: int = argument(
+        LOGIT_ROWS, "rows of logits that the fused loss held at a time when these were measured"
+    )
+    out: str = argument("", "JSON file for the comparison; empty for none")
+    train: list[str] = argument([], "KEY=VALUE of python -m train, given one by one")
+
+
+def main(arguments: Arguments) -> None:
+    rates = choose_rates(arguments)
+    print(rates)
+    if arguments.compare:
+        rows = [compare(row, config, rates, arguments.chunk) for row, config in measured(arguments.compare)]
+        for row in rows:
+            print(describe(row))
+        worst = {key: max(abs(row[f"{key}_error"]) for row in rows) for key in ("memory", "speed")}
+        print(f"{len(rows)} rows; largest errors: memory {worst['memory']:.1%}, speed {worst['speed']:.1%}")
+        if arguments.out:
+            write_result(Path(arguments.out), [{"rates": asdict(rates), **row} for row in rows])
+        return
+    plan(composed(arguments.train), rates, card_memory(arguments), arguments.processes)
+
+
+def plan(config: Config, rates: Rates, memory: int, processes: int) -> None:
+    """Prints the given configuration, and the largest micro-batch that fits by kind of recomputation."""
+    config.accumulation(processes)
+    print(f"{config.name} on {processes} GPUs of {memory / 2**30:.1f} GiB, {USABLE:.0%} of it for tensors:")
+    fits = peak_bytes(config, processes) <= USABLE * memory
+    print(line(config, rates, processes, "as given" if fits else "as given: does not fit"))
+    for kind in RECOMPUTE:
+        largest = largest_microbatch(replace(config, recompute=kind), memory, processes)
+        if largest is None:
+            print(f"recompute={kind:<10} not even one sequence fits")
+        else:
+            print(line(largest, rates, processes, "the largest that fits"))
+
+
+def line(config: Config, rates: Rates, processes: int, remark: str) -> str:
+    seconds, gib = step_seconds(config, rates, processes), peak_bytes(config, processes) / 2**30
+    return (
+        f"recompute={config.recompute:<10} tokens_per_microbatch={config.tokens_per_microbatch:<8} "
+        f"{gib:6.1f} GiB  {readable(config.tokens_per_step / seconds)} tokens/s  {seconds:.3f} s a step  "
+        f"{remark}"
+    )
+
+
+def choose_rates(arguments: Arguments) -> Rates:
+    if arguments.probe:
+        rows = measured(arguments.probe)
+        configs, seconds = [config for _, config in rows], [row["step_ms"] / 1000 for row, _ in rows]
+        return fit_rates(configs, seconds, arguments.probe_bandwidth)
+    name = arguments.gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else "")
+    for card, rates in RATES.items():
+        if card in name.split():
+            return rates
+    raise ValueError(
+        f"gpu={name!r} has no rates, {', '.join(RATES)} has: name it, or give probe=[FILE] (--help shows how)"
+    )
+
+
+def card_memory(arguments: Arguments) -> int:
+    if arguments.memory_gib:
+        return int(arguments.memory_gib * 2**30)
+    if not torch.cuda.is_available():
+        raise ValueError("memory_gib=0, but torch sees no GPU to ask: give memory_gib=139.8 for an H200")
+    return torch.cuda.get_device_properties(0).total_memory
+
+
+def measured(files: list[str]) -> list[tuple[dict, Config]]:
+    """The rows of benchmark_training that the plan knows, compiled with flash, and their configurations."""
+    found = []
+    for file in files:
+        for row in json.loads(Path(file).read_text())["rows"]:
+            if not row["compile"] or row["implementation"] != "flash" or row["tokens_per_second"] is None:
+                continue
+            # older rows were made before there was recomputation
+            recompute = row.get("recompute", "none")
+            given = [
+                f"{key}={row[key]}"
+                for key in (
+                    "model",
+                    "seq_len",
+                    "tokens_per_step",
+                    "precision",
+                    "fused_loss",
+                    "low_precision_residual",
+                )
+            ]
+            given += [f"tokens_per_microbatch={row['batch'] * row['seq_len']}", f"recompute={recompute}"]
+            found.append(({**row, "source": Path(file).name}, composed(given)))
+    return found
+
+
+def compare(row: dict, config: Config, rates: Rates, chunk: int) -> dict:
+    memory, seconds = peak_bytes(config, chunk=chunk), step_seconds(config, rates)
+    keys = ("model", "seq_len", "batch", "tokens_per_step", "fused_loss", "low_precision_residual")
+    return {
+        **{key: row[key] for key in keys},
+        "recompute": config.recompute,
+        "source": row["source"],
+        "peak_memory_bytes": row["peak_memory_bytes"],
+        "predicted_peak_memory_bytes": memory,
+        "memory_error": memory / row["peak_memory_bytes"] - 1,
+        "step_ms": row["step_ms"],
+        "predicted_step_ms": seconds * 1000,
+        "speed_error": row["step_ms"] / 1000 / seconds - 1,
+    }
+
+
+def describe(row: dict) -> str:
+    return (
+        f"{row['model']:<11} T {row['seq_len']:<6} B {row['batch']:<3} recompute {row['recompute']:<9} "
+        f"fused_loss {row['fused_loss']!s:<5} {row['peak_memory_bytes'] / 2**30:6.1f} GiB "
+        f"({row['memory_error']:+.1%})  {row['step_ms']:7.1f} ms (speed {row['speed_error']:+.1%})"
+    )
+
+
+def composed(overrides: list[str]) -> Config:
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            return parse(compose("config", overrides))
+    except HydraException as error:
+        raise ValueError(str(error)) from error
+
+
+if __name__ == "__main__":
+    run_script(main, Arguments, __doc__, others="train")

@@ -1,0 +1,139 @@
+"""train/memory.py and train/speed.py against what was measured, and train/out_of_memory.py."""
+
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import faults
+import pytest
+import torch
+from test_config import composed
+
+import model.gpt
+from model import GPT, AttentionConfig
+from scripts.plan import Arguments, choose_rates, compare, measured
+from train.config import parse
+from train.memory import count_weights, largest_microbatch, microbatches, peak_bytes
+from train.out_of_memory import EXIT_OUT_OF_MEMORY, way_out
+from train.speed import RATES, fit_rates, step_seconds
+
+H200 = 150_123_077_632
+RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results" / "h200"
+FILES = [str(RESULTS / f"training_{name}.json") for name in ("ladder", "lengths", "350m", "1558m")]
+
+
+def config(*overrides: str):
+    return parse(composed(*overrides))
+
+
+def rows():
+    # before the fused loss held 11,264 rows at a time
+    return [compare(row, config, RATES["H200"], 16384) for row, config in measured(FILES)]
+
+
+def test_memory_is_predicted_within_five_percent_of_every_measured_row():
+    assert len(rows()) >= 7
+    assert max(abs(row["memory_error"]) for row in rows()) < 0.05
+
+
+def test_speed_is_predicted_within_ten_percent_of_every_measured_row():
+    assert max(abs(row["speed_error"]) for row in rows()) < 0.10
+
+
+def test_a_probe_of_small_models_predicts_a_large_one():
+    known = [(row, config) for row, config in measured(FILES) if row["model"] != "gpt2_xl"]
+    rates = fit_rates([config for _, config in known], [row["step_ms"] / 1000 for row, _ in known], 3.3e12)
+    [(row, large)] = [found for found in measured(FILES) if found[0]["model"] == "gpt2_xl"]
+    assert step_seconds(large, rates) == pytest.approx(row["step_ms"] / 1000, rel=0.1)
+
+
+def test_a_probe_that_cannot_tell_the_rates_apart_is_refused():
+    with pytest.raises(ValueError, match="the probe must hold at least two lengths and two models"):
+        fit_rates([config()] * 3, [0.1, 0.1, 0.1], 3.3e12)
+    with pytest.raises(ValueError, match="gpu='A100' has no rates, H200 has: name it, or give probe="):
+        choose_rates(Arguments(gpu="A100"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tied_head": False, "mlp_width": 100}, {"rotary": {"base": 1e4}, "norm": "rms", "bias": "none"}],
+)
+def test_weights_are_counted_as_the_model_has_them(changes):
+    shape = replace(config().model, n_layer=2, n_embd=96, vocab_size=1000, **changes)
+    gpt = GPT(shape, AttentionConfig(implementation="sdpa"))
+    assert count_weights(shape) == sum(p.numel() for p in gpt.parameters())
+
+
+def test_recomputation_fsdp_and_smaller_micro_batches_take_less():
+    xl = config("model=gpt2_xl", "tokens_per_microbatch=16384", "tokens_per_step=524288")
+    kinds = ("none", "selective", "full")
+    none, selective, full = (peak_bytes(replace(xl, recompute=kind)) for kind in kinds)
+    assert full < selective < none
+    assert peak_bytes(replace(xl, tokens_per_microbatch=8192)) < none
+    assert peak_bytes(replace(xl, distributed="fsdp"), 4) < none
+    wide = replace(xl, tokens_per_microbatch=65536)
+    assert peak_bytes(wide) < peak_bytes(replace(wide, fused_loss=False))
+
+
+def test_the_largest_micro_batch_fits_divides_the_step_and_is_the_largest():
+    xl = config("model=gpt2_xl", "tokens_per_step=393216", "tokens_per_microbatch=1024")
+    found = largest_microbatch(xl, H200)
+    assert 393216 % found.tokens_per_microbatch == 0
+    assert peak_bytes(found) < 0.95 * H200
+    larger = [tokens for tokens in microbatches(xl) if tokens > found.tokens_per_microbatch]
+    assert peak_bytes(replace(xl, tokens_per_microbatch=larger[-1])) > 0.94 * H200
+    assert largest_microbatch(xl, 16 * 2**30) is None
+
+
+def test_what_is_not_compiled_is_not_predicted():
+    with pytest.raises(ValueError, match="predicted for compile=true and attention.implementation=flash"):
+        peak_bytes(config("compile=false"))
+
+
+def test_the_way_out_of_too_large_a_step_names_what_fits():
+    big = config("model=gpt2_xl", "tokens_per_step=524288", "tokens_per_microbatch=131072")
+    message = way_out(big, H200, 1)
+    assert "tokens_per_microbatch=131072 with recompute=none does not fit" in message
+    assert "use recompute=none tokens_per_microbatch=32768 (predicted" in message
+    assert "or recompute=full tokens_per_microbatch=131072 (predicted" in message
+    # a prediction that was too low is not repeated
+    small = config("tokens_per_microbatch=32768")
+    assert "recompute=none tokens_per_microbatch=16384" in way_out(small, H200, 1)
+    assert "nor does one sequence: use recompute=full, distributed=fsdp" in way_out(big, 16 * 2**30, 1)
+    assert "use tokens_per_microbatch=16384;" in way_out(replace(small, compile=False), H200, 1)
+
+
+def out_of_memory(rank: int, who: int) -> None:
+    """One rank's GPU is too small for the third micro-batch."""
+    forward = model.gpt.GPT.forward
+    calls = []
+
+    def limited(self, tokens, targets=None, *more, **options):
+        calls.append(targets)
+        if rank == who and len(calls) > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, tokens, targets, *more, **options)
+
+    model.gpt.GPT.forward = limited
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_out_of_memory_on_one_rank_ends_all_with_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    faults.write_corpus(tmp_path)
+    expected = "tokens_per_microbatch=128 with recompute=none does not fit. For the same steps in less"
+    try:
+        alone = faults.Attempt(faults.small_config("alone", 20), 1, partial(out_of_memory, who=0))
+        alone.wait()
+        assert (
+            f"MemoryError: out of memory on rank 0: {expected} memory use tokens_per_microbatch=64;"
+            in alone.log()
+        )
+        two = faults.Attempt(faults.small_config("two", 20), 2, partial(out_of_memory, who=1))
+        codes = two.wait(30)
+        assert codes[1] == EXIT_OUT_OF_MEMORY
+        assert codes[0] not in (0, None)
+        assert f"error: out of memory on rank 1: {expected}" in two.log(1)
+    finally:
+        faults.Attempt.kill_all()

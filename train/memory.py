@@ -1,0 +1,120 @@
+"""How much memory a training step takes, before it is launched, and which micro-batch fits.
+
+The sum of what is alive at the moments that can be a step's peak: the loss, the start and the end of the
+backward pass, the update. Its terms follow from what a compiled model keeps; docs/training_speed.md compares
+them with measurements.
+"""
+
+from dataclasses import replace
+
+from model.config import ModelConfig, flops_per_token, layer_matrices
+from model.gpt import LOGIT_ROWS
+from train.config import Config
+
+# of a card's memory: the rest is the context, libraries' workspaces and what fragmentation leaves unused
+USABLE = 0.94
+
+
+def peak_bytes(config: Config, world_size: int = 1, chunk: int = LOGIT_ROWS) -> int:
+    """The peak of allocated memory of each process, in bytes; chunk: rows of logits of the fused loss.
+
+    Raises ValueError for models that are not compiled, whose memory has other rules.
+    """
+    if not config.compile or config.attention.implementation != "flash":
+        raise ValueError(
+            "memory is predicted for compile=true and attention.implementation=flash, got "
+            f"compile={str(config.compile).lower()} and {config.attention.implementation}"
+        )
+    model, n = config.model, config.tokens_per_microbatch
+    small = 4 if config.precision == "fp32" else 2
+    stream = small if config.low_precision_residual else 4
+    channels, layers = model.n_embd, model.n_layer
+    matrices = sum(rows * columns for rows, columns in layer_matrices(model).values())  # of one layer
+    table = model.padded_vocab_size * channels
+    n_weights = count_weights(model)
+
+    is_sharded = config.distributed == "fsdp" and world_size > 1
+    shards = (config.shard_processes or world_size) if is_sharded else 1
+    moments = 8 * n_weights - (4 * layers * matrices if config.optim.algorithm == "muon" else 0)
+    persistent = (4 * n_weights + moments) / shards
+    gradients = 4 * n_weights / shards
+    accumulates = config.accumulation(world_size) > 1
+    # under FSDP those of all but the last micro-batch are whole; DDP's buckets stay
+    held = 4 * n_weights if accumulates else 0
+    if world_size > 1 and not is_sharded:
+        held = gradients
+    # two layers and what is outside of them are gathered at a time
+    gathered = 4 * (n_weights - layers * matrices + 2 * matrices) if is_sharded else 0
+
+    kept_layer, casts = kept_bytes(config, small, stream), small * layers * matrices if small < 4 else 0
+    one_layer = 0
+    if config.recompute != "none":
+        one_layer = kept_bytes(replace(config, recompute="none"), small, stream)
+    if config.recompute == "full":
+        casts /= layers
+    activations = n * layers * kept_layer + casts
+    # the last layer's output; what the head reads, its gradient, and one more of that size
+    ends = n * channels * (stream + 3 * small)
+    if config.fused_loss:
+        head = min(n, chunk) * model.padded_vocab_size * small + 4 * table * (2 if n > chunk else 1)
+    else:
+        head = n * model.padded_vocab_size * small
+    head += small * table
+    # gradients of both sides of the MLP's activation, and of the stream
+    backward = n * (2 * small * model.mlp_width + 3 * small * channels + one_layer)
+    return int(
+        persistent
+        + gathered
+        + max(
+            held + activations + ends + head,
+            held + activations + 4 * table + backward,
+            max(held, gradients) + backward + casts / layers,
+            gradients,
+        )
+    )
+
+
+def kept_bytes(config: Config, small: int, stream: int) -> float:
+    """What one layer keeps of one token for its backward pass. small, stream: bytes of a value."""
+    model = config.model
+    channels, width = model.n_embd, model.n_head * model.head_dim
+    if config.recompute == "full":
+        return stream * channels
+    qkv, expanded = (layer_matrices(model)[name][1] for name in ("qkv", "expand"))
+    # products, attention's output and lse, and the input
+    products = small * (qkv + width + expanded) + 4 * model.n_head + stream * channels
+    if config.recompute == "selective":
+        return products + 2 * small * channels
+    rotated = small * (width + model.n_kv_head * model.head_dim) if model.rotary is not None else 0
+    statistics = 16 if model.norm == "layer" else 8
+    # the stream between attention and MLP, both norms' outputs, the activation's output
+    return products + stream * channels + small * (2 * channels + model.mlp_width) + statistics + rotated
+
+
+def count_weights(model: ModelConfig) -> int:
+    """Parameters, with the padding of the vocabulary, without building the model."""
+    in_products = flops_per_token(model, 0, causal=False) // 6
+    tables = model.padded_vocab_size * (1 if model.tied_head else 2) - model.vocab_size
+    positions = 0 if model.rotary is not None else model.max_seq_len
+    return in_products + (tables + positions) * model.n_embd
+
+
+def microbatches(config: Config, world_size: int = 1) -> list[int]:
+    """Every tokens_per_microbatch that divides the step of each process, the largest first."""
+    sequence, tokens = config.seq_len // config.context_parallel, config.tokens_per_step // world_size
+    counts = range(tokens // sequence, 0, -1)
+    return [count * sequence for count in counts if tokens % (count * sequence) == 0]
+
+
+def largest_microbatch(
+    config: Config, memory: int, world_size: int = 1, at_most: int | None = None
+) -> Config | None:
+    """The configuration with the largest tokens_per_microbatch that fits into a card's memory.
+
+    at_most: tokens_per_microbatch. None if one sequence does not fit.
+    """
+    for tokens in microbatches(config, world_size):
+        candidate = replace(config, tokens_per_microbatch=tokens)
+        if (at_most is None or tokens <= at_most) and peak_bytes(candidate, world_size) <= USABLE * memory:
+            return candidate
+    return None

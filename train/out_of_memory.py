@@ -1,0 +1,62 @@
+"""Out of memory: what fits instead, told on every process, and the end of the run without a hang."""
+
+import os
+import sys
+from dataclasses import replace
+from typing import NoReturn
+
+import torch
+
+from model.recompute import RECOMPUTE
+from train.config import Config
+from train.distributed import Processes
+from train.memory import largest_microbatch, microbatches, peak_bytes
+from train.watchdog import VERDICT
+
+# as for a refused configuration
+EXIT_OUT_OF_MEMORY = 2
+
+
+def end_out_of_memory(config: Config, processes: Processes) -> NoReturn:
+    """Raises MemoryError with the way out; of several processes, it ends this one and tells the others.
+
+    The others may wait in a collective for this one, so an exception, which cleans up together, could hang:
+    they are ended by their watchdogs, or by torchrun, which notices first.
+    """
+    memory = None
+    if processes.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(processes.device).total_memory
+    message = f"out of memory on rank {processes.rank}: {way_out(config, memory, processes.world_size)}"
+    if processes.world_size == 1:
+        raise MemoryError(message)
+    processes.store.set(VERDICT, message)
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    os._exit(EXIT_OUT_OF_MEMORY)
+
+
+def way_out(config: Config, memory: int | None, world_size: int) -> str:
+    """Which configurations fit where this one did not, and how to ask for them. memory: the card's."""
+    now = config.tokens_per_microbatch
+    given = f"tokens_per_microbatch={now} with recompute={config.recompute} does not fit"
+    smaller = [tokens for tokens in microbatches(config, world_size) if tokens < now]
+    found = []
+    if memory is None or not config.compile or config.attention.implementation != "flash":
+        # there is no prediction: half of it, and so on
+        found += [f"tokens_per_microbatch={tokens}" for tokens in smaller if tokens <= now // 2][:1]
+    else:
+        for kind in RECOMPUTE[RECOMPUTE.index(config.recompute) :]:
+            most = now - 1 if kind == config.recompute else now
+            fitting = largest_microbatch(replace(config, recompute=kind), memory, world_size, most)
+            if fitting:
+                gib = peak_bytes(fitting, world_size) / 2**30
+                tokens = f"tokens_per_microbatch={fitting.tokens_per_microbatch}"
+                found.append(f"recompute={kind} {tokens} (predicted {gib:.1f} GiB)")
+    if not found:
+        return (
+            f"{given}, and by prediction nor does one sequence: use recompute=full, distributed=fsdp or "
+            "context_parallel on more GPUs, or a shorter seq_len"
+        )
+    return (
+        f"{given}. For the same steps in less memory use {', or '.join(found)}; "
+        "python -m scripts.plan with the same arguments lists more"
+    )

@@ -1,0 +1,105 @@
+"""How long a training step takes, before it is launched, from a few rates of the card.
+
+A step is matrix products, attention, what a layer does to each value beside them, and the traffic of logits
+and optimizer; the rates of the first three are fitted to measured steps. Without what processes exchange.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from model.config import layer_matrices
+from model.flops import visible_pairs
+from train.config import Config
+from train.memory import count_weights
+
+# bytes that move for each logit: written by a product, turned into its gradient, read by two products;
+# PyTorch's loss reads them a few times more
+LOGIT_BYTES = {True: 8.0, False: 12.5}
+# for each weight: AdamW reads weight, gradient and two moments and writes three of these; norm and clipping
+WEIGHT_BYTES = 40.0
+# a stream in float32 costs so many layers' worth of small operations
+WIDE_STREAM = 0.18
+# share of the time of a layer's small operations and of attention that the forward pass takes, made again by
+# recomputation
+FORWARD_SHARE, ATTENTION_FORWARD_SHARE = 0.33, 2 / 7
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a card reaches in a compiled training step."""
+
+    # FLOP/s of the matrix products in bf16 or fp16
+    products: float
+    # FLOP/s of attention over visible pairs, forward and backward
+    attention: float
+    # seconds for each layer, token and channel in norms, sums, activations and casts
+    layer: float
+    # bytes/s of the logits and of the optimizer
+    memory: float
+
+    def __str__(self) -> str:
+        return (
+            f"products {self.products / 1e12:.0f} TFLOP/s, attention {self.attention / 1e12:.0f} TFLOP/s, "
+            f"{self.layer * 1e12:.1f} ps a layer, token and channel, memory {self.memory / 1e12:.1f} TB/s"
+        )
+
+
+# fitted to the rows of docs/results/h200/plan.json; memory: AdamW's traffic in 1.05 ms
+RATES = {"H200": Rates(products=620e12, attention=492e12, layer=27.3e-12, memory=3.3e12)}
+
+
+def step_seconds(config: Config, rates: Rates, world_size: int = 1) -> float:
+    """Of one optimizer step, without evaluation, checkpoints and exchange between processes."""
+    work = step_work(config, world_size)
+    return sum(work[name] / getattr(rates, name) for name in ("products", "attention", "memory")) + (
+        work["layer"] * rates.layer
+    )
+
+
+def step_work(config: Config, world_size: int) -> dict[str, float]:
+    """What one process does in a step, in the units of Rates: FLOPs, values, bytes."""
+    model, tokens = config.model, config.tokens_per_step / world_size
+    matrices = sum(rows * columns for rows, columns in layer_matrices(model).values())
+    table = model.padded_vocab_size * model.n_embd
+    layers = model.n_layer * matrices
+    products, attention, small = 6 * (layers + table), 1.0, 1.0
+    if not config.low_precision_residual:
+        small += WIDE_STREAM
+    if config.recompute != "none":
+        small += FORWARD_SHARE
+    if config.recompute == "full":
+        products += 2 * (layers - model.n_layer * model.mlp_width * model.n_embd)
+        attention += ATTENTION_FORWARD_SHARE
+    pairs = visible_pairs(config.seq_len, None) / config.seq_len
+    return {
+        "products": products * tokens,
+        "attention": attention * 12 * model.n_layer * model.n_head * model.head_dim * pairs * tokens,
+        "layer": small * model.n_layer * model.n_embd * tokens,
+        "memory": LOGIT_BYTES[config.fused_loss] * model.padded_vocab_size * tokens
+        + WEIGHT_BYTES * count_weights(model),
+    }
+
+
+def fit_rates(configs: list[Config], seconds: list[float], memory: float) -> Rates:
+    """The rates of products, attention and layers with the least relative errors of these steps.
+
+    memory: bytes/s over large tensors. Raises ValueError if the steps do not tell the rates apart.
+    """
+    names = ("products", "attention", "layer")
+    measured = torch.tensor(seconds, dtype=torch.float64)
+    work = [step_work(config, 1) for config in configs]
+    a = torch.tensor([[row[name] for name in names] for row in work], dtype=torch.float64)
+    rest = measured - torch.tensor([row["memory"] / memory for row in work], dtype=torch.float64)
+    scale = a.amax(0)
+    a = a / scale / measured[:, None]
+    if len(configs) < 3 or torch.linalg.matrix_rank(a, rtol=1e-4) < 3:
+        raise ValueError(
+            "the probe must hold at least two lengths and two models: see python -m scripts.plan --help"
+        )
+    x = torch.linalg.lstsq(a, (rest / measured)[:, None]).solution[:, 0] / scale
+    if bool((x <= 0).any()):
+        raise ValueError(
+            f"the probe gives no rates, {dict(zip(names, x.tolist(), strict=True))}: measure more rows"
+        )
+    return Rates(1 / x[0].item(), 1 / x[1].item(), x[2].item(), memory)

@@ -15,6 +15,7 @@ GROUPS = ("model", "data", "optim", "attention", "experiment")
 NEEDED = {
     "text": ["data.paths=[README.md]"],
     "finetune_long": ["data.paths=[README.md]", "start.weights=null"],
+    "example_long": ["start.weights=null"],
 }
 
 

@@ -102,6 +102,9 @@ def test_recall_is_right_only_if_every_token_of_the_answer_is():
 def test_the_picture_is_drawn(tmp_path):
     rows = [{"kind": "position", "first": 0, "end": 1, "loss": math.pi}]
     rows += [{"kind": "context", "context": c, "loss": 3.0} for c in (0, 8)]
-    rows += [{"kind": k, "length": 64, "depth": 0.5, "accuracy": 0.3} for k in ("passkey", "key_value")]
+    rows += [
+        {"kind": k, "length": 64, "depth": 0.5, "accuracy": 0.3, "loss": 2.0}
+        for k in ("passkey", "key_value")
+    ]
     draw_context(json.loads(json.dumps(rows)), tmp_path / "context.png")
     assert (tmp_path / "context.png").read_bytes()[:4] == b"\x89PNG"

@@ -94,7 +94,8 @@ def passkey(
 def key_value(tokenizer: Tokenizer, length: int, depth: float, rng: np.random.Generator) -> Recall:
     """Up to `length` tokens of lines that give each key a number; the one at `depth` is asked for again."""
     lines, used = [], 0
-    for key in rng.permutation(900_000) + 100_000:
+    # a line has more than four tokens
+    for key in rng.choice(900_000, min(length // 4 + 1, 900_000), replace=False) + 100_000:
         number = rng.integers(100_000, 1_000_000)
         line = tokenizer.encode(f"value_{key} = {number}\n")
         # question and answer take as much as a line

@@ -8,6 +8,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
+# tokens of context from which on several models are compared
+FIRST_DRAWN = 16
+
 
 def draw_context(rows: list[dict], picture: Path) -> None:
     """Draws the rows of scripts/evaluate_context.py: two curves of the loss above two maps of recall."""
@@ -19,9 +22,40 @@ def draw_context(rows: list[dict], picture: Path) -> None:
     axes[0, 1].plot([max(row["context"], 1) for row in by_context], [row["loss"] for row in by_context], "o-")
     _label(axes[0, 1], "loss of the same tokens by length of context", "tokens of context")
     for panel, kind in zip(axes[1], ("passkey", "key_value"), strict=True):
-        _draw_map(panel, [row for row in rows if row["kind"] == kind], kind.replace("_", "-"))
+        _draw_map(panel, [row for row in rows if row["kind"] == kind], f"{kind.replace('_', '-')} recall")
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=150)
+    plt.close(figure)
+
+
+def draw_comparison(measured: dict[str, list[dict]], picture: Path) -> None:
+    """Draws the two curves of several models, named by the keys, into one picture each."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained", sharey=True)
+    for name, rows in measured.items():
+        # the first positions have next to no context: their losses would flatten the rest
+        by_position = [row for row in rows if row["kind"] == "position" and row["first"] >= FIRST_DRAWN]
+        axes[0].plot([r["end"] for r in by_position], [r["loss"] for r in by_position], "o-", label=name)
+        by_context = [row for row in rows if row["kind"] == "context" and row["context"] >= FIRST_DRAWN]
+        axes[1].plot([r["context"] for r in by_context], [r["loss"] for r in by_context], "o-", label=name)
+    _label(axes[0], "loss by position", "position, up to")
+    _label(axes[1], "loss of the same tokens by length of context", "tokens of context")
+    axes[1].legend(frameon=False)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=150)
+    plt.close(figure)
+
+
+def draw_needles(measured: dict[str, list[dict]], picture: Path) -> None:
+    """Draws the maps of recall of several models: passkeys above, one key of many below."""
+    figure, axes = plt.subplots(
+        2, len(measured), figsize=(3.2 * len(measured), 6), layout="constrained", squeeze=False
+    )
+    for column, (name, rows) in enumerate(measured.items()):
+        for panel, kind in zip(axes[:, column], ("passkey", "key_value"), strict=True):
+            title = f"{name}: {kind.replace('_', '-')}"
+            _draw_map(panel, [row for row in rows if row["kind"] == kind], title)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=100)
     plt.close(figure)
 
 
@@ -33,17 +67,19 @@ def _label(axes, title: str, x_label: str) -> None:
     axes.grid(alpha=0.3)
 
 
-def _draw_map(axes, rows: list[dict], name: str) -> None:
-    """Recall as colors: depth downwards, length to the right; the number in each field is its accuracy."""
+def _draw_map(axes, rows: list[dict], title: str) -> None:
+    """Recall as colors: depth downwards, length to the right; in each field accuracy, and loss below it."""
     lengths, depths = (sorted({row[key] for row in rows}) for key in ("length", "depth"))
     accuracy = np.zeros((len(depths), len(lengths)))
+    loss = np.zeros_like(accuracy)
     for row in rows:
-        accuracy[depths.index(row["depth"]), lengths.index(row["length"])] = row["accuracy"]
-    axes.imshow(accuracy, vmin=0.0, vmax=1.0, cmap="RdYlGn", aspect="auto")
+        field = depths.index(row["depth"]), lengths.index(row["length"])
+        accuracy[field], loss[field] = row["accuracy"], row["loss"]
+    axes.imshow(accuracy, vmin=0.0, vmax=1.0, cmap="RdYlGn", aspect="auto", alpha=0.7)
     for (i, j), value in np.ndenumerate(accuracy):
-        axes.text(j, i, f"{value:.0%}", ha="center", va="center")
-    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+        axes.text(j, i, f"{value:.0%}\n{loss[i, j]:.2f}", ha="center", va="center", fontsize=8)
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axes.set_xlabel("tokens of the prompt")
     axes.set_ylabel("depth of the answer")
-    axes.set_title(f"{name} recall")
+    axes.set_title(title)

@@ -1,0 +1,183 @@
+"""The worked example of docs/long_context.md: one model, extended by each method at equal tokens, measured.
+
+    python -m scripts.compare_extensions out=docs/results/h200/long_context
+
+Stages: pretrain (experiment=example_short), extend (experiment=example_long, once for each method and
+length), evaluate (scripts.evaluate_context of each run) and report (table and pictures of the files that are
+there). What is finished in runs/ or in `out` is not done again, so that calls may name some stages or methods
+only. A method is one of METHODS, or such a one with the attention of its layers: yarn+window, yarn+strided.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from scripts import evaluate_context
+from scripts.arguments import argument, run_script
+from train.checkpoint import newest_checkpoint, read_checkpoint
+from train.logger import read_metrics
+from train.plot_context import draw_comparison, draw_needles
+from train.results import write_result
+
+STAGES = ("pretrain", "extend", "evaluate", "report")
+# what each method changes; none: nothing, longer sequences alone
+METHODS = {
+    "none": ["start.positions=none"],
+    "linear": ["start.positions=linear"],
+    "ntk": ["start.positions=ntk"],
+    "yarn": ["start.positions=yarn"],
+    "base": ["start.positions=none", "start.rotary_base=500000"],
+}
+ALL = [*METHODS, "yarn+window", "yarn+strided"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Arguments:
+    stages: list[str] = argument(list(STAGES), "what to do")
+    methods: list[str] = argument(ALL, f"of {' '.join(METHODS)}, each alone or with +window or +strided")
+    seq_lens: list[int] = argument([16384], "to which the model is extended")
+    base_seq_len: int = argument(2048, "of the model that is extended, runs/example-2048")
+    short: list[str] = argument([], "overrides of the first run, as for python -m train")
+    long: list[str] = argument([], "overrides of the extensions: total_tokens=10000000")
+    evaluation: dict = argument({}, "other than usual for scripts.evaluate_context, as in {prompts: 5}")
+    out: str = argument("long_context", "folder of the results")
+
+
+def main(arguments: Arguments) -> None:
+    unknown = set(arguments.stages) - set(STAGES)
+    if unknown:
+        raise ValueError(f"stages must be of {', '.join(STAGES)}, got {', '.join(sorted(unknown))}")
+    base = f"example-{arguments.base_seq_len}"
+    runs = {run_name(*case): case for case in product(arguments.methods, arguments.seq_lens)}
+    extensions = {name: extension(base, *case) for name, case in runs.items()}
+    if "pretrain" in arguments.stages:
+        length = f"seq_len={arguments.base_seq_len}"
+        train(base, ["experiment=example_short", length, *arguments.short])
+    if "extend" in arguments.stages:
+        for name, overrides in extensions.items():
+            train(name, [*overrides, *arguments.long])
+    out = Path(arguments.out)
+    if "evaluate" in arguments.stages:
+        for name in (base, *runs):
+            evaluate(name, out / f"{name}.json", arguments)
+    if "report" in arguments.stages:
+        report(base, runs, out)
+
+
+def run_name(method: str, seq_len: int) -> str:
+    return f"example-{seq_len}-{method.replace('+', '-')}"
+
+
+def extension(base: str, method: str, seq_len: int) -> list[str]:
+    """The command line of one extension. Raises ValueError for an unknown method."""
+    positions, _, attention = method.partition("+")
+    if positions not in METHODS or attention not in ("", "window", "strided"):
+        raise ValueError(
+            f"methods must be of {', '.join(METHODS)}, alone or with +window or +strided, got {method!r}"
+        )
+    overrides = ["experiment=example_long", f"seq_len={seq_len}", f"start.weights=runs/{base}"]
+    if attention:
+        overrides.append(f"attention={attention}")
+    return [*overrides, *METHODS[positions]]
+
+
+def train(name: str, overrides: list[str]) -> None:
+    """A training run in a process of its own, unless it is finished."""
+    if Path("runs", name, "summary.json").exists():
+        print(f"{name}: finished before", flush=True)
+        return
+    command = [sys.executable, "-m", "train", f"name={name}", *overrides]
+    print(" ".join(command[1:]), flush=True)
+    if subprocess.run(command).returncode:
+        raise ValueError(f"the training run {name} failed, see above: what is finished is not done again")
+
+
+def evaluate(name: str, out: Path, arguments: Arguments) -> None:
+    if out.exists():
+        print(f"{out}: measured before", flush=True)
+        return
+    settings = {"data": run_config(name)["data"]["folder"], **arguments.evaluation}
+    evaluate_context.main(evaluate_context.Arguments(model=f"runs/{name}", out=str(out), **settings))
+
+
+def report(base: str, runs: dict[str, tuple[str, int]], out: Path) -> None:
+    """comparison.json, its table, and the pictures."""
+    measured = {"before": json.loads((out / f"{base}.json").read_text())["rows"]}
+    rows = [summary("before", base, measured["before"])]
+    several_lengths = len({seq_len for _, seq_len in runs.values()}) > 1
+    for name, (method, seq_len) in runs.items():
+        key = f"{method} {seq_len}" if several_lengths else method
+        measured[key] = json.loads((out / f"{name}.json").read_text())["rows"]
+        rows.append(summary(method, name, measured[key]))
+    write_result(out / "comparison.json", rows)
+    draw_comparison(measured, out / "comparison.png")
+    draw_needles(measured, out / "needles.png")
+    print(table(rows))
+
+
+def summary(method: str, name: str, measured: list[dict]) -> dict:
+    """One line of the table: of a run's metrics and of what evaluate_context found."""
+    metrics = read_metrics(Path("runs", name, "metrics.jsonl"))
+    validated = [line["val_loss"] for line in metrics if line.get("val_loss") is not None]
+    last = metrics[-1]
+    by_context = {row["context"]: row["loss"] for row in measured if row["kind"] == "context"}
+    recall = {
+        kind: [row for row in measured if row["kind"] == kind and row["length"] == measured[0]["seq_len"]]
+        for kind in ("passkey", "key_value")
+    }
+    row = {
+        "method": method,
+        "run": name,
+        "seq_len": measured[0]["seq_len"],
+        "tokens": last["tokens"],
+        "tokens_per_second": last["tokens_per_second"],
+        "val_loss_at_start": validated[0],
+        "val_loss": validated[-1],
+        "loss_with_least_context": by_context[min(by_context)],
+        "loss_with_whole_context": by_context[max(by_context)],
+        "effective_context": next(r["context"] for r in measured if r["kind"] == "effective_context"),
+    }
+    for kind, rows in recall.items():
+        for value in ("accuracy", "loss"):
+            row[f"{kind}_{value}"] = sum(r[value] for r in rows) / len(rows)
+    return row
+
+
+def run_config(name: str) -> dict:
+    """The configuration of a finished run. Raises ValueError if there is none."""
+    newest = newest_checkpoint(Path("runs", name, "checkpoints"))
+    if newest is None:
+        raise ValueError(f"runs/{name} has no checkpoint: run the stages pretrain and extend first")
+    return read_checkpoint(newest)["config"]
+
+
+def table(rows: list[dict]) -> str:
+    """As in the guide."""
+    columns = {
+        "method": "method",
+        "seq_len": "tokens",
+        "val_loss_at_start": "loss untrained",
+        "val_loss": "loss",
+        "loss_with_whole_context": "with all its context",
+        "effective_context": "effective context",
+        "passkey_accuracy": "passkey",
+        "passkey_loss": "nats",
+        "key_value_loss": "key-value, nats",
+        "tokens_per_second": "tokens/s",
+    }
+
+    def shown(value) -> str:
+        if isinstance(value, float):
+            return f"{value:,.0f}" if value > 1000 else f"{value:.3f}"
+        return f"{value:,}" if isinstance(value, int) else value
+
+    lines = [columns.values(), ["---"] * len(columns)]
+    lines += [[shown(row[key]) for key in columns] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    run_script(main, Arguments, __doc__)

@@ -34,7 +34,7 @@ def started(tmp_path, monkeypatch) -> list[str]:
 
 def call(*stages: str, methods: tuple[str, ...] = ("linear", "base", "yarn+window")) -> None:
     evaluation = {"sequences": 2, "scored": 16, "depths": [0.0, 1.0], "prompts": 1, "attention": "reference"}
-    arguments = {"stages": list(stages), "methods": list(methods), "seq_lens": [64], "base_seq_len": 32}
+    arguments = {"stages": list(stages), "methods": list(methods), "seq_lens": [128], "base_seq_len": 64}
     compare_extensions.main(
         compare_extensions.Arguments(**arguments, short=LLAMA, evaluation=evaluation, out="out")
     )
@@ -43,7 +43,7 @@ def call(*stages: str, methods: tuple[str, ...] = ("linear", "base", "yarn+windo
 def test_every_method_is_trained_measured_and_compared_and_nothing_twice(started, capsys):
     call("pretrain", "extend", methods=("linear",))
     call("extend", "evaluate")
-    assert started == ["example-32", "example-64-linear", "example-64-base", "example-64-yarn-window"]
+    assert started == ["example-64", "example-128-linear", "example-128-base", "example-128-yarn-window"]
     capsys.readouterr()
     call("pretrain", "extend", "evaluate", "report")
     assert len(started) == 4
@@ -70,7 +70,7 @@ def test_the_methods_differ_in_their_positions_and_layers_alone():
     [
         (("draw",), ("yarn",), "stages must be of pretrain, extend, evaluate, report, got draw"),
         (("report",), ("rope",), "methods must be of none, linear, .* got 'rope'"),
-        (("evaluate",), ("yarn",), "runs/example-32 has no checkpoint: run the stages pretrain and extend"),
+        (("evaluate",), ("yarn",), "runs/example-64 has no checkpoint: run the stages pretrain and extend"),
     ],
 )
 def test_what_cannot_be_done_is_refused(started, stages, methods, message):

@@ -15,6 +15,7 @@ from train.config import Config
 from train.context_parallel import ContextGroups, SharedSequences
 from train.distributed import Processes
 from train.documents import SeparateDocuments
+from train.skipped_positions import SkippedPositions
 
 
 def open_text(config: Config, text: Path, context: ContextGroups) -> tuple[TokenLoader, TokenLoader, int]:
@@ -70,6 +71,8 @@ def build_step_model(
     model = torch.compile(weights) if config.compile and not is_sharded else weights
     if context.group is not None:
         model = SharedSequences(model, context.group)
+    if config.pose_seq_len is not None:
+        model = SkippedPositions(model, config.pose_seq_len)
     if config.separate_documents:
         model = SeparateDocuments(model, load_tokenizer(config.data.tokenizer).end_of_text)
     if processes.world_size > 1 and not is_sharded:

@@ -52,6 +52,8 @@ class Config:
     shard_processes: int | None
     # tokens a sequence: the one dial of context length
     seq_len: int
+    # training sequences take positions below this length, with a stretch left out (PoSE); null: their own
+    pose_seq_len: int | None
     # tokens between two updates of the weights, over all processes
     tokens_per_step: int
     # tokens that one process takes through the model at once: bounds its memory
@@ -143,6 +145,25 @@ class Config:
                 f"context_parallel={ranks} has no dropout, got model.dropout={self.model.dropout}"
             )
 
+    def check_pose(self) -> None:
+        """Against the model, which may be that of start.weights. Raises ValueError."""
+        if self.pose_seq_len is None:
+            return
+        name = f"pose_seq_len={self.pose_seq_len}"
+        if self.model.rotary is None:
+            raise ValueError(f"{name} needs rotary positions, the model has learned ones: leave it null")
+        if self.pose_seq_len <= self.seq_len:
+            raise ValueError(f"{name} must be above seq_len={self.seq_len}: raise it, or leave it null")
+        if self.pose_seq_len > self.model.max_seq_len:
+            raise ValueError(
+                f"{name} exceeds the model's positions: raise model.max_seq_len={self.model.max_seq_len}"
+            )
+        if self.separate_documents or self.context_parallel > 1:
+            raise ValueError(
+                f"{name} places whole sequences on one process: use separate_documents=false and "
+                f"context_parallel=1, got {self.separate_documents} and {self.context_parallel}"
+            )
+
     def accumulation(self, world_size: int) -> int:
         """Micro-batches of each process in a step. Raises ValueError if the budgets do not divide."""
         tokens_at_once = self.tokens_per_microbatch * world_size
@@ -166,7 +187,10 @@ def parse(cfg: DictConfig) -> Config:
         reason = str(error.msg or error).splitlines()[0]
         raise ValueError(f"{key}: {reason}") from error
     if config.start.weights is not None:
-        config.model = start_model(config.start, config.seq_len, config.model.dropout)
+        config.model = start_model(
+            config.start, max(config.seq_len, config.pose_seq_len or 0), config.model.dropout
+        )
+    config.check_pose()
     return config
 
 

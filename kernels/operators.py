@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels import block_masks
 from kernels.problem import Problem
+from kernels.registration import differentiate, operator
 
 # packages of kernels/, fastest first; the last one takes every problem, each other says what it refuses by
 # refusal(problem, q, k, v) -> str | None
@@ -26,7 +27,16 @@ TABLE_HEAD_DIMS = (64, 128, 256)
 forced: str | None = None
 
 
-@torch.library.custom_op("nanoflash::attention_forward", mutates_args=())
+def _fake_forward(q, k, v, *options):
+    batch, seq_q, n_head, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty(batch, n_head, seq_q, dtype=torch.float32)
+
+
+def _fake_backward(dout, dlse, q, k, v, *options):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+@operator(fake=_fake_forward)
 def attention_forward(
     q: Tensor,
     k: Tensor,
@@ -55,7 +65,7 @@ def attention_forward(
     return implementation(problem, q, k, v).attention_forward(problem, q, k, v)
 
 
-@torch.library.custom_op("nanoflash::attention_backward", mutates_args=())
+@operator(fake=_fake_backward)
 def attention_backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -88,32 +98,25 @@ def attention_backward(
     return implementation(problem, q, k, v).attention_backward(problem, dout, dlse, q, k, v, out, lse)
 
 
-@attention_forward.register_fake
-def _(q, k, v, *options):
-    batch, seq_q, n_head, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty(batch, n_head, seq_q, dtype=torch.float32)
-
-
-@attention_backward.register_fake
-def _(dout, dlse, q, k, v, *options):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def save_for_backward(ctx, inputs, output):
+def _save_for_backward(ctx, inputs, output):
     q, k, v, key_bounds, query_bounds, dropout_seed, blocks, *options = inputs
     ctx.save_for_backward(q, k, v, *output, key_bounds, query_bounds, dropout_seed, *blocks)
     ctx.options = options
     ctx.set_materialize_grads(False)
 
 
-def backward(ctx, dout, dlse):
+def _backward(ctx, dout, dlse):
     q, k, v, out, lse, key_bounds, query_bounds, dropout_seed, *blocks = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
     gradients = attention_backward(
         dout, dlse, q, k, v, out, lse, key_bounds, query_bounds, dropout_seed, blocks, *ctx.options
     )
-    return *gradients, None, None, None, [None] * len(blocks), *(None for _ in ctx.options)
+    return *gradients, None, None, None, None, *(None for _ in ctx.options)
+
+
+def save_nothing(ctx, inputs, output):
+    pass
 
 
 def refuse_second_derivative(ctx, *gradients):
@@ -123,8 +126,8 @@ def refuse_second_derivative(ctx, *gradients):
     )
 
 
-attention_forward.register_autograd(backward, setup_context=save_for_backward)
-attention_backward.register_autograd(refuse_second_derivative)
+differentiate(attention_forward, _save_for_backward, _backward)
+differentiate(attention_backward, save_nothing, refuse_second_derivative)
 
 
 def implementation(problem: Problem, q: Tensor, k: Tensor, v: Tensor):

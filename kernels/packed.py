@@ -9,11 +9,22 @@ from torch import Tensor
 
 from kernels import checks
 from kernels.intervals import document_bounds
-from kernels.operators import implementation, refuse_second_derivative
+from kernels.operators import implementation, refuse_second_derivative, save_nothing
 from kernels.problem import Problem
+from kernels.registration import differentiate, operator
 
 
-@torch.library.custom_op("nanoflash::packed_attention_forward", mutates_args=())
+def _fake_forward(qkv, *options):
+    batch, seq_len, _, n_head, head_dim = qkv.shape
+    out = qkv.new_empty(batch, seq_len, n_head, head_dim)
+    return out, qkv.new_empty(batch, n_head, seq_len, dtype=torch.float32)
+
+
+def _fake_backward(dout, qkv, *options):
+    return torch.empty_like(qkv)
+
+
+@operator(fake=_fake_forward)
 def packed_attention_forward(
     qkv: Tensor,
     key_bounds: Tensor | None,
@@ -27,7 +38,7 @@ def packed_attention_forward(
     return implementation(problem, q, k, v).attention_forward(problem, q, k, v)
 
 
-@torch.library.custom_op("nanoflash::packed_attention_backward", mutates_args=())
+@operator(fake=_fake_backward)
 def packed_attention_backward(
     dout: Tensor,
     qkv: Tensor,
@@ -47,18 +58,6 @@ def packed_attention_backward(
     return dqkv
 
 
-@packed_attention_forward.register_fake
-def _(qkv, *options):
-    batch, seq_len, _, n_head, head_dim = qkv.shape
-    out = qkv.new_empty(batch, seq_len, n_head, head_dim)
-    return out, qkv.new_empty(batch, n_head, seq_len, dtype=torch.float32)
-
-
-@packed_attention_backward.register_fake
-def _(dout, qkv, *options):
-    return torch.empty_like(qkv)
-
-
 def _save_for_backward(ctx, inputs, output):
     qkv, key_bounds, query_bounds, *options = inputs
     ctx.save_for_backward(qkv, *output, key_bounds, query_bounds)
@@ -69,8 +68,8 @@ def _backward(ctx, dout, _):
     return packed_attention_backward(dout, *ctx.saved_tensors, *ctx.options), *(None for _ in range(5))
 
 
-packed_attention_forward.register_autograd(_backward, setup_context=_save_for_backward)
-packed_attention_backward.register_autograd(refuse_second_derivative)
+differentiate(packed_attention_forward, _save_for_backward, _backward)
+differentiate(packed_attention_backward, save_nothing, refuse_second_derivative)
 
 
 def _problem(key_bounds, query_bounds, softmax_scale: float, causal: bool, deterministic: bool) -> Problem:

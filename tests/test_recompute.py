@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -79,6 +80,18 @@ def test_recomputation_gives_the_same_gradients_in_a_compiled_model(recompute):
     kept, again = (gradients(gpt, compiled(gpt)) for gpt in (small("none"), small(recompute)))
     for a, b in zip(kept, again, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_blocks_compiled_one_by_one_as_shards_are_share_one_graph(recompute):
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    gpt = small(recompute, n_layer=5)
+    for block in gpt.blocks:
+        block.compile(backend=counter)
+    for _ in range(2):
+        loss_of(gpt).backward()
+    assert counter.frame_count == 1
 
 
 def test_more_recomputation_keeps_less_of_a_layer_for_the_backward_pass():

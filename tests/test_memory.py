@@ -12,6 +12,7 @@ from test_config import composed
 
 import model.gpt
 from model import GPT, AttentionConfig
+from scripts import benchmark_training
 from scripts.plan import Arguments, choose_rates, compare, measured
 from train.config import parse
 from train.memory import count_weights, largest_microbatch, microbatches, peak_bytes
@@ -84,6 +85,18 @@ def test_the_largest_micro_batch_fits_divides_the_step_and_is_the_largest():
     larger = [tokens for tokens in microbatches(xl) if tokens > found.tokens_per_microbatch]
     assert peak_bytes(replace(xl, tokens_per_microbatch=larger[-1])) > 0.94 * H200
     assert largest_microbatch(xl, 16 * 2**30) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_memory_on_this_gpu_is_as_predicted(recompute):
+    small = benchmark_training.Arguments(
+        tokens_per_step=16384, tokens_per_microbatch=16384, steps=2, warmup_steps=2, recompute=recompute
+    )
+    [(_, name, seq_len, step)] = benchmark_training.jobs(small)
+    row = benchmark_training.measure(small, name, seq_len, step)
+    same = config("tokens_per_step=16384", "tokens_per_microbatch=16384", f"recompute={recompute}")
+    assert peak_bytes(same) == pytest.approx(row["peak_memory_bytes"], rel=0.05)
 
 
 def test_what_is_not_compiled_is_not_predicted():

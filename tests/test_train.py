@@ -1,6 +1,7 @@
 import gzip
 import json
 import os
+import pickle
 import shutil
 import socket
 import subprocess
@@ -313,6 +314,32 @@ def test_flash_sdpa_and_reference_train_alike_on_the_gpu(corpus, precision):
         run(f"name={name}", f"attention={name}", *on_gpu)
     for other in ("sdpa", "reference"):
         assert losses("flash") == pytest.approx(losses(other), abs=1e-2)
+
+
+@pytest.mark.gpu
+def test_recomputation_trains_alike_and_muon_learns_on_the_gpu(corpus):
+    calm = "optim.learning_rate=1e-3"
+    on_gpu = ["device=cuda", "precision=bf16", "model.n_embd=128", "attention=flash", "compile=true", calm]
+    for name, given in (
+        ("none", "recompute=none"),
+        ("selective", "recompute=selective"),
+        ("full", "recompute=full"),
+        ("muon", "optim=muon"),
+    ):
+        torch._dynamo.reset()
+        run(f"name={name}", given, *on_gpu)
+    assert losses("selective") == pytest.approx(losses("none"), abs=1e-2)
+    assert losses("full") == pytest.approx(losses("none"), abs=1e-2)
+    assert losses("muon")[-1] < losses("muon")[0]
+
+
+@pytest.mark.gpu
+def test_profile_on_a_gpu_leaves_kernels_in_the_trace_and_a_memory_snapshot(corpus):
+    run("device=cuda", "precision=bf16", "profile=true")
+    with gzip.open("runs/test/trace.json.gz", "rt") as file:
+        assert any(event.get("cat") == "kernel" for event in json.load(file)["traceEvents"])
+    snapshot = pickle.loads(Path("runs/test/memory_snapshot.pickle").read_bytes())
+    assert any(trace for trace in snapshot["device_traces"])
 
 
 @pytest.mark.gpu

@@ -71,9 +71,15 @@ def step_work(config: Config, world_size: int) -> dict[str, float]:
     if config.recompute == "full":
         products += 2 * (layers - model.n_layer * model.mlp_width * model.n_embd)
         attention += ATTENTION_FORWARD_SHARE
+    update = 0
+    if config.optim.algorithm == "muon":
+        # five iterations of three products with the shorter side
+        for sides in layer_matrices(model).values():
+            short, long = min(sides), max(sides)
+            update += model.n_layer * 5 * (4 * short**2 * long + 2 * short**3)
     pairs = visible_pairs(config.seq_len, None) / config.seq_len
     return {
-        "products": products * tokens,
+        "products": products * tokens + update,
         "attention": attention * 12 * model.n_layer * model.n_head * model.head_dim * pairs * tokens,
         "layer": small * model.n_layer * model.n_embd * tokens,
         "memory": LOGIT_BYTES[config.fused_loss] * model.padded_vocab_size * tokens

@@ -11,6 +11,7 @@ clipping, AdamW. Its time is the mean over a window, from the device's own event
 import gc
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -57,7 +58,7 @@ class Arguments:
     compile: bool = argument(True, "torch.compile the model")
     fused_loss: bool = argument(True, "the head and its loss by our kernel")
     low_precision_residual: bool = argument(True, "the residual stream in `precision`, not in float32")
-    recompute: str = argument("none", "what the backward pass makes again: none, selective or full")
+    recompute: list[str] = argument(["none"], "what the backward pass makes again: none, selective, full")
     device: str = argument("cuda", "cuda or cpu")
     out: str = argument("", "JSON file for the rows, and for a ladder a picture beside it; empty for none")
 
@@ -119,16 +120,17 @@ def jobs(arguments: Arguments):
         return
     for name in arguments.models:
         for seq_len in arguments.seq_lens:
-            for implementation in arguments.implementations:
+            for implementation, recompute in product(arguments.implementations, arguments.recompute):
                 step = Step(
                     implementation,
                     arguments.precision,
                     arguments.compile,
                     arguments.fused_loss,
                     arguments.low_precision_residual,
-                    arguments.recompute,
+                    recompute,
                 )
-                yield implementation, name, seq_len, step
+                label = implementation if recompute == "none" else f"{implementation}, recompute={recompute}"
+                yield label, name, seq_len, step
 
 
 def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:

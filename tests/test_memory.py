@@ -91,7 +91,7 @@ def test_the_largest_micro_batch_fits_divides_the_step_and_is_the_largest():
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_memory_on_this_gpu_is_as_predicted(recompute):
     small = benchmark_training.Arguments(
-        tokens_per_step=16384, tokens_per_microbatch=16384, steps=2, warmup_steps=2, recompute=recompute
+        tokens_per_step=16384, tokens_per_microbatch=16384, steps=2, warmup_steps=2, recompute=[recompute]
     )
     [(_, name, seq_len, step)] = benchmark_training.jobs(small)
     row = benchmark_training.measure(small, name, seq_len, step)

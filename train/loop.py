@@ -119,6 +119,7 @@ def _train(
     saver = CheckpointSaver(checkpoints, config.checkpoint, processes)
     logger = open_run(config, folder, first_step, processes, weights, train_data) if is_main else None
     timer, flops = StepTimer(device), run_flops(config, train_data.batch(0)[0])
+    measure = partial(step_metrics, config, processes, timer, flops)
     started = time.perf_counter()
     val_loss = validate()
     if is_main:
@@ -163,18 +164,7 @@ def _train(
             is_logged = is_last or done == 1 or val_loss or _is_due(done, config.logging.every_steps)
             # the first step after a resumption is shown, but the file stays that of a run never stopped
             if is_logged or done == first_step + 1:
-                metrics = step_metrics(
-                    config,
-                    processes,
-                    done,
-                    loss,
-                    val_loss,
-                    rate,
-                    grad_norm,
-                    guard.skipped_steps,
-                    timer,
-                    flops,
-                )
+                metrics = measure(done, loss, val_loss, rate, grad_norm, guard.skipped_steps)
                 if is_main:
                     logger.progress(metrics, (config.steps - done) * metrics["step_seconds"])
                     if is_logged:

@@ -68,14 +68,14 @@ def run_flops(config: Config, text: torch.Tensor) -> dict[str, float]:
 def step_metrics(
     config: Config,
     processes: Processes,
+    timer: StepTimer,
+    flops: dict[str, float],
     done: int,
     loss: float,
     val_loss: float | None,
     rate: float,
     grad_norm: torch.Tensor,
     skipped_steps: int,
-    timer: StepTimer,
-    flops: dict[str, float],
 ) -> dict:
     """The metrics after `done` steps; times are means over the steps since the last call.
 

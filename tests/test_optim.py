@@ -147,3 +147,18 @@ def test_a_step_over_the_limit_leaves_weights_and_state_as_they_were(algorithm, 
     for name, value in tensors.items():
         assert torch.equal(after[name], value), name
     assert all(value.isfinite().all() for value in after.values())
+
+
+def test_muon_takes_a_loss_scale_and_skips_what_overflows():
+    gpt = small()
+    optimizer = build_optimizer(gpt, config(algorithm="muon"))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    tokens = torch.arange(72).view(8, 9) % 7
+    before = gpt.blocks[0].mlp.expand.weight.detach().clone()
+    for factor, moves in ((float("inf"), False), (1.0, True)):
+        scaler.scale(gpt(tokens[:, :-1], tokens[:, 1:]) * factor).backward()
+        norm = update(optimizer, scaler, 0.02, 1.0, float("inf"))
+        assert torch.equal(before, gpt.blocks[0].mlp.expand.weight) != moves
+    # unscaled
+    assert norm < 100
+    assert scaler.get_scale() == 2.0**9

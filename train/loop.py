@@ -118,7 +118,7 @@ def _train(
     validate = partial(evaluate, model, val_data, val_batches, processes, autocast)
     saver = CheckpointSaver(checkpoints, config.checkpoint, processes)
     logger = open_run(config, folder, first_step, processes, weights, train_data) if is_main else None
-    timer, flops = StepTimer(device), run_flops(config, train_data.batch(0)[0])
+    timer, flops = StepTimer(device), run_flops(config, train_data)
     measure = partial(step_metrics, config, processes, timer, flops)
     started = time.perf_counter()
     val_loss = validate()

@@ -51,10 +51,11 @@ def open_run(
     return RunLogger(folder, config.name, steps, first_step, asdict(config), config.wandb)
 
 
-def run_flops(config: Config, text: torch.Tensor) -> dict[str, float]:
-    """model.flops.flops_ledger of a run; the documents are those of this text, (B, T) int64."""
+def run_flops(config: Config, train_data: TokenLoader) -> dict[str, float]:
+    """model.flops.flops_ledger of a run; its documents are as those of this rank's first batch."""
     documents = None
     if config.separate_documents:
+        text, _ = train_data.batch(0)
         documents = document_ids(text, load_tokenizer(config.data.tokenizer).end_of_text)
     return flops_ledger(
         config.model,

@@ -15,7 +15,8 @@ from kernels.packed import flash_attention_packed
 from kernels.reference import attention_reference
 from model.cache import LayerCache
 from model.config import ModelConfig
-from model.ring_attention import Ring, ring_attention
+from model.ring import Ring
+from model.ring_attention import ring_attention
 from model.rope import rotate
 
 IMPLEMENTATIONS = ("flash", "sdpa", "reference")
@@ -113,9 +114,7 @@ class SelfAttention(nn.Module):
         elif ring is not None:
             if dropout_p > 0.0:
                 raise ValueError(f"model.dropout={dropout_p}: there is none over several processes, set it 0")
-            if block_mask is not None:
-                raise ValueError("attention.patterns must be dense over several processes")
-            out = ring_attention(q, k, v, ring, self.implementation)
+            out = ring_attention(q, k, v, ring, self.implementation, block_mask=block_mask)
         else:
             options = {"document_ids": document_ids, "block_mask": block_mask, "dropout_p": dropout_p}
             out = attend(q, k, v, self.implementation, **options)

@@ -12,19 +12,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.block_mask import BlockMask
 from kernels.operators import attention_backward, attention_forward
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Which of Tk keys each of Tq queries sees: all, those up to its own place, or bounds.
+    """Which of Tk keys each of Tq queries sees: all, those up to its own place, or bounds; of these, blocks.
 
     key_bounds (B, 2, Tq), query_bounds (B, 2, Tk) int32, see kernels/intervals.py; both None if not needed.
+    blocks: of Tq queries and Tk keys; None for all.
     """
 
     causal: bool
     key_bounds: Tensor | None
     query_bounds: Tensor | None
+    blocks: BlockMask | None = None
 
     @staticmethod
     def of(key_bounds: Tensor, query_bounds: Tensor, device: torch.device | str) -> "Mask":
@@ -38,6 +41,11 @@ class Mask:
                 return Mask(True, None, None)
         return Mask(False, key_bounds.to(device), query_bounds.to(device))
 
+    @property
+    def block_tensors(self) -> list[Tensor]:
+        """The blocks as the kernels read them."""
+        return [] if self.blocks is None else self.blocks.tensors()
+
     def expanded(self, batch: int) -> tuple[Tensor | None, Tensor | None]:
         """The bounds with a line for each of the B sequences, as the kernels read them."""
         if self.key_bounds is None:
@@ -48,12 +56,14 @@ class Mask:
 
     def visible(self, n_query: int, n_key: int, device: torch.device) -> Tensor:
         """True where a query sees a key; broadcasts to (B, H, Tq, Tk)."""
+        visible = torch.ones(1, 1, n_query, n_key, dtype=torch.bool, device=device)
+        if self.causal:
+            visible = visible.tril()
         if self.key_bounds is not None:
             columns = torch.arange(n_key, device=device)
             first, end = self.key_bounds[:, :, :, None].unbind(1)  # (B, Tq, 1)
-            return ((columns >= first) & (columns < end))[:, None]
-        visible = torch.ones(1, 1, n_query, n_key, dtype=torch.bool, device=device)
-        return visible.tril() if self.causal else visible
+            visible = ((columns >= first) & (columns < end))[:, None]
+        return visible if self.blocks is None else visible & self.blocks.to_dense()
 
 
 def flash_forward(q, k, v, mask: Mask, softmax_scale: float) -> tuple[Tensor, Tensor]:
@@ -63,7 +73,7 @@ def flash_forward(q, k, v, mask: Mask, softmax_scale: float) -> tuple[Tensor, Te
         v,
         *mask.expanded(q.shape[0]),
         dropout_seed=None,
-        blocks=[],
+        blocks=mask.block_tensors,
         softmax_scale=softmax_scale,
         causal=mask.causal,
         window=None,
@@ -83,7 +93,7 @@ def flash_backward(dout, q, k, v, out, lse, mask: Mask, softmax_scale: float) ->
         lse,
         *mask.expanded(q.shape[0]),
         dropout_seed=None,
-        blocks=[],
+        blocks=mask.block_tensors,
         softmax_scale=softmax_scale,
         causal=mask.causal,
         window=None,

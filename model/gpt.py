@@ -15,7 +15,7 @@ from model.attention import AttentionConfig, SelfAttention, layer_masks
 from model.cache import LayerCache
 from model.config import ModelConfig
 from model.recompute import RECOMPUTE, recomputed
-from model.ring_attention import Ring
+from model.ring import Ring
 from model.rope import rotation
 
 # rows of logits that the fused loss holds at a time
@@ -174,7 +174,8 @@ class GPT(nn.Module):
         masks = [None] * len(self.blocks)
         # what one new token sees, its cache knows
         if self.attention.sparse and (caches is None or tokens.shape[1] > 1):
-            masks = layer_masks(self.attention, len(masks), tokens.shape[1], tokens.device)
+            seq_len = tokens.shape[1] if ring is None else ring.seq_len
+            masks = layer_masks(self.attention, len(masks), seq_len, tokens.device)
         for index, block in enumerate(self.blocks):
             cache = None if caches is None else caches[index]
             inputs = {"document_ids": document_ids, "cache": cache, "block_mask": masks[index]}

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from model.attention import attend
-from model.ring_attention import Ring, ring_attention
+from model.ring import Ring
+from model.ring_attention import ring_attention
 from scripts.arguments import argument, run_script
 from train.distributed import join_processes
 from train.results import write_result

@@ -23,11 +23,19 @@ SHAPES = {
 }
 
 
-def build(shape: str, dropout: float = 0.0) -> GPT:
+def build(shape: str, dropout: float = 0.0, patterns: tuple[str, ...] = ("dense",)) -> GPT:
     torch.manual_seed(0)
-    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 50, "max_seq_len": 32, "dropout": dropout}
+    sizes = {
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 16,
+        "vocab_size": 50,
+        "max_seq_len": 256,
+        "dropout": dropout,
+    }
     config = ModelConfig(**sizes, **SHAPES[shape])
-    return GPT(config, AttentionConfig(implementation="reference")).double()
+    attention = AttentionConfig(implementation="reference", patterns=list(patterns), block_size=64)
+    return GPT(config, attention).double()
 
 
 def processes(rank: int, size: int) -> Processes:
@@ -37,11 +45,19 @@ def processes(rank: int, size: int) -> Processes:
 def run_on_part(rank: int, size: int, context_size: int) -> None:
     context = join_context_groups(processes(rank, size), context_size)
     assert (context.data_rank, context.data_size) == (rank // context_size, size // context_size)
-    batch = torch.randint(50, (2, context.data_size, 33), generator=torch.Generator().manual_seed(1))
-    tokens, targets = batch[..., :-1], batch[..., 1:]
     documents = torch.tensor([[0] * 11 + [3] * 21, [1] * 30 + [2] * 2], dtype=torch.int32)
-    for shape, ids in (("gpt2", None), ("llama", None), ("llama", documents)):
-        one, shared = build(shape), build(shape)
+    sparse = ("window(70)", "strided(2)")
+    for shape, ids, seq_len, patterns in (
+        ("gpt2", None, 32, ("dense",)),
+        ("llama", None, 32, ("dense",)),
+        ("llama", documents, 32, ("dense",)),
+        ("llama", None, 256, sparse),
+        ("gpt2", documents.repeat_interleave(8, dim=1), 256, sparse),
+    ):
+        generator = torch.Generator().manual_seed(1)
+        batch = torch.randint(50, (2, context.data_size, seq_len + 1), generator=generator)
+        tokens, targets = batch[..., :-1], batch[..., 1:]
+        one, shared = build(shape, patterns=patterns), build(shape, patterns=patterns)
         positions = None if ids is None else positions_in_documents(ids)
         losses = [
             one(tokens[:, part], targets[:, part], document_ids=ids, positions=positions)

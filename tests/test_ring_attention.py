@@ -5,15 +5,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from kernels import block_masks
 from kernels.reference import attention_reference, visible_keys
 from model.block_attention import BLOCK_ATTENTION
-from model.ring_attention import Ring, merge, ring_attention
+from model.ring import Ring
+from model.ring_attention import merge, ring_attention
 from tests.accuracy import assert_within_rule, random_qkv, run
 from tests.together import run_together
 
 # (window, whether the sequences are cut into documents)
 MASKS = list(product((None, 1, 10, 40), (False, True)))
 SEQ_LEN = 64
+# of blocks of 64
+PATTERNS = ["window(100)", "strided(2) | sinks(5)", "power_of_two_strided()"]
 
 
 @dataclass
@@ -35,6 +39,11 @@ def documents(batch: int = 2) -> torch.Tensor:
     return torch.tensor(lengths, dtype=torch.int32)[:batch]
 
 
+def long_documents() -> torch.Tensor:
+    """(2, 512), whose ends are on no edge of a block."""
+    return (torch.arange(512, dtype=torch.int32) // torch.tensor([[300], [99]])).int()
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize(("window", "in_documents"), MASKS)
 def test_the_steps_of_all_ranks_cover_the_mask_exactly_once(size, window, in_documents):
@@ -51,6 +60,42 @@ def test_the_steps_of_all_ranks_cover_the_mask_exactly_once(size, window, in_doc
             visible = step.mask.visible(len(rows), len(keys), torch.device("cpu"))[:, 0]
             covered[:, rows[:, None], keys] += visible
     assert torch.equal(covered, expected.int())
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("in_documents", [False, True])
+def test_the_steps_of_all_ranks_cover_a_block_mask_exactly_once(size, pattern, in_documents):
+    mask, ids = block_masks.parse(pattern, 512, block_size=64), long_documents() if in_documents else None
+    expected = visible_keys(512, 512, causal=True, document_ids=ids)[:, 0] & mask.to_dense()[0]
+    covered = torch.zeros(expected.shape, dtype=torch.int)
+    rings = [Ring(NoGroup(rank, size), 512, ids) for rank in range(size)]
+    for rank, ring in enumerate(rings):
+        for distance, step in enumerate(ring.steps(block_mask=mask)):
+            rows, keys = ring.positions[rank][step.rows].long(), ring.positions[step.source][step.keys].long()
+            if not step.is_empty:
+                visible = step.mask.visible(len(rows), len(keys), torch.device("cpu"))[:, 0]
+                covered[:, rows[:, None], keys] += visible
+                # no block of keys comes that no query here sees
+                assert in_documents or visible[0].view(len(rows), -1, 64).any(2).any(0).all()
+            theirs = rings[step.destination].steps(block_mask=mask)[distance]
+            assert torch.equal(torch.as_tensor(theirs.keys), torch.as_tensor(step.send))
+    assert torch.equal(covered, expected.int())
+
+
+def test_a_sparse_pattern_sends_little():
+    window, strided = (
+        block_masks.parse(pattern, 4096, block_size=64)
+        for pattern in ("window(65)", "window(64) | strided(8)")
+    )
+    dense = Ring(NoGroup(1, 4), 4096).tokens_sent()
+    # the block before each of its chunks, and what its own chunks are to the next
+    assert Ring(NoGroup(1, 4), 4096).tokens_sent(block_mask=window) == 2 * 64
+    assert Ring(NoGroup(1, 4), 4096).tokens_sent(block_mask=strided) <= dense
+    with pytest.raises(ValueError, match=r"multiple of 2 \* 4 ranks \* 64 = 512, got 4096"):
+        Ring(NoGroup(1, 4), 4160).tokens_sent(block_mask=window)
+    with pytest.raises(ValueError, match="must be causal and without window"):
+        Ring(NoGroup(1, 4), 4096).steps(10, window)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -101,31 +146,44 @@ def test_an_implementation_without_an_lse_is_refused():
         ring_attention(q, q, q, Ring(NoGroup(0, 2), SEQ_LEN), "sdpa")
 
 
-@pytest.mark.parametrize(("window", "in_documents"), [(None, False), (10, False), (40, True)])
+@pytest.mark.parametrize(
+    ("masks", "in_documents"),
+    [
+        ({}, False),
+        ({"window": 10}, False),
+        ({"window": 40}, True),
+        ("strided(3)", False),
+        ("window(90)", True),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("implementation", ["flash", "reference"])
-def test_the_steps_of_all_ranks_add_up_to_the_whole_attention(implementation, window, in_documents, device):
+def test_the_steps_of_all_ranks_add_up_to_the_whole_attention(implementation, masks, in_documents, device):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    ids = documents() if in_documents else None
-    q, k, v = random_qkv(2, SEQ_LEN, SEQ_LEN, 4, 2, 64, dtype, device)
-    dout, no_dlse = torch.randn_like(q), torch.zeros(2, 4, SEQ_LEN, device=device)
-    options = {"window": window, "document_ids": None if ids is None else ids.to(device)}
+    seq_len, ids = SEQ_LEN, documents() if in_documents else None
+    if isinstance(masks, str):
+        seq_len, ids = 256, long_documents()[:, :256].contiguous() if in_documents else None
+        masks = {"block_mask": block_masks.parse(masks, 256, block_size=64, device=device)}
+    q, k, v = random_qkv(2, seq_len, seq_len, 4, 2, 64, dtype, device)
+    dout, no_dlse = torch.randn_like(q), torch.zeros(2, 4, seq_len, device=device)
+    options = {**masks, "document_ids": None if ids is None else ids.to(device)}
     torchs = run(attention_reference, q, k, v, dout, no_dlse, **options)
     truths = run(attention_reference, *(x.double() for x in (q, k, v, dout, no_dlse)), **options)
-    ours = add_up(q.detach(), k.detach(), v.detach(), dout, ids, window, implementation)
+    ours = add_up(q.detach(), k.detach(), v.detach(), dout, ids, masks, implementation)
     for name, x, pt, ref in zip(("out", "lse", "dq", "dk", "dv"), ours, torchs, truths, strict=True):
         assert_within_rule(name, x, pt, ref)
 
 
-def add_up(q, k, v, dout, ids, window, implementation, size=2):
+def add_up(q, k, v, dout, ids, masks, implementation, size=2):
     """out, lse, dq, dk, dv from the steps of all ranks, one after the other in this process."""
     attention_forward, attention_backward = BLOCK_ATTENTION[implementation]
     accurate = {"dtype": torch.float32, "device": q.device}
     out, dq, dk, dv = (torch.zeros(x.shape, **accurate) for x in (q, q, k, v))
-    lse = torch.full((q.shape[0], q.shape[2], SEQ_LEN), float("-inf"), **accurate)
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), **accurate)
     steps = []
     for rank in range(size):
-        ring = Ring(NoGroup(rank, size), SEQ_LEN, ids, q.device)
-        for step in (step for step in ring.steps(window) if not step.is_empty):
+        ring = Ring(NoGroup(rank, size), q.shape[1], ids, q.device)
+        for step in (step for step in ring.steps(**masks) if not step.is_empty):
             rows = ring.positions[rank][step.rows].to(q.device)
             keys = ring.positions[step.source][step.keys].to(q.device)
             part, part_lse = attention_forward(q[:, rows], k[:, keys], v[:, keys], step.mask, 64**-0.5)
@@ -156,17 +214,19 @@ def test_gpus_together_are_as_accurate_as_torch_on_one(size, tmp_path):
 
 
 def compare_with_one_gpu(rank: int) -> None:
-    for window, in_documents, n_kv_head in product((None, 100), (False, True), (4, 1)):
+    patterns = [{"block_mask": block_masks.parse(p, 1024, device="cuda")} for p in PATTERNS]
+    all_masks = [{}, {"window": 100}, *patterns]
+    for masks, in_documents, n_kv_head in product(all_masks, (False, True), (4, 1)):
         torch.manual_seed(0)
         q, k, v = random_qkv(2, 1024, 1024, 4, n_kv_head, 64, torch.bfloat16, "cuda")
         dout, no_dlse = torch.randn_like(q), torch.zeros(2, 4, 1024, device="cuda")
         ids = (torch.arange(1024, dtype=torch.int32) // 300).repeat(2, 1) if in_documents else None
-        options = {"window": window, "document_ids": None if ids is None else ids.cuda()}
+        options = {**masks, "document_ids": None if ids is None else ids.cuda()}
         torchs = run(attention_reference, q, k, v, dout, no_dlse, **options)
         truths = run(attention_reference, *(x.double() for x in (q, k, v, dout, no_dlse)), **options)
         ring = Ring(dist.group.WORLD, 1024, ids, "cuda")
         parts = [ring.split(x).detach().requires_grad_() for x in (q, k, v)]
-        out = ring_attention(*parts, ring, "flash", window=window)
+        out = ring_attention(*parts, ring, "flash", **masks)
         out.backward(ring.split(dout))
         ours = {"out": out.detach(), **{f"d{n}": x.grad for n, x in zip("qkv", parts, strict=True)}}
         for index, (name, x) in zip((0, 2, 3, 4), ours.items(), strict=True):
@@ -174,19 +234,23 @@ def compare_with_one_gpu(rank: int) -> None:
 
 
 def compare_with_one_process(rank: int) -> None:
-    for (window, in_documents), n_kv_head in product(MASKS, (4, 2)):
+    cases = [
+        ({"window": window}, SEQ_LEN, documents() if in_documents else None) for window, in_documents in MASKS
+    ]
+    for pattern, ids in product(PATTERNS, (None, long_documents())):
+        cases.append(({"block_mask": block_masks.parse(pattern, 512, block_size=64)}, 512, ids))
+    for (masks, seq_len, ids), n_kv_head in product(cases, (4, 2)):
         torch.manual_seed(0)
-        batch = 2 if in_documents else 1
-        q, dout = (torch.randn(batch, SEQ_LEN, 4, 8, dtype=torch.float64) for _ in range(2))
-        k, v = (torch.randn(batch, SEQ_LEN, n_kv_head, 8, dtype=torch.float64) for _ in range(2))
-        ids = documents() if in_documents else None
-        ring = Ring(dist.group.WORLD, SEQ_LEN, ids)
+        batch = 1 if ids is None else 2
+        q, dout = (torch.randn(batch, seq_len, 4, 8, dtype=torch.float64) for _ in range(2))
+        k, v = (torch.randn(batch, seq_len, n_kv_head, 8, dtype=torch.float64) for _ in range(2))
+        ring = Ring(dist.group.WORLD, seq_len, ids)
 
         whole = [x.clone().requires_grad_() for x in (q, k, v)]
-        expected = attention_reference(*whole, window=window, document_ids=ids)
+        expected = attention_reference(*whole, **masks, document_ids=ids)
         expected.backward(dout)
         parts = [ring.split(x).requires_grad_() for x in (q, k, v)]
-        actual = ring_attention(*parts, ring, "reference", window=window)
+        actual = ring_attention(*parts, ring, "reference", **masks)
         actual.backward(ring.split(dout))
 
         torch.testing.assert_close(actual, ring.split(expected), rtol=1e-12, atol=1e-12)

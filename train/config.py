@@ -133,6 +133,9 @@ class Config:
             return
         # each process holds two pieces of each sequence
         _check_divides("seq_len", self.seq_len, f"2 * context_parallel={ranks}", 2 * ranks)
+        if self.attention.sparse:
+            name, unit = "2 * context_parallel * attention.block_size", 2 * ranks * self.attention.block_size
+            _check_divides("seq_len", self.seq_len, name, unit)
         name = f"seq_len / context_parallel={ranks}"
         _check_divides("tokens_per_microbatch", self.tokens_per_microbatch, name, self.seq_len // ranks)
         if self.attention.implementation == "sdpa":

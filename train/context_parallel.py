@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from model.ring_attention import Ring
+from model.ring import Ring
 from train.distributed import Processes
 
 

@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node=4 -m scripts.benchmark_ring tokens_per_gpu=131072
 
 A rank times flash attention on tokens_per_gpu tokens alone, then ring attention on n times as many together
-with the others. FLOPs are those that the mask keeps; share is TFLOP/s a GPU over those of one GPU alone.
+with the others. FLOPs are those that the mask keeps, whole blocks of a pattern; share is TFLOP/s a GPU over
+those of one GPU alone.
 """
 
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from kernels import block_masks
 from model.attention import attend
 from model.ring import Ring
 from model.ring_attention import ring_attention
@@ -29,6 +31,7 @@ class Arguments:
     n_kv_head: int = argument(12, "heads of keys and values")
     head_dims: list[int] = argument([64, 128], "D")
     windows: list[int] = argument([0], "keys that a query sees; 0 for all before it")
+    patterns: list[str] = argument([], "of blocks of 128: window(8192), window(1024) | strided(16)")
     repeats: int = argument(5, "timed passes, after one that is not; the median counts")
     implementation: str = argument("flash", "flash, or reference to try it on a CPU")
     device: str = argument("cuda", "cuda, or cpu to try it")
@@ -40,22 +43,28 @@ def main(arguments: Arguments) -> None:
         if processes.world_size < 2:
             raise ValueError("one process shares nothing: start several with torchrun --nproc-per-node")
         rows = []
-        for head_dim, window in product(arguments.head_dims, arguments.windows):
-            rows += measure(arguments, processes, head_dim, window or None)
+        masks = [{"window": window or None} for window in arguments.windows]
+        masks += [{"pattern": pattern} for pattern in arguments.patterns]
+        for head_dim, mask in product(arguments.head_dims, masks):
+            rows += measure(arguments, processes, head_dim, **mask)
         if processes.is_main:
             write_result(Path(arguments.out), rows, processes.world_size)
 
 
-def measure(arguments: Arguments, processes, head_dim: int, window: int | None) -> list[dict]:
-    """The rows of one shape: alone if there is no window, and together."""
+def measure(
+    arguments: Arguments, processes, head_dim: int, window: int | None = None, pattern: str | None = None
+) -> list[dict]:
+    """The rows of one shape: alone if the mask is dense, and together."""
     tokens, size, device = arguments.tokens_per_gpu, processes.world_size, processes.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     heads = (arguments.n_head, arguments.n_kv_head, arguments.n_kv_head, arguments.n_head)
     q, k, v, dout = (torch.randn(1, tokens, n, head_dim, device=device, dtype=dtype) for n in heads)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     ring = Ring(dist.group.WORLD, size * tokens, device=device)
-    runs = {"together": lambda: ring_attention(q, k, v, ring, arguments.implementation, window=window)}
-    if window is None:
+    block_mask = pattern and block_masks.parse(pattern, size * tokens, device=device)
+    masks = {"window": window, "block_mask": block_mask}
+    runs = {"together": lambda: ring_attention(q, k, v, ring, arguments.implementation, **masks)}
+    if window is None and pattern is None:
         runs = {"alone": lambda: attend(q, k, v, arguments.implementation), **runs}
     rows = []
     for name, run in runs.items():
@@ -64,16 +73,19 @@ def measure(arguments: Arguments, processes, head_dim: int, window: int | None) 
             for x in median_seconds(run, dout, arguments.repeats, device)
         )
         n_gpus = 1 if name == "alone" else size
-        flop = 4 * arguments.n_head * head_dim * visible_pairs(n_gpus * tokens, window) / n_gpus
+        pairs = visible_pairs(n_gpus * tokens, window)
+        if block_mask is not None:
+            pairs = len(block_mask.keys) * block_mask.block_size**2
+        flop = 4 * arguments.n_head * head_dim * pairs / n_gpus
         row = {
             "implementation": arguments.implementation, "n_gpus": n_gpus, "seq_len": n_gpus * tokens,
-            "window": window, "head_dim": head_dim, "heads": arguments.n_head,
+            "window": window, "pattern": pattern, "head_dim": head_dim, "heads": arguments.n_head,
             "kv_heads": arguments.n_kv_head, "dtype": str(dtype).removeprefix("torch."),
             "forward_ms": forward * 1e3, "backward_ms": backward * 1e3,
             "forward_tflops": flop / forward / 1e12, "backward_tflops": 2.5 * flop / backward / 1e12,
         }  # fmt: skip
         if name == "together":
-            row["tokens_sent"] = ring.tokens_sent(window)
+            row["tokens_sent"] = ring.tokens_sent(**masks)
         for direction in ("forward", "backward") if rows else ():
             row[f"{direction}_share"] = row[f"{direction}_tflops"] / rows[0][f"{direction}_tflops"]
         rows.append(row)

@@ -43,7 +43,7 @@ def test_every_file_of_conf_is_in_a_group_that_is_tested():
 def test_blocks_of_a_pattern_must_fill_the_pieces_of_shared_sequences():
     overrides = ["attention=window", "context_parallel=4", "model=llama", "tokens_per_microbatch=32768"]
     with pytest.raises(
-        ValueError, match=r"seq_len=1536 must be a multiple of 2 \* .*block_size=1024: .* 2048"
+        ValueError, match=r"seq_len=1536 must be a multiple of 2 \* .*block_size=1024: .*=2048"
     ):
         parse(composed(*overrides, "seq_len=1536"))
     assert parse(composed(*overrides, "seq_len=2048")).attention.sparse

@@ -4,16 +4,14 @@ transformers loads it with AutoModelForCausalLM.from_pretrained(FOLDER). The tok
 read its text by that of a folder.
 """
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from data.tokenizer import TOKENIZERS
 from model import AttentionConfig
-from model.pretrained import export_pretrained
 from scripts.arguments import argument, run_script
+from train.export import export
 from train.weights import load_model, tokenizer_name
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -30,17 +28,8 @@ def main(arguments: Arguments) -> None:
     if arguments.precision not in DTYPES:
         raise ValueError(f"precision must be one of {', '.join(DTYPES)}, got {arguments.precision!r}")
     model = load_model(arguments.model, AttentionConfig(implementation="reference"))
-    export_pretrained(model, Path(arguments.out), dtype=DTYPES[arguments.precision])
-    copy_tokenizer(tokenizer_name(arguments.model), Path(arguments.out))
+    export(model, tokenizer_name(arguments.model), Path(arguments.out), DTYPES[arguments.precision])
     print(f"{arguments.out}: {model.n_parameters():,} parameters, {arguments.precision}")
-
-
-def copy_tokenizer(name: str, out: Path) -> None:
-    """The files of a tokenizer that is a folder; GPT-2's and bytes have none."""
-    if name in TOKENIZERS:
-        return
-    for path in Path(name).glob("*token*.json"):
-        shutil.copy(path, out / path.name)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,12 @@ def test_every_file_of_conf_is_in_a_group_that_is_tested():
     assert files == {"config.yaml"} | {f"{group}/{choice}.yaml" for group, choice in choices()}
 
 
+def test_a_model_that_no_family_holds_is_refused_before_it_is_trained_to_be_exported():
+    config = parse(composed("experiment=laptop", "export=true", "+model.norm=rms"))
+    with pytest.raises(ValueError, match="norm"):
+        check_machine(config)
+
+
 def test_blocks_of_a_pattern_must_fill_the_pieces_of_shared_sequences():
     overrides = ["attention=window", "context_parallel=4", "model=llama", "tokens_per_microbatch=32768"]
     with pytest.raises(

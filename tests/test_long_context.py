@@ -79,8 +79,15 @@ def test_text_in_the_tokens_of_a_published_model_goes_in_and_comes_out(tmp_path,
     faults.write_corpus(tmp_path)
     vocab_size = write_tokenizer(tmp_path / "published")
     tokenizer = ["data.tokenizer=published", "data.folder=datasets/published", *LLAMA]
-    faults.run_training(faults.small_config("first", 5, *tokenizer, f"model.vocab_size={vocab_size}"))
+    config = faults.small_config("first", 5, *tokenizer, "export=true", f"model.vocab_size={vocab_size}")
+    faults.run_training(config)
+    # and once more, at the same end of the same run
+    faults.run_training(config)
     call(export_hf, "model=runs/first", "out=exported")
+    at_the_end = Path("runs/first/hugging_face")
+    assert {path.name for path in at_the_end.iterdir()} == {path.name for path in Path("exported").iterdir()}
+    assert (at_the_end / "model.safetensors").read_bytes() == Path("exported/model.safetensors").read_bytes()
+    assert (at_the_end / "tokenizer.json").is_file()
     capsys.readouterr()
     call(sample, "checkpoint=exported", "prompt=def", "tokens=5", "attention=sdpa")
     assert capsys.readouterr().out.startswith("def")

@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from data.prepare import DataConfig
 from data.tokenizer import load_tokenizer
 from model import AttentionConfig, ModelConfig
+from model.families import family_of
 from model.recompute import RECOMPUTE
 from train.bad_steps import BAD_STEP_ACTIONS, SpikeConfig
 from train.checkpoint import CheckpointConfig
@@ -64,6 +65,8 @@ class Config:
     separate_documents: bool
     # the length of the run, rounded up to whole steps
     total_tokens: int
+    # at the end, write the model as a Hugging Face folder to runs/<name>/hugging_face
+    export: bool
     # a loss or gradients that are not finite: stop the run, or skip the step; the weights never see them
     on_bad_step: str
     # a process without progress for so long is named, and the run ends to be started again; 0: wait forever
@@ -213,6 +216,9 @@ def check_machine(config: Config) -> None:
         raise ValueError(f"fused_loss=true runs on a GPU, got device={config.device}: use fused_loss=false")
     if config.precision == "fp16" and config.device == "cpu":
         raise ValueError("precision=fp16 needs a GPU, got device=cpu: use precision=fp32 or bf16")
+    if config.export:
+        # rather now than at the end
+        family_of(config.model)
     vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
     if config.start.weights is not None and config.model.vocab_size < vocab_size:
         raise ValueError(

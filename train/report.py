@@ -1,5 +1,6 @@
 """What a run leaves for its user: the opening lines, the metrics of a step, the files at the end."""
 
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -13,12 +14,16 @@ from model.flops import flops_ledger
 from train.config import Config, write_config
 from train.distributed import Processes
 from train.documents import document_ids
+from train.export import export
 from train.logger import RunLogger, duration, read_metrics, readable
 from train.plot import draw_loss
 from train.profiler import MEMORY, TRACE
 from train.results import write_result
 from train.sample import sample_text
 from train.throughput import StepTimer, flop_utilization, peak_memory_bytes
+
+# the Hugging Face folder in a run's folder
+EXPORT = "hugging_face"
 
 
 def open_run(
@@ -122,6 +127,10 @@ def finish_run(
             f"MFU {summary['mfu_palm']:.1%} (PaLM, nanoGPT), {summary['mfu_causal']:.1%} (causal), "
             f"{summary['mfu_mask']:.1%} (exact mask); {summary['mfu_executed']:.1%} executed"
         )
+    if config.export:
+        # of an earlier end of this run
+        shutil.rmtree(folder / EXPORT, ignore_errors=True)
+        export(weights, config.data.tokenizer, folder / EXPORT)
     if config.sample.tokens:
         sample = sample_text(weights, load_tokenizer(config.data.tokenizer), config.sample, config.seed)
         (folder / "sample.txt").write_text(sample + "\n")
@@ -132,6 +141,7 @@ def finish_run(
         ("metrics.jsonl", "metrics"),
         ("summary.json", "summary"),
         ("checkpoints", "checkpoints"),
+        (EXPORT, "to share"),
         (TRACE, "trace"),
         (MEMORY, "memory"),
     ):

@@ -39,12 +39,14 @@ def algorithm1_kernel(
         for m in range(0, seq_len, BLOCK_M):
             rows = first_row + m + tl.arange(0, BLOCK_M)
             queries = rows[:, None] * HEAD_DIM + offs_d
-            q = tl.load(q_ptr + queries)  # (BLOCK_M, D)
+            # .cg: not by the multiprocessor's own cache, which the algorithm does not know
+            q = tl.load(q_ptr + queries, cache_modifier=".cg")  # (BLOCK_M, D)
             # nothing is known before the first block of keys, and nothing read
             known = n > 0
-            m_i = tl.load(m_ptr + rows, mask=known, other=float("-inf"))
-            l_i = tl.load(l_ptr + rows, mask=known, other=0.0)
-            out = tl.load(out_ptr + queries, mask=known, other=0.0).to(tl.float32)  # (BLOCK_M, D)
+            m_i = tl.load(m_ptr + rows, mask=known, other=float("-inf"), cache_modifier=".cg")
+            l_i = tl.load(l_ptr + rows, mask=known, other=0.0, cache_modifier=".cg")
+            out = tl.load(out_ptr + queries, mask=known, other=0.0, cache_modifier=".cg")
+            out = out.to(tl.float32)  # (BLOCK_M, D)
             scores = tl.dot(q, tl.trans(k)) * scale_log2  # (BLOCK_M, BLOCK_N)
             m_block = tl.max(scores, 1)
             p = tl.exp2(scores - m_block[:, None])  # (BLOCK_M, BLOCK_N)

@@ -4,13 +4,18 @@
     python -m scripts.reproduce_paper figure2 figure3          # some: the beginnings of their names
     python -m scripts.reproduce_paper figure3 'sizes.seq_lens=[1024,4096]'
     python -m scripts.reproduce_paper quick=true               # small; on a CPU by Triton's interpreter
+    python -m scripts.reproduce_paper keep=true                # go on after an interruption
 
 Each experiment is a file of scripts/paper/ that tells what the paper did and claims. It writes its rows to
-<out>/<experiment>.json; the report, <out>/README.md, is written anew from all files that lie there.
+<out>/<experiment>.json, and to <experiment>.part.json while it runs; the report, <out>/README.md, is written
+anew from all files that lie there. One that fails does not keep the others from running.
 """
 
+import gc
 import os
+import sys
 import time
+import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -20,9 +25,12 @@ import torch
 from omegaconf import OmegaConf
 
 from scripts.arguments import argument, run_script
+from scripts.paper.memory import free_memory
 from scripts.paper.registry import EXPERIMENTS, choose, load
-from scripts.paper.report import write_report
+from scripts.paper.report import part_of, write_report
 from train.results import write_result
+
+SECONDS_BETWEEN_WRITES = 20
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,6 +40,7 @@ class Arguments:
         False, "small sizes, to see that everything runs: no claim of the paper is at them"
     )
     sizes: dict[str, Any] = argument({}, "the experiment's own, as sizes.seq_len=512; its file lists them")
+    keep: bool = argument(False, "leave an experiment alone whose result lies in out")
     measure: bool = argument(True, "false: only write the report anew from the results in out")
     out: str = argument("", "folder of results and report; docs/results/<gpu>/paper if empty")
 
@@ -47,15 +56,44 @@ def main(arguments: Arguments) -> None:
     folder = Path(arguments.out or Path("docs/results", machine_name(), "paper"))
     folder.mkdir(parents=True, exist_ok=True)
     modules = {name: load(name) for name in EXPERIMENTS}
+    # a collection between two measurements need not walk through all that is imported
+    gc.freeze()
+    failed = []
     for name in names if arguments.measure else []:
+        path = folder / f"{name}.json"
+        if arguments.keep and path.is_file() and not part_of(path).is_file():
+            continue
         sizes = choose_sizes(name, modules[name], arguments)
         print(f"{name}: {modules[name].TITLE}", flush=True)
         started = time.perf_counter()
-        write_result(folder / f"{name}.json", modules[name].measure(sizes, device))
+        try:
+            measure(modules[name], sizes, device, path)
+        except Exception:
+            traceback.print_exc()
+            failed.append(name)
+        free_memory()
         print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
         # after each, so that an interrupted run leaves a report
         write_report(folder, modules)
     print(write_report(folder, modules))
+    if failed:
+        sys.exit(f"error: {', '.join(failed)} failed, as printed above")
+
+
+def measure(experiment: ModuleType, sizes, device: torch.device, path: Path) -> None:
+    """Writes the experiment's rows to path; until all are there, to a file of another name beside it."""
+    part = part_of(path)
+    rows, written = [], time.perf_counter()
+    try:
+        for row in experiment.measure(sizes, device):
+            rows.append(row)
+            if time.perf_counter() - written > SECONDS_BETWEEN_WRITES:
+                write_result(part, rows)
+                written = time.perf_counter()
+    finally:
+        if rows:
+            write_result(part, rows)
+    part.replace(path)
 
 
 def choose_sizes(name: str, experiment: ModuleType, arguments: Arguments):

@@ -22,6 +22,7 @@ DTYPE = torch.float16
 # what the paper's code adds to a hidden score
 HIDDEN = -10000.0
 SDPA = {
+    "sdpa math": SDPBackend.MATH,
     "sdpa flash": SDPBackend.FLASH_ATTENTION,
     "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from scripts.paper.memory import free_memory
+
 # bytes to and from memory, and 32-byte sectors that the multiprocessors ask the L2 cache for
 MEMORY = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 L2_SECTORS = "lts__t_sectors_srcunit_tex.sum"
@@ -30,6 +32,8 @@ def counted_bytes(module: str, work: str, sizes: dict) -> dict | str:
     ncu = shutil.which("ncu")
     if ncu is None:
         return "Nsight Compute (ncu) is not installed"
+    # the work needs the memory that this process has kept
+    free_memory()
     task = json.dumps({"module": module, "work": work, "sizes": sizes})
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "counters.csv")
@@ -49,7 +53,10 @@ def counted_bytes(module: str, work: str, sizes: dict) -> dict | str:
                 line for line in (text + done.stdout + done.stderr).splitlines() if "==ERROR==" in line
             ]
             return f"Nsight Compute read no counters: {complaint[0] if complaint else done.stderr[-200:]}"
-        return parse(text)
+        try:
+            return parse(text)
+        except (KeyError, ValueError) as error:
+            return f"Nsight Compute wrote a table of another form: {error!r}"
 
 
 def parse(text: str) -> dict:

@@ -17,7 +17,9 @@ def write_report(folder: Path, experiments: dict[str, ModuleType]) -> Path:
     """
     summary, sections = [], []
     for name, experiment in experiments.items():
-        path = folder / f"{name}.json"
+        whole = folder / f"{name}.json"
+        # the newer try, where the last one did not come to its end
+        path = part_of(whole) if part_of(whole).is_file() else whole
         name_only = experiment.TITLE.split(":")[0]
         title = f"## {experiment.TITLE}\n\n{experiment.PAPER.strip()}\n"
         if not path.is_file():
@@ -27,11 +29,11 @@ def write_report(folder: Path, experiments: dict[str, ModuleType]) -> Path:
         result = json.loads(path.read_text())
         rows = result["rows"]
         verdicts = [with_reason(verdict, result) for verdict in experiment.judge(rows)]
-        experiment.draw(rows, path.with_suffix(".png"))
+        experiment.draw(rows, whole.with_suffix(".png"))
         summary += [verdict_line(name_only, verdict) for verdict in verdicts]
         sections.append(
             f"{title}\n**Here:** {experiment.HERE.strip()}\n\n![{experiment.TITLE}]({name}.png)\n\n"
-            f"{experiment.describe(rows)}\n\n{notes(verdicts)}{origin(name, result)}\n"
+            f"{experiment.describe(rows)}\n\n{notes(verdicts)}{origin(path, result)}\n"
         )
     header = ["experiment", "claim", "paper", "here (needed)", "verdict"]
     text = (
@@ -43,6 +45,11 @@ def write_report(folder: Path, experiments: dict[str, ModuleType]) -> Path:
     report = folder / "README.md"
     report.write_text(text)
     return report
+
+
+def part_of(path: Path) -> Path:
+    """Where the rows of an experiment are while it runs, and stay if it does not come to its end."""
+    return path.with_suffix(".part.json")
 
 
 def with_reason(verdict: Verdict, result: dict) -> Verdict:
@@ -65,9 +72,10 @@ def notes(verdicts: list[Verdict]) -> str:
     return "\n".join(lines) + "\n\n" if lines else ""
 
 
-def origin(name: str, result: dict) -> str:
+def origin(path: Path, result: dict) -> str:
+    state = "**Interrupted: these rows are not all.** " if path.name.endswith(".part.json") else ""
     machine = f"{result['gpu'] or 'CPU'}, torch {result['torch']}, triton {result['triton']}"
-    return f"[{name}.json]({name}.json): {machine}, {result['date']}, commit {result['commit']}.\n"
+    return f"{state}[{path.name}]({path.name}): {machine}, {result['date']}, commit {result['commit']}.\n"
 
 
 def markdown(header: list[str], lines: list[list]) -> str:

@@ -1,18 +1,22 @@
 """Whole training runs, each `python -m train` in a process of its own, and their losses."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from scripts.paper.memory import free_memory
 from train.logger import read_metrics
 
 
 def train(name: str, overrides: list[str]) -> Path:
-    """Runs `python -m train name=NAME ...` and returns its run folder. Raises ValueError if it fails."""
+    """Runs `python -m train name=NAME ...` anew and returns its run folder. Raises ValueError if it fails."""
     command = [sys.executable, "-m", "train", f"name={name}", "checkpoint.resume=never", *overrides]
     folder = Path("runs", name)
-    if folder.exists():
-        raise ValueError(f"{folder} exists: move or remove it, a run is measured anew")
+    # of an earlier or an interrupted reproduction: nobody else gives a run this name
+    shutil.rmtree(folder, ignore_errors=True)
+    # the run needs the memory that this process has kept
+    free_memory()
     done = subprocess.run(command)
     if done.returncode:
         raise ValueError(f"{' '.join(command)} ended with {done.returncode}")

@@ -1,6 +1,6 @@
 """Table 6: finding a path in a picture, pixel by pixel, at 1K to 64K tokens."""
 
-import gc
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -9,6 +9,7 @@ import torch
 
 from scripts.paper import tasks
 from scripts.paper.encoder import Encoder, attention_function, encoder_config, train_classifier
+from scripts.paper.memory import reason_in
 from scripts.paper.report import rows_table
 from scripts.paper.verdict import Verdict, matching, value
 
@@ -51,47 +52,51 @@ QUICK = {
 CHANCE = 50.0
 
 
-def measure(sizes: Sizes, device: torch.device) -> list[dict]:
-    rows = []
+def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
     for side, steps, batch, examples in zip(
         sizes.sides, sizes.steps, sizes.batches, sizes.examples, strict=True
     ):
-        generate = partial(tasks.pathfinder, side=side)
-        n_test = min(sizes.test_examples, examples)
-        train, test = (
-            [torch.from_numpy(x).to(device) for x in tasks.draw_in_parallel(generate, n, seed)]
-            for n, seed in ((examples, 1), (n_test, 2))
-        )
-        torch.manual_seed(0)
-        config = encoder_config(
-            side * side, sizes.n_layer, sizes.n_head, sizes.n_embd, tasks.GRAY_LEVELS, 0.0
-        )
-        model = Encoder(config, attention_function("ours", side * side, device), 2).to(device)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        trained = train_classifier(
-            model,
-            config,
-            train,
-            test,
-            steps=steps,
-            batch=batch,
-            learning_rate=sizes.learning_rate,
-            precision="bf16" if device.type == "cuda" else "fp32",
-        )
-        memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
         row = {"side": side, "seq_len": side * side, "steps": steps, "batch": batch, "examples": examples}
-        rows.append({**row, "test_examples": n_test, "peak_memory_bytes": memory, **trained})
-        print(f"{side} x {side}: {trained}", flush=True)
-    return rows
+        row |= {"test_examples": min(sizes.test_examples, examples), "accuracy": None}
+        row["peak_memory_bytes"] = None
+        with reason_in(row):
+            row |= train_on_pictures(sizes, row, device)
+        print(f"{side} x {side}: {row}", flush=True)
+        yield row
+
+
+def train_on_pictures(sizes: Sizes, row: dict, device: torch.device) -> dict:
+    """Accuracy, last loss and peak memory of one side, drawn, trained and tested as the row says."""
+    generate, seq_len = partial(tasks.pathfinder, side=row["side"]), row["seq_len"]
+    train, test = (
+        [torch.from_numpy(x).to(device) for x in tasks.draw_in_parallel(generate, n, seed)]
+        for n, seed in ((row["examples"], 1), (row["test_examples"], 2))
+    )
+    torch.manual_seed(0)
+    config = encoder_config(seq_len, sizes.n_layer, sizes.n_head, sizes.n_embd, tasks.GRAY_LEVELS, 0.0)
+    model = Encoder(config, attention_function("ours", seq_len, device), 2).to(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    trained = train_classifier(
+        model,
+        config,
+        train,
+        test,
+        steps=row["steps"],
+        batch=row["batch"],
+        learning_rate=sizes.learning_rate,
+        precision="bf16" if device.type == "cuda" else "fp32",
+    )
+    if device.type == "cuda":
+        trained["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+    return trained
 
 
 def judge(rows: list[dict]) -> list[Verdict]:
     def above_chance(side: int) -> float | None:
         """In standard deviations of guessing."""
         found = [row for row in matching(rows, side=side) if row["steps"] >= 100]
-        if not found:
+        if not found or found[0]["accuracy"] is None:
             return None
         return (found[0]["accuracy"] - CHANCE) / (50.0 / found[0]["test_examples"] ** 0.5)
 
@@ -130,7 +135,17 @@ def judge(rows: list[dict]) -> list[Verdict]:
 
 
 def describe(rows: list[dict]) -> str:
-    columns = ("side", "seq_len", "steps", "batch", "examples", "final_loss", "accuracy", "peak_memory_bytes")
+    columns = (
+        "side",
+        "seq_len",
+        "steps",
+        "batch",
+        "examples",
+        "final_loss",
+        "accuracy",
+        "peak_memory_bytes",
+        "why",
+    )
     return rows_table(rows, columns)
 
 
@@ -139,7 +154,7 @@ def draw(rows: list[dict], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(5, 4), layout="constrained")
-    axis.bar([f"{row['side']} x {row['side']}" for row in rows], [row["accuracy"] for row in rows])
+    axis.bar([f"{row['side']} x {row['side']}" for row in rows], [row["accuracy"] or 0.0 for row in rows])
     axis.axhline(CHANCE, linestyle="--", color="gray", label="chance")
     axis.set_ylabel("accuracy, %")
     axis.legend()

@@ -11,6 +11,7 @@ from torch.nn.attention import sdpa_kernel
 
 from kernels.flash_attention import flash_attention
 from scripts.paper import baselines
+from scripts.paper.memory import reason_in
 from scripts.paper.report import rows_table
 from scripts.paper.verdict import Verdict, least, matching, only_total, ratio, total
 from scripts.timing import forward_backward_ms
@@ -82,18 +83,14 @@ def measure(sizes: Sizes, device: torch.device) -> list[dict]:
                 row = {"group": group, "seq_len": seq_len, **shape._asdict(), "batch": batch}
                 row |= {"implementation": name, "forward_ms": None, "backward_ms": None}
                 qkv = baselines.inputs(batch, seq_len, shape.heads, shape.head_dim, device, True)
-                try:
+                # a backend that lacks dropout or this shape says so, and the row keeps its words
+                with reason_in(row, RuntimeError if name in FUSED else ()):
                     chosen = attention(name, shape, seq_len, device)
                     if device.type == "cuda":
                         times = forward_backward_ms(chosen, qkv, torch.randn_like(qkv[0]))
                         row["forward_ms"], row["backward_ms"] = times
                     else:
                         row["is_finite"] = bool(chosen(*qkv).isfinite().all())
-                except RuntimeError as error:
-                    # a backend that lacks dropout or this shape says so, and the row keeps its words
-                    if name not in FUSED:
-                        raise
-                    row["why"] = str(error).splitlines()[0]
                 rows.append(row)
     return rows
 

@@ -129,7 +129,7 @@ def paint(picture: np.ndarray, points: np.ndarray, radius: float) -> None:
 
 def draw_in_parallel(task, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """task(n=, seed=) over all cores: one part of the examples from each."""
-    workers = min(os.cpu_count(), max(1, n // 256))
+    workers = min(len(os.sched_getaffinity(0)), max(1, n // 256))
     share = -(-n // workers)
     if workers == 1:
         return task(n=n, seed=seed)

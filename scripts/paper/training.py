@@ -4,11 +4,12 @@ All share the loop's own step (train/step.py), its optimizer and precision; only
 here anything that takes tokens and targets, both (B, T) int64, and returns the mean cross-entropy, ().
 """
 
-import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from model import GPT
 from scripts.paper import baselines
+from scripts.paper.memory import free_memory
 from train.config import Config, parse
 from train.distributed import join_processes
 from train.optim import build_optimizer
@@ -126,6 +128,14 @@ def megatron_gpt(config: Config) -> nn.Module:
     return model
 
 
+def eager_gpt(config: Config) -> GPT:
+    """Our GPT, not compiled, with the operations that attention had in 2022."""
+    model = our_gpt(config)
+    for block in model.blocks:
+        block.attention = OtherAttention(block.attention, baselines.hugging_face_2022)
+    return model
+
+
 def compiled_gpt(config: Config) -> nn.Module:
     model = our_gpt(config)
     if config.compile:
@@ -140,7 +150,7 @@ MODELS = {
     "Hugging Face SDPA": (partial(hugging_face, attention="sdpa"), "reference"),
     "Hugging Face, our attention": (partial(hugging_face, attention="nanoflash"), "reference"),
     "Megatron-like": (megatron_gpt, "reference"),
-    "ours, eager attention": (our_gpt, "reference"),
+    "ours, eager attention": (eager_gpt, "reference"),
     "ours, compiled, SDPA": (compiled_gpt, "sdpa"),
     "ours, not compiled": (our_gpt, "flash"),
     "ours": (compiled_gpt, "flash"),
@@ -148,17 +158,15 @@ MODELS = {
 
 
 def time_training(name: str, config: Config, warmup_steps: int, steps: int) -> dict:
-    """Tokens per second, milliseconds of a step and peak memory of that model on random tokens."""
+    """Tokens per second, milliseconds of a step, their median, and peak memory, on random tokens."""
     build, attention = MODELS[name]
     config.attention.implementation = attention
     with join_processes(config.device) as processes:
         device = processes.device
         on_gpu = device.type == "cuda"
-        gc.collect()
+        free_memory()
         if on_gpu:
-            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        torch.compiler.reset()
         torch.manual_seed(config.seed)
         torch.set_float32_matmul_precision("high")
         sequences = config.tokens_per_step // config.seq_len
@@ -177,16 +185,17 @@ def time_training(name: str, config: Config, warmup_steps: int, steps: int) -> d
 
         for _ in range(warmup_steps):
             step()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else None
-        if on_gpu:
-            marks[0].record()
-        for _ in range(steps):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)] if on_gpu else []
+        for mark in marks[:1]:
+            mark.record()
+        for index in range(steps):
             loss = step()
+            for mark in marks[index + 1 : index + 2]:
+                mark.record()
         row = {"model": name, "final_loss": loss, "step_ms": None, "tokens_per_second": None}
         if on_gpu:
-            marks[1].record()
             torch.cuda.synchronize()
-            row["step_ms"] = marks[0].elapsed_time(marks[1]) / steps
+            row["step_ms"] = median(start.elapsed_time(end) for start, end in pairwise(marks))
             row["tokens_per_second"] = config.tokens_per_step / row["step_ms"] * 1000
             row["peak_memory_bytes"] = peak_memory_bytes(device)[0]
         return row

@@ -28,8 +28,9 @@ def run_script(
     words: str | None = None,
     others: str | None = None,
 ) -> None:
-    """Calls main with the command line's arguments; --help prints them; a ValueError is told in one line.
+    """Calls main with the command line's arguments; --help prints them; a wrong value is told in one line.
 
+    A text is taken as it is typed; lists and numbers are in YAML.
     words: the argument, a list, that gathers what is given without a key; others: one that gathers key=value
     of keys that are no argument, as python -m train takes them.
     """
@@ -49,7 +50,14 @@ def run_script(
         if others:
             names = [item.name for item in fields(arguments)]
             foreign = [word for word in own if word.split("=")[0] not in names]
-        given = OmegaConf.from_cli([word for word in own if word not in foreign])
+        # YAML would make a mapping of "def f(x):", and nothing of "# a comment"
+        texts = {item.name for item in fields(arguments) if item.type is str}
+        typed = [word.split("=", 1) for word in own if word.split("=")[0] in texts]
+        given = OmegaConf.from_cli(
+            [word for word in own if word not in foreign and word.split("=")[0] not in texts]
+        )
+        for name, text in typed:
+            given[name] = text.replace("${", r"\${")
         if foreign:
             given[others] = foreign
         if bare:
@@ -58,5 +66,5 @@ def run_script(
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
         sys.exit(f"error: {error.full_key}: {reason}: --help lists the arguments")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

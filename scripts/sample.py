@@ -10,6 +10,7 @@ import torch
 
 from data.tokenizer import load_tokenizer
 from scripts.arguments import argument, run_script
+from train.config import DEVICES
 from train.sample import SampleConfig, stream_text
 from train.weights import load_model, run_attention, tokenizer_name
 
@@ -48,7 +49,17 @@ def main(arguments: Arguments) -> None:
     prompt = Path(arguments.prompt_file).read_text() if arguments.prompt_file else arguments.prompt
     if arguments.precision not in DTYPES:
         raise ValueError(f"precision must be one of {', '.join(DTYPES)}, got {arguments.precision!r}")
+    if arguments.device not in DEVICES:
+        raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {arguments.device!r}")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda, but torch sees no GPU: use device=cpu")
+    if arguments.attention == "flash" and arguments.device != "cuda":
+        raise ValueError(f"attention=flash runs on a GPU, got device={arguments.device}: use attention=sdpa")
     model = load_model(source, run_attention(source, arguments.attention))
+    if not all(0 <= token < model.config.vocab_size for token in arguments.stop_tokens):
+        raise ValueError(
+            f"stop_tokens must be ids from 0 to {model.config.vocab_size - 1}, got {arguments.stop_tokens}"
+        )
     # a token is as fast as its weights are read
     model.to(arguments.device, DTYPES[arguments.precision])
     config = SampleConfig(

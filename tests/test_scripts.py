@@ -2,9 +2,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from scripts import sample
+from scripts.arguments import argument, run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "run_script(" in path.read_text())
@@ -59,6 +63,43 @@ def test_plot_run_draws_runs_and_measures_how_far_they_differ(tmp_path, monkeypa
     assert (row["run"], row["yardstick"], row["steps"]) == ("b", "a", 3)
     assert row["mean_difference"] == pytest.approx(0.1)
     assert row["largest_difference"] == pytest.approx(0.2)
+
+
+@dataclass
+class Words:
+    prompt: str = argument("", "any text")
+    numbers: list[int] = argument([], "some numbers")
+
+
+@pytest.mark.parametrize(
+    "text", ["def f(x):", "# hello", "{'a': 1}", "[1", "${HOME}", "a=b", "import ", "", "12"]
+)
+def test_a_text_is_taken_as_it_is_typed(text, monkeypatch):
+    given = []
+    monkeypatch.setattr(sys, "argv", ["words", f"prompt={text}", "numbers=[1,2]"])
+    run_script(given.append, Words, "")
+    assert given == [Words(prompt=text, numbers=[1, 2])]
+
+
+def test_a_missing_file_is_told_in_one_line(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["words", "prompt=missing.txt"])
+    with pytest.raises(SystemExit, match=r"error: .*No such file or directory: 'missing.txt'"):
+        run_script(lambda words: Path(words.prompt).read_text(), Words, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"device": "tpu"}, "device must be one of cuda, cpu, got 'tpu'"),
+        ({"attention": "flash"}, "attention=flash runs on a GPU, got device=cpu: use attention=sdpa"),
+        ({"precision": "int8"}, "precision must be one of bf16, fp16, fp32, got 'int8'"),
+        ({"run": ""}, "give either run="),
+    ],
+)
+def test_sample_refuses_what_it_cannot_do_before_it_reads_the_model(arguments, message):
+    given = {"run": "missing", "tokenizer": "bytes", "device": "cpu", **arguments}
+    with pytest.raises(ValueError, match=message):
+        sample.main(sample.Arguments(**given))
 
 
 def test_sample_needs_a_run_or_a_checkpoint(tmp_path):

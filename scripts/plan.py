@@ -46,9 +46,14 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
+    if arguments.processes < 1 or arguments.memory_gib < 0:
+        raise ValueError(
+            "processes must be at least 1, and memory_gib above 0 or 0 for this machine's, got "
+            f"{arguments.processes} and {arguments.memory_gib}"
+        )
     rates = choose_rates(arguments)
-    print(rates)
     if arguments.compare:
+        print(rates)
         rows = [compare(row, config, rates, arguments.chunk) for row, config in measured(arguments.compare)]
         for row in rows:
             print(describe(row))
@@ -57,7 +62,9 @@ def main(arguments: Arguments) -> None:
         if arguments.out:
             write_result(Path(arguments.out), [{"rates": asdict(rates), **row} for row in rows])
         return
-    plan(composed(arguments.train), rates, card_memory(arguments), arguments.processes)
+    config, memory = composed(arguments.train), card_memory(arguments)
+    print(rates)
+    plan(config, rates, memory, arguments.processes)
 
 
 def plan(config: Config, rates: Rates, memory: int, processes: int) -> None:
@@ -88,7 +95,9 @@ def choose_rates(arguments: Arguments) -> Rates:
         rows = measured(arguments.probe)
         configs, seconds = [config for _, config in rows], [row["step_ms"] / 1000 for row, _ in rows]
         return fit_rates(configs, seconds, arguments.probe_bandwidth)
-    name = arguments.gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else "")
+    if not arguments.gpu and not torch.cuda.is_available():
+        raise ValueError("gpu is empty, but torch sees no GPU: name one, as in gpu=H200 memory_gib=139.8")
+    name = arguments.gpu or torch.cuda.get_device_name()
     for card, rates in RATES.items():
         if card in name.split():
             return rates
@@ -109,7 +118,11 @@ def measured(files: list[str]) -> list[tuple[dict, Config]]:
     """The rows of benchmark_training that the plan knows, compiled with flash, and their configurations."""
     found = []
     for file in files:
-        for row in json.loads(Path(file).read_text())["rows"]:
+        try:
+            rows = json.loads(Path(file).read_text())["rows"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} is no result file of scripts.benchmark_training") from error
+        for row in rows:
             if not row["compile"] or row["implementation"] != "flash" or row["tokens_per_second"] is None:
                 continue
             # older rows were made before there was recomputation

@@ -12,7 +12,7 @@ from test_config import composed
 
 import model.gpt
 from model import GPT, AttentionConfig
-from scripts import benchmark_training
+from scripts import benchmark_training, plan
 from scripts.plan import Arguments, choose_rates, compare, measured
 from train.config import parse
 from train.memory import count_weights, largest_microbatch, microbatches, peak_bytes
@@ -54,6 +54,22 @@ def test_a_probe_that_cannot_tell_the_rates_apart_is_refused():
         fit_rates([config()] * 3, [0.1, 0.1, 0.1], 3.3e12)
     with pytest.raises(ValueError, match="gpu='A100' has no rates, H200 has: name it, or give probe="):
         choose_rates(Arguments(gpu="A100"))
+
+
+def test_a_plan_refuses_what_no_machine_has(tmp_path):
+    with pytest.raises(ValueError, match="processes must be at least 1, .*got 0 and 140.0"):
+        plan.main(Arguments(gpu="H200", memory_gib=140.0, processes=0))
+    with pytest.raises(ValueError, match="memory_gib above 0 .*got 1 and -3.0"):
+        plan.main(Arguments(gpu="H200", memory_gib=-3.0))
+    (tmp_path / "notes.md").write_text("no JSON")
+    with pytest.raises(ValueError, match="notes.md is no result file of scripts.benchmark_training"):
+        measured([str(tmp_path / "notes.md")])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has its own rates")
+def test_a_plan_without_a_gpu_asks_for_one_by_name():
+    with pytest.raises(ValueError, match="torch sees no GPU: name one, as in gpu=H200 memory_gib=139.8"):
+        choose_rates(Arguments())
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,9 @@ def test_flash_without_a_gpu_is_refused_with_the_change_to_make():
     config = parse(composed("device=cpu"))
     with pytest.raises(ValueError, match=r"flash runs on a GPU, got device=cpu: use .*implementation=sdpa"):
         check_machine(config)
+    config = parse(composed("device=cpu", "attention=window"))
+    with pytest.raises(ValueError, match=r"flash runs on a GPU, got device=cpu: use .*=reference"):
+        check_machine(config)
 
 
 def test_the_fused_loss_without_a_gpu_is_refused_with_the_change_to_make():

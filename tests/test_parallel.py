@@ -45,9 +45,15 @@ def test_a_group_for_shards_needs_shards_and_divides_the_processes():
         ValueError, match="shard_processes=2 must be at least 2, and needs distributed=fsdp, go"
     ):
         parse(composed("shard_processes=2"))
-    processes = Processes(0, 6, torch.device("cpu"), None, None)
-    with pytest.raises(ValueError, match="shard_processes=4 must divide the 6 processes"):
-        shard(small(), processes, 4, compiled=False)
+    with pytest.raises(ValueError, match="shard_processes=4 must divide the 6 processes: start a multiple"):
+        parse(composed("distributed=fsdp", "shard_processes=4")).check_processes(6)
+
+
+def test_processes_that_share_a_sequence_divide_all_of_them():
+    config = parse(composed("context_parallel=4"))
+    with pytest.raises(ValueError, match="context_parallel=4 must divide the 6 processes"):
+        config.check_processes(6)
+    config.check_processes(8)
 
 
 def train(config: Config, processes: Processes, *, steps: int = 2, watch=nullcontext) -> dict:

@@ -170,6 +170,18 @@ class Config:
                 f"context_parallel=1, got {self.separate_documents} and {self.context_parallel}"
             )
 
+    def check_processes(self, world_size: int) -> None:
+        """Raises ValueError unless the processes divide into groups that share a sequence, or the weights."""
+        for name, size in (
+            ("context_parallel", self.context_parallel),
+            ("shard_processes", self.shard_processes),
+        ):
+            if size is not None and world_size % size:
+                raise ValueError(
+                    f"{name}={size} must divide the {world_size} processes: "
+                    f"start a multiple of {size} of them, or lower {name}"
+                )
+
     def accumulation(self, world_size: int) -> int:
         """Micro-batches of each process in a step. Raises ValueError if the budgets do not divide."""
         tokens_at_once = self.tokens_per_microbatch * world_size
@@ -208,9 +220,11 @@ def check_machine(config: Config) -> None:
             "or device=cpu attention.implementation=sdpa"
         )
     if config.attention.implementation == "flash" and config.device != "cuda":
+        # sdpa knows no block masks
+        instead = "reference" if config.attention.sparse else "sdpa"
         raise ValueError(
             f"attention.implementation=flash runs on a GPU, got device={config.device}: "
-            "use attention.implementation=sdpa"
+            f"use attention.implementation={instead}"
         )
     if config.fused_loss and config.device != "cuda":
         raise ValueError(f"fused_loss=true runs on a GPU, got device={config.device}: use fused_loss=false")

@@ -29,12 +29,7 @@ class ContextGroups:
 
 
 def join_context_groups(processes: Processes, size: int) -> ContextGroups:
-    """Forms groups of `size` neighbouring ranks. Raises ValueError if that does not divide the processes."""
-    if processes.world_size % size:
-        raise ValueError(
-            f"context_parallel={size} must divide the {processes.world_size} processes: "
-            f"start a multiple of {size} of them, or lower context_parallel"
-        )
+    """Forms groups of `size` neighbouring ranks, which divides the processes (Config.check_processes)."""
     data_rank, data_size = processes.rank // size, processes.world_size // size
     if size == 1:
         return ContextGroups(1, data_rank, data_size, None)

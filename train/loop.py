@@ -50,6 +50,7 @@ def train(config: Config) -> float:
     folder = Path("runs") / config.name
     resume = config.checkpoint.resume
     with join_processes(config.device) as processes:
+        config.check_processes(processes.world_size)
         config.accumulation(processes.world_size)
         refuse_other_run(folder / "checkpoints", resume, asdict(config))
         with processes.main_first():

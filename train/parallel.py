@@ -23,15 +23,10 @@ def shard(weights: GPT, processes: Processes, shard_processes: int | None, *, co
     """Leaves each process its share of the weights, block by block; build the optimizer later.
 
     shard_processes: so many neighbouring processes share one copy of the weights (hybrid sharding), which
-    keeps the gathering of weights inside a node; None: all of them. Raises ValueError if that does not divide
-    the processes. Sources: ZeRO-3, arXiv:1910.02054; hybrid, arXiv:2304.11277.
+    keeps the gathering of weights inside a node; None: all of them. It divides the processes
+    (Config.check_processes). Sources: ZeRO-3, arXiv:1910.02054; hybrid, arXiv:2304.11277.
     """
     mesh, size = None, shard_processes or processes.world_size
-    if processes.world_size % size:
-        raise ValueError(
-            f"shard_processes={size} must divide the {processes.world_size} processes: "
-            "start a multiple of it, or lower shard_processes"
-        )
     if size < processes.world_size:
         copies = processes.world_size // size
         mesh = init_device_mesh(processes.device.type, (copies, size), mesh_dim_names=("copies", "shards"))

@@ -30,7 +30,8 @@ def provenance(n_gpus: int) -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _triton_version(),
-        "command": shlex.join(sys.orig_argv),
+        # where Python lies is the machine's own
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
         # a tree that was copied without its history is told its commit
         "commit": os.environ.get("GIT_COMMIT")

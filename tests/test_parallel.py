@@ -12,7 +12,7 @@ from model import GPT, AttentionConfig, ModelConfig
 from train.build import build_step_model
 from train.config import Config, parse
 from train.context_parallel import ContextGroups
-from train.distributed import Processes
+from train.distributed import Processes, join_processes
 from train.optim import build_optimizer
 from train.parallel import gather, set_gradient_sync, shard, whole
 from train.step import forward_backward, update
@@ -142,3 +142,10 @@ def test_hybrid_shards_with_muon_resume_bit_for_bit_and_on_other_shards(tmp_path
         assert torch.equal(parts[name], value), name
         # the products of Muon round to bf16
         torch.testing.assert_close(other[name], value, rtol=0.05, atol=2e-3, msg=name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_process_without_a_gpu_is_told_so():
+    message = "device=cuda, but torch sees no GPU: use device=cpu"
+    with pytest.raises(ValueError, match=message), join_processes("cuda"):
+        pass

@@ -93,6 +93,8 @@ def join_processes(device: str) -> Iterator[Processes]:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     own_device = torch.device(device)
     if device == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("device=cuda, but torch sees no GPU: use device=cpu where it is an argument")
         if local_rank >= torch.cuda.device_count():
             raise ValueError(
                 f"local rank {local_rank} has no GPU, this host has {torch.cuda.device_count()}: "

@@ -133,6 +133,22 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_from_it(number, world_size)
     assert_same_run("whole", "stopped", 100)
 
 
+def test_ctrl_c_while_the_text_is_prepared_ends_with_one_line_and_leaves_nothing():
+    given = ["experiment=laptop", "data=pystdlib", "data.workers=1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "train", *given],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    first = process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    rest = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, first + rest
+    assert "stopped before training began" in rest
+    assert "Traceback" not in rest
+    assert not any(path.is_file() for path in Path("datasets").rglob("*"))
+
+
 def test_a_second_signal_ends_the_run_at_once_but_its_echo_does_not():
     config = small_config("run", 100, "hang_seconds=0")
     attempt = Attempt(config, 1, partial(faults.hang, who=0, step=8))

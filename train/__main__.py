@@ -1,7 +1,7 @@
 """python -m train seq_len=8192 model=gpt2_medium …: composes conf/ with these overrides and trains.
 
 Exit codes: 0 finished; 2 refused, out of memory, or numbers that are not finite; 75 stopped by a signal, with
-everything saved (train/interruption.py); 70 a process hangs (train/watchdog.py).
+everything saved (train/interruption.py); 70 a process hangs (train/watchdog.py); 130 Ctrl-C before training began.
 """
 
 import logging
@@ -31,6 +31,9 @@ def main(cfg: DictConfig) -> None:
         if rank == 0:
             print(f"{interrupted} (exit code {EXIT_INTERRUPTED})", file=sys.stderr, flush=True)
         _end(EXIT_INTERRUPTED)
+    except KeyboardInterrupt:
+        print("stopped before training began; the same command starts over", file=sys.stderr, flush=True)
+        _end(130)
     except (ValueError, FloatingPointError, MemoryError, OSError) as error:
         if "HYDRA_FULL_ERROR" in os.environ:
             raise

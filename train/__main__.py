@@ -1,7 +1,8 @@
 """python -m train seq_len=8192 model=gpt2_medium …: composes conf/ with these overrides and trains.
 
 Exit codes: 0 finished; 2 refused, out of memory, or numbers that are not finite; 75 stopped by a signal, with
-everything saved (train/interruption.py); 70 a process hangs (train/watchdog.py); 130 Ctrl-C before training began.
+everything saved (train/interruption.py); 70 a process hangs (train/watchdog.py); 130 stopped by Ctrl-C before
+training began.
 """
 
 import logging

@@ -25,12 +25,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 
 from kernels.flash_attention import flash_attention
 from kernels.operators import IMPLEMENTATIONS, use_implementation
 from kernels.reference import attention_reference
 from scripts.arguments import argument, run_script
+from scripts.flex import compiled_flex
 from scripts.timing import capture, median_ms
 from train.results import write_result
 
@@ -184,17 +185,7 @@ def build(name: str, causal: bool, window: int | None, dropout_p: float, seq_len
     if name == "eager":
         return lambda q, k, v: attention_reference(q, k, v, causal=causal, window=window)
     if name == "flex":
-        mask = block_mask(seq_len, window) if causal else None
-        # else the ninth shape runs without a kernel, and a backward pass runs once only
-        torch._dynamo.reset()
-        torch._functorch.config.donated_buffer = False
-        compiled = torch.compile(flex_attention, dynamic=False)
-
-        def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            heads_first = (x.transpose(1, 2) for x in (q, k, v))
-            return compiled(*heads_first, block_mask=mask).transpose(1, 2)
-
-        return flex
+        return compiled_flex(block_mask(seq_len, window) if causal else None)
     if name == "fa4":
         if window is not None or dropout_p > 0.0:
             raise ValueError("fa4 is measured without window and dropout: leave it out of implementations")

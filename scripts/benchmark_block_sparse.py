@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
-from torch.nn.attention.flex_attention import flex_attention
 
 from kernels import block_masks
 from kernels.bit_tiles import FULL
@@ -30,7 +29,8 @@ from kernels.flash_attention import flash_attention
 from kernels.operators import IMPLEMENTATIONS, use_implementation
 from kernels.reference import attention_reference
 from scripts.arguments import argument, run_script
-from scripts.benchmark_attention import capture, median_ms
+from scripts.flex import compiled_flex
+from scripts.timing import capture, median_ms
 from train.results import write_result
 
 
@@ -169,17 +169,7 @@ def build(
 
         return ours
     listed = mask or block_masks.causal(seq_len, block_size=arguments.block_size, device="cuda")
-    flex_blocks = flex_block_mask(listed, flex_mask(pattern, arguments.block_size))
-    # else the ninth shape runs without a kernel, and a backward pass runs once only
-    torch._dynamo.reset()
-    torch._functorch.config.donated_buffer = False
-    compiled = torch.compile(flex_attention, dynamic=False)
-
-    def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads_first = (x.transpose(1, 2) for x in (q, k, v))
-        return compiled(*heads_first, block_mask=flex_blocks).transpose(1, 2)
-
-    return flex
+    return compiled_flex(flex_block_mask(listed, flex_mask(pattern, arguments.block_size)))
 
 
 def flex_block_mask(mask: BlockMask, visible: Callable) -> FlexBlockMask:

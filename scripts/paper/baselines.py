@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 
 from kernels.flash_attention import flash_attention
+from scripts.flex import compiled_flex
 from scripts.paper.fused_softmax import fused_softmax
 from scripts.paper.sparsity import two_blocks
 
@@ -159,16 +160,7 @@ def flex(first_key: Tensor | None, seq_len: int) -> Callable:
             visible, len(first_key), None, seq_len, seq_len, device=first_key.device.type
         )
 
-    # else the ninth length runs without a kernel, and a backward pass runs once only
-    torch._dynamo.reset()
-    torch._functorch.config.donated_buffer = False
-    compiled = torch.compile(flex_attention, dynamic=False)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads_first = (x.transpose(1, 2) for x in (q, k, v))
-        return compiled(*heads_first, block_mask=mask).transpose(1, 2)
-
-    return attention
+    return compiled_flex(mask)
 
 
 def build(

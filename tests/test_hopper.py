@@ -18,10 +18,12 @@ from tests.sanitize_hopper import run_random_problem
 
 # what one block may use of a multiprocessor
 SHARED_MEMORY = 232448
-# bytes of scalars that the assembler keeps in local memory; every other configuration spills nothing
+# bytes of scalars that the assembler keeps in local memory, outside of the loops; every other configuration
+# spills nothing
 SPILLED = {
     **{("backward", 64, mask): 8 for mask in ("full", "causal", "window", "intervals")},
     ("backward", 64, "blocks"): 16,
+    ("backward", 128, "intervals"): 8,
 }
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"

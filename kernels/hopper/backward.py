@@ -30,7 +30,7 @@ from kernels.hopper.primitives import (
     reduce_add_to_global,
     thread_barrier,
 )
-from kernels.hopper.queries import BLOCK_N, CONSUMERS, ROWS, columns, hide, key_limits, query_block, visit
+from kernels.hopper.queries import BLOCK_N, CONSUMERS, ROWS, key_limits, probabilities, query_block, visit
 from kernels.hopper.schedule import Mask
 
 BOTH_BARRIER = gl.constexpr(9)
@@ -50,7 +50,6 @@ class Tiles:
     dq: gl.shared_memory_descriptor  # (CONSUMERS, ROWS, ROWS)
     kv_ring: Ring
     q_ring: Ring
-    dout_ring: Ring
     mask: Mask
     group: gl.tensor
     padded: gl.tensor  # rows of one head in lse, delta and dq
@@ -85,11 +84,9 @@ def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delt
         for place in range(begin, end):
             row = query_block(tiles.mask, place) * ROWS
             stage, full = tiles.q_ring.fill(n)
-            mbarrier.expect(full, q_desc.block_type.nbytes + minus_lse_desc.block_type.nbytes)
+            mbarrier.expect(full, 2 * (q_desc.block_type.nbytes + minus_lse_desc.block_type.nbytes))
             tma.async_copy_global_to_shared(q_desc, [batch, head, row, 0], full, tiles.q.index(stage))
             tma.async_copy_global_to_shared(minus_lse_desc, [line + row], full, tiles.minus_lse.index(stage))
-            stage, full = tiles.dout_ring.fill(n)
-            mbarrier.expect(full, dout_desc.block_type.nbytes + minus_delta_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(dout_desc, [batch, head, row, 0], full, tiles.dout.index(stage))
             tma.async_copy_global_to_shared(
                 minus_delta_desc, [line + row], full, tiles.minus_delta.index(stage)
@@ -102,25 +99,11 @@ def step(
     tiles, dq_desc, dk, dv, k, v, k_of_dq, n, row, place, masked, first, end, scale_log2, INDEX: gl.constexpr
 ):  # fmt: skip
     """One block of queries, of which row is the first line in lse, delta and dq."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     dtype: gl.constexpr = tiles.q.dtype
-    stage = tiles.q_ring.take(n)
-    q = tiles.q.index(stage).reshape([ROWS, tiles.HEAD_DIM])
-    minus_lse = columns(tiles.minus_lse.index(stage), S_LAYOUT)
-    stage = tiles.dout_ring.take(n)
-    dout = tiles.dout.index(stage).reshape([ROWS, tiles.HEAD_DIM])
-    minus_delta = columns(tiles.minus_delta.index(stage), S_LAYOUT)
-    s = warpgroup_mma(k, q.permute((1, 0)), minus_lse, is_async=True)  # (ROWS, ROWS)
-    dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)  # (ROWS, ROWS)
-
-    s = warpgroup_mma_wait(1, deps=[s])
-    p = gl.exp2(s * scale_log2)
-    if masked:
-        p = hide(tiles.mask, p, first, end, place)
-    p16 = gl.convert_layout(p.to(dtype), A_LAYOUT)
-    dp = warpgroup_mma_wait(0, deps=[dp])
-    dv = warpgroup_mma(p16, dout, dv, is_async=True)  # (ROWS, D)
+    p, dp, q, dout = probabilities(tiles, k, v, n, place, masked, first, end, scale_log2)
+    dv = warpgroup_mma(gl.convert_layout(p.to(dtype), A_LAYOUT), dout, dv, is_async=True)  # (ROWS, D)
+    dp = warpgroup_mma_wait(1, deps=[dp])
     ds = (p * dp).to(dtype)
     buffer = tiles.ds.index(n & 1)
     buffer.slice(INDEX * ROWS, ROWS, 0).store(ds)
@@ -128,13 +111,10 @@ def step(
     # both halves of ds are needed below; this also ends every use of the other buffer
     named_barrier_sync(n, BOTH_BARRIER, 256)
 
-    # p is not held in registers from here on
-    dv = warpgroup_mma_wait(0, deps=[dv])
-    tiles.dout_ring.release(n)
-    zeros = gl.full([ROWS, ROWS], 0.0, gl.float32, S_LAYOUT)
+    zeros = gl.full([ROWS, ROWS], 0.0, gl.float32, p.type.layout)
     dq = warpgroup_mma(k_of_dq, buffer, zeros, use_acc=False, is_async=True)  # (half of D, queries)
     dk = warpgroup_mma(gl.convert_layout(ds, A_LAYOUT), q, dk, is_async=True)  # (ROWS, D)
-    dq = warpgroup_mma_wait(1, deps=[dq])
+    dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
     # the reduction of the step before must have left the buffer
     tma.store_wait(0)
     thread_barrier()
@@ -216,7 +196,6 @@ def backward_kernel(
         gl.allocate_shared_memory(dtype, [2, BLOCK_N, ROWS], DS_LAYOUT),
         gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, ROWS], dq_desc.layout),
         make_ring(1, CONSUMERS),
-        make_ring(STAGES, CONSUMERS),
         make_ring(STAGES, CONSUMERS),
         Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK),
         group,

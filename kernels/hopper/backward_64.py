@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.hopper.block_lists import BlockLists
 from kernels.hopper.primitives import Ring, fragments, make_ring, record, reduce_add_to_global, thread_barrier
-from kernels.hopper.queries import BLOCK_N, CONSUMERS, ROWS, columns, hide, key_limits, query_block, visit
+from kernels.hopper.queries import BLOCK_N, CONSUMERS, ROWS, key_limits, probabilities, query_block, visit
 from kernels.hopper.schedule import Mask, TileOrder, quotient
 
 HEAD_DIM = gl.constexpr(64)
@@ -123,21 +123,9 @@ def announce(tiles, stage, i):
 @gluon.jit
 def step(tiles, dk, dv, k, v, n, place, masked, first, end, scale_log2, INDEX: gl.constexpr):
     """One block of queries."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     dtype: gl.constexpr = tiles.q.dtype
-    stage = tiles.q_ring.take(n)
-    q = tiles.q.index(stage).reshape([ROWS, HEAD_DIM])
-    dout = tiles.dout.index(stage).reshape([ROWS, HEAD_DIM])
-    minus_lse = columns(tiles.minus_lse.index(stage), S_LAYOUT)
-    minus_delta = columns(tiles.minus_delta.index(stage), S_LAYOUT)
-    s = warpgroup_mma(k, q.permute((1, 0)), minus_lse, is_async=True)  # (keys, queries)
-    dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)  # (keys, queries)
-
-    s = warpgroup_mma_wait(1, deps=[s])
-    p = gl.exp2(s * scale_log2)
-    if masked:
-        p = hide(tiles.mask, p, first, end, place)
+    p, dp, q, dout = probabilities(tiles, k, v, n, place, masked, first, end, scale_log2)
     p16 = gl.convert_layout(p.to(dtype), A_LAYOUT)
     dp = warpgroup_mma_wait(0, deps=[dp])
     dv = warpgroup_mma(p16, dout, dv, is_async=True)  # (keys, D)

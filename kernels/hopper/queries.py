@@ -1,10 +1,11 @@
-"""Which queries a tile of keys visits in the backward kernels, and what their scores begin from and hide.
+"""Which queries a tile of keys visits in the backward kernels, and their probabilities.
 
 A place is a block of ROWS queries, or half of a listed one; see schedule.Mask.
 """
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from kernels.hopper.block_lists import BLOCK_SIZE, hide_unseen
 from kernels.hopper.primitives import opaque, settle
@@ -90,3 +91,22 @@ def columns(x, LAYOUT: gl.constexpr):
     zeros = gl.full([ROWS, x.shape[0]], 0.0, gl.float32, LAYOUT)
     spread, zeros = gl.broadcast(gl.expand_dims(x.load(gl.SliceLayout(0, LAYOUT)), 0), zeros)
     return settle(spread)
+
+
+@gluon.jit
+def probabilities(tiles, k, v, n, place, masked, first, end, scale_log2):
+    """P of the queries at a place, and dP - delta on its way: (keys, queries); q, dout: (queries, D)."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    stage = tiles.q_ring.take(n)
+    q = tiles.q.index(stage).reshape([ROWS, k.shape[1]])
+    dout = tiles.dout.index(stage).reshape([ROWS, k.shape[1]])
+    minus_lse = columns(tiles.minus_lse.index(stage), S_LAYOUT)
+    minus_delta = columns(tiles.minus_delta.index(stage), S_LAYOUT)
+    s = warpgroup_mma(k, q.permute((1, 0)), minus_lse, is_async=True)
+    dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)
+
+    s = warpgroup_mma_wait(1, deps=[s])
+    p = gl.exp2(s * scale_log2)
+    if masked:
+        p = hide(tiles.mask, p, first, end, place)
+    return p, dp, q, dout

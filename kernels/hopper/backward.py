@@ -30,7 +30,16 @@ from kernels.hopper.primitives import (
     reduce_add_to_global,
     thread_barrier,
 )
-from kernels.hopper.queries import BLOCK_N, CONSUMERS, ROWS, key_limits, probabilities, query_block, visit
+from kernels.hopper.queries import (
+    BLOCK_N,
+    CONSUMERS,
+    ROWS,
+    key_limits,
+    probabilities,
+    query_block,
+    scores,
+    visit,
+)
 from kernels.hopper.schedule import Mask
 
 BOTH_BARRIER = gl.constexpr(9)
@@ -95,13 +104,28 @@ def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delt
 
 
 @gluon.jit
+def reduce(tiles, dq_desc, row, INDEX: gl.constexpr):
+    """Adds the stored part of dq to its sum, of which row is the first line."""
+    fence_async_shared()
+    thread_barrier()
+    reduce_add_to_global(dq_desc, [row * (tiles.HEAD_DIM // ROWS) + INDEX * ROWS, 0], tiles.dq.index(INDEX))
+
+
+@gluon.jit
 def step(
-    tiles, dq_desc, dk, dv, k, v, k_of_dq, n, row, place, masked, first, end, scale_log2, INDEX: gl.constexpr
+    tiles, dq_desc, dk, dv, k, v, k_of_dq, n, row_before, place, masked, first, end, scale_log2,
+    INDEX: gl.constexpr
 ):  # fmt: skip
-    """One block of queries, of which row is the first line in lse, delta and dq."""
+    """One block of queries. The dq of the one before, of which row_before is the first line, is added here,
+
+    because its stores arrive late while products read shared memory.
+    """
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     dtype: gl.constexpr = tiles.q.dtype
-    p, dp, q, dout = probabilities(tiles, k, v, n, place, masked, first, end, scale_log2)
+    s, dp, q, dout = scores(tiles, k, v, n)
+    if n > 0:
+        reduce(tiles, dq_desc, row_before, INDEX)
+    p = probabilities(tiles.mask, s, place, masked, first, end, scale_log2)
     dv = warpgroup_mma(gl.convert_layout(p.to(dtype), A_LAYOUT), dout, dv, is_async=True)  # (ROWS, D)
     dp = warpgroup_mma_wait(1, deps=[dp])
     ds = (p * dp).to(dtype)
@@ -119,9 +143,6 @@ def step(
     tma.store_wait(0)
     thread_barrier()
     tiles.dq.index(INDEX).store(fragments(dq))
-    fence_async_shared()
-    thread_barrier()
-    reduce_add_to_global(dq_desc, [row * (tiles.HEAD_DIM // ROWS) + INDEX * ROWS, 0], tiles.dq.index(INDEX))
     dk = warpgroup_mma_wait(0, deps=[dk])
     tiles.q_ring.release(n)
     return dk, dv
@@ -149,18 +170,20 @@ def consume(tiles, dq_desc, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: 
     dk = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
     dv = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
     place = begin
+    row = line
     for n in range((end - begin) * tiles.group):
         masked = (place < whole_begin) | (place >= whole_end)
-        row = line + query_block(tiles.mask, place) * ROWS
         dk, dv = step(
             tiles, dq_desc, dk, dv, k, v, k_of_dq, n, row, place, masked, query_first, query_end, scale_log2,
             INDEX
         )  # fmt: skip
+        row = line + query_block(tiles.mask, place) * ROWS
         place += 1
         if place == end:
             place = begin
             line += tiles.padded
 
+    reduce(tiles, dq_desc, row, INDEX)
     # k and v have been read by both warpgroups: their place holds the results
     named_barrier_sync(place, BOTH_BARRIER, 256)
     v.store(dv.to(tiles.q.dtype))

@@ -20,7 +20,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.hopper.block_lists import BlockLists
 from kernels.hopper.primitives import Ring, fragments, make_ring, record, reduce_add_to_global, thread_barrier
-from kernels.hopper.queries import BLOCK_N, CONSUMERS, ROWS, key_limits, probabilities, query_block, visit
+from kernels.hopper.queries import (
+    BLOCK_N,
+    CONSUMERS,
+    ROWS,
+    key_limits,
+    probabilities,
+    query_block,
+    scores,
+    visit,
+)
 from kernels.hopper.schedule import Mask, TileOrder, quotient
 
 HEAD_DIM = gl.constexpr(64)
@@ -125,7 +134,8 @@ def step(tiles, dk, dv, k, v, n, place, masked, first, end, scale_log2, INDEX: g
     """One block of queries."""
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     dtype: gl.constexpr = tiles.q.dtype
-    p, dp, q, dout = probabilities(tiles, k, v, n, place, masked, first, end, scale_log2)
+    s, dp, q, dout = scores(tiles, k, v, n)
+    p = probabilities(tiles.mask, s, place, masked, first, end, scale_log2)
     p16 = gl.convert_layout(p.to(dtype), A_LAYOUT)
     dp = warpgroup_mma_wait(0, deps=[dp])
     dv = warpgroup_mma(p16, dout, dv, is_async=True)  # (keys, D)

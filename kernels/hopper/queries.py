@@ -94,8 +94,8 @@ def columns(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def probabilities(tiles, k, v, n, place, masked, first, end, scale_log2):
-    """P of the queries at a place, and dP - delta on its way: (keys, queries); q, dout: (queries, D)."""
+def scores(tiles, k, v, n):
+    """Issues S - lse / scale and dP - delta, (keys, queries), of queries n; with q and dout, (queries, D)."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     stage = tiles.q_ring.take(n)
     q = tiles.q.index(stage).reshape([ROWS, k.shape[1]])
@@ -104,9 +104,14 @@ def probabilities(tiles, k, v, n, place, masked, first, end, scale_log2):
     minus_delta = columns(tiles.minus_delta.index(stage), S_LAYOUT)
     s = warpgroup_mma(k, q.permute((1, 0)), minus_lse, is_async=True)
     dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)
+    return s, dp, q, dout
 
+
+@gluon.jit
+def probabilities(mask, s, place, masked, first, end, scale_log2):
+    """P of the queries at a place, (keys, queries), once s has been computed; dP may still be on its way."""
     s = warpgroup_mma_wait(1, deps=[s])
     p = gl.exp2(s * scale_log2)
     if masked:
-        p = hide(tiles.mask, p, first, end, place)
-    return p, dp, q, dout
+        p = hide(mask, p, first, end, place)
+    return p

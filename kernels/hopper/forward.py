@@ -19,10 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import BLOCK_SIZE, BlockLists, hide_unseen
+from kernels.hopper.keys import ROWS, locate, places
 from kernels.hopper.primitives import Ring, make_ring, pack_pairs, record
-from kernels.hopper.schedule import Mask, TileOrder, blocks_between, quotient
+from kernels.hopper.schedule import Mask, TileOrder
 from kernels.hopper.softmax import hide, partial_sum, row_maximum
-from kernels.hopper.steps import ROWS, finish, pass_turn, products, skip, store, take_turn, walk
+from kernels.hopper.steps import finish, pass_turn, products, skip, store, take_turn, walk
 
 # a finite maximum for rows that have seen nothing: exp2(-inf - finite) is 0, where -inf - (-inf) would be nan
 LOWEST = gl.constexpr(-1.0e30)
@@ -47,31 +48,6 @@ class Tiles:
     HEAD_DIM: gl.constexpr
     CONSUMERS: gl.constexpr
 
-    @gluon.jit
-    def locate(self, turn):
-        """Batch, head and first row of this block's `turn`-th tile."""
-        head, tile = self.order.deal(turn)
-        batch = quotient(head, self.by_n_head)
-        head -= batch * self.n_head
-        if self.mask.KIND == "blocks":
-            row = self.mask.lists.longest(batch, head, self.order.n_tiles - 1 - tile) * BLOCK_SIZE
-        else:
-            # the rows that the last tile has too many stand before row 0, where a causal mask hides most
-            missing = self.order.n_tiles * self.CONSUMERS - gl.cdiv(self.mask.seq_q, ROWS)
-            row = (tile * self.CONSUMERS - missing) * ROWS
-        return batch, head, row
-
-    @gluon.jit
-    def places(self, batch, head, row, N_ROWS: gl.constexpr):
-        """The ranges of places that N_ROWS rows from `row` visit, as blocks_between gives them."""
-        if self.mask.KIND == "blocks":
-            places = self.mask.lists.places(batch, head, row // BLOCK_SIZE)
-        else:
-            first_of_first, end_of_first = self.mask.keys_of(batch, gl.maximum(row, 0))
-            first_of_last, end_of_last = self.mask.keys_of(batch, gl.maximum(row + N_ROWS - 1, 0))
-            places = blocks_between(first_of_first, end_of_first, first_of_last, end_of_last, self.BLOCK_N)
-        return places
-
 
 @gluon.jit
 def produce(tiles, q_desc, k_desc, v_desc, group):
@@ -82,8 +58,8 @@ def produce(tiles, q_desc, k_desc, v_desc, group):
     head_before = 0
     block_before = 0
     for turn in range(tiles.order.turns()):
-        batch, head, row = tiles.locate(turn)
-        begin, _, _, end = tiles.places(batch, head, row, tiles.CONSUMERS * ROWS)
+        batch, head, row = locate(tiles, turn)
+        begin, _, _, end = places(tiles, batch, head, row, tiles.CONSUMERS * ROWS)
         kv_head = head // group
         stage, full = tiles.q_ring.fill(n_q)
         mbarrier.expect(full, tiles.CONSUMERS * q_desc.block_type.nbytes)
@@ -138,14 +114,14 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
     if INDEX == tiles.CONSUMERS - 1:
         pass_turn(n, INDEX, tiles.CONSUMERS)
     for turn in range(tiles.order.turns()):
-        batch, head, row = tiles.locate(turn)
-        begin, whole_begin, whole_end, end = tiles.places(batch, head, row, tiles.CONSUMERS * ROWS)
+        batch, head, row = locate(tiles, turn)
+        begin, whole_begin, whole_end, end = places(tiles, batch, head, row, tiles.CONSUMERS * ROWS)
         own_end = end
         # under a causal mask the last rows of a tile see most: each warpgroup has them in turn
         part = (INDEX + turn) % tiles.CONSUMERS if KIND != "full" else INDEX
         row += part * ROWS
         if KIND == "causal":
-            _, whole_begin, whole_end, own_end = tiles.places(batch, head, row, ROWS)
+            _, whole_begin, whole_end, own_end = places(tiles, batch, head, row, ROWS)
         if row < 0:
             own_end = begin
         n_first = n_tiles + end - own_end
@@ -175,7 +151,7 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
                 if KIND == "blocks":
                     s = hide_unseen(s, words, float("-inf"))
                 else:
-                    s = hide(s, key_first, key_end, own_end - 1, KIND)
+                    s = hide(s, key_first, key_end, own_end - 1, float("-inf"), KIND)
             m_new = gl.maximum(row_maximum(s) * scale_log2, LOWEST)
             p_new = gl.exp2(s * scale_log2 - gl.expand_dims(m_new, 1))
             l_new = partial_sum(p_new)

@@ -7,17 +7,17 @@ from kernels.hopper.primitives import opaque
 
 
 @gluon.jit
-def hide(s, first, end, block, KIND: gl.constexpr):
-    """s (ROWS, BLOCK_N) of key block `block`, -inf outside of each row's interval [first, end) of keys."""
-    columns = gl.expand_dims(gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout)), 0)
+def hide(x, first, end, block, hidden, KIND: gl.constexpr):
+    """x (ROWS, N) of key block `block`, `hidden` outside of each row's interval [first, end) of keys."""
+    columns = gl.expand_dims(gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout)), 0)
     # a thread holds two columns in eight: the multiple of eight is known to the compiler, and only the rest
     # takes registers, where a plain comparison would keep every column of the thread in one
     eight = columns & -8
     rest = columns & 7
-    visible = eight < gl.expand_dims(opaque(end - block * s.shape[1]), 1) - rest
+    visible = eight < gl.expand_dims(opaque(end - block * x.shape[1]), 1) - rest
     if KIND == "window" or KIND == "intervals":
-        visible = visible & (eight >= gl.expand_dims(opaque(first - block * s.shape[1]), 1) - rest)
-    return gl.where(visible, s, float("-inf"))
+        visible = visible & (eight >= gl.expand_dims(opaque(first - block * x.shape[1]), 1) - rest)
+    return gl.where(visible, x, hidden)
 
 
 @gluon.jit

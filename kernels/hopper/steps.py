@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import hide_unseen
+from kernels.hopper.keys import ROWS
 from kernels.hopper.primitives import (
     named_barrier_arrive,
     named_barrier_sync,
@@ -24,8 +25,6 @@ from kernels.hopper.primitives import (
 from kernels.hopper.schedule import quotient
 from kernels.hopper.softmax import hide, softmax
 
-# rows of one warpgroup's products
-ROWS = gl.constexpr(64)
 LN2 = gl.constexpr(0.6931471805599453)
 TURN_BARRIER = gl.constexpr(9)
 
@@ -91,7 +90,7 @@ def step(
     if LISTED:
         s = hide_unseen(s, words, float("-inf"))
     elif MASKED:
-        s = hide(s, first, end, place, tiles.mask.KIND)
+        s = hide(s, first, end, place, float("-inf"), tiles.mask.KIND)
     p_new, alpha, m_i, l_i = softmax(s, m_i, l_i, scale_log2)
     o = warpgroup_mma_wait(0, deps=[o])
     tiles.v_ring.release(n - 1)

@@ -1,0 +1,40 @@
+"""Which rows and keys a tile of queries has: what the forward kernel and dq.py share.
+
+tiles: forward.Tiles or dq.Tiles. A tile is CONSUMERS * ROWS queries of one head.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+from kernels.hopper.block_lists import BLOCK_SIZE
+from kernels.hopper.schedule import blocks_between, quotient
+
+# rows of one warpgroup's products
+ROWS = gl.constexpr(64)
+
+
+@gluon.jit
+def locate(tiles, turn):
+    """Batch, head and first row of this block's `turn`-th tile."""
+    head, tile = tiles.order.deal(turn)
+    batch = quotient(head, tiles.by_n_head)
+    head -= batch * tiles.n_head
+    if tiles.mask.KIND == "blocks":
+        row = tiles.mask.lists.longest(batch, head, tiles.order.n_tiles - 1 - tile) * BLOCK_SIZE
+    else:
+        # the rows that the last tile has too many stand before row 0, where a causal mask hides most
+        missing = tiles.order.n_tiles * tiles.CONSUMERS - gl.cdiv(tiles.mask.seq_q, ROWS)
+        row = (tile * tiles.CONSUMERS - missing) * ROWS
+    return batch, head, row
+
+
+@gluon.jit
+def places(tiles, batch, head, row, N_ROWS: gl.constexpr):
+    """The ranges of places that N_ROWS rows from `row` visit, as blocks_between gives them."""
+    if tiles.mask.KIND == "blocks":
+        ranges = tiles.mask.lists.places(batch, head, row // BLOCK_SIZE)
+    else:
+        first_of_first, end_of_first = tiles.mask.keys_of(batch, gl.maximum(row, 0))
+        first_of_last, end_of_last = tiles.mask.keys_of(batch, gl.maximum(row + N_ROWS - 1, 0))
+        ranges = blocks_between(first_of_first, end_of_first, first_of_last, end_of_last, tiles.BLOCK_N)
+    return ranges

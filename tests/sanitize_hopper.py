@@ -24,7 +24,7 @@ def run_random_problem(generator: random.Random, longest: int) -> tuple[dict, li
     batch, n_kv_head, group = (generator.randint(1, 3) for _ in range(3))
     head_dim = generator.choice([64, 128])
     seq_q, seq_k = (generator.randint(1, longest) for _ in range(2))
-    options = {"causal": mask not in ("full", "blocks")}
+    options = {"causal": mask not in ("full", "blocks"), "deterministic": generator.random() < 0.5}
     if mask == "window":
         options["window"] = generator.randint(1, longest)
     if mask == "documents":
@@ -49,7 +49,8 @@ def run_random_problem(generator: random.Random, longest: int) -> tuple[dict, li
     with use_implementation("hopper"):
         out = flash_attention(q, k, v, **options)
         gradients = torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
-    return {"mask": mask, "q": tuple(q.shape), "k": tuple(k.shape)}, [out, *gradients]
+    name = {"mask": mask, "deterministic": options["deterministic"]}
+    return name | {"q": tuple(q.shape), "k": tuple(k.shape)}, [out, *gradients]
 
 
 def main(arguments: list[str]) -> None:

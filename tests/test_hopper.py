@@ -44,6 +44,9 @@ def problem(**changes) -> Problem:
     return Problem(**fields | changes)
 
 
+either_order = pytest.mark.parametrize("deterministic", [False, True])
+
+
 def hopper_attention(*arguments, **options):
     with use_implementation("hopper"):
         return flash_attention(*arguments, **options)
@@ -61,7 +64,7 @@ def test_every_configuration_compiles_ahead_of_time_without_waste(mask):
     lines = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     configurations = [json.loads(line) for line in lines.splitlines()]
     assert {(c["kernel"], c["head_dim"]) for c in configurations} == {
-        (kernel, head_dim) for kernel in ("forward", "backward") for head_dim in (64, 128)
+        (kernel, head_dim) for kernel in ("forward", "backward", "dkdv", "dq") for head_dim in (64, 128)
     }
     for c in configurations:
         assert c["shared"] <= SHARED_MEMORY, c
@@ -109,7 +112,6 @@ def test_says_once_that_the_installed_triton_cannot_build_it(monkeypatch):
     ("change", "shape", "dtype", "words"),
     [
         ({"dropout_p": 0.1}, (1, 8, 2, 64), torch.bfloat16, "dropout"),
-        ({"deterministic": True}, (1, 8, 2, 64), torch.bfloat16, "deterministic"),
         ({}, (1, 8, 2, 96), torch.bfloat16, "head_dim"),
         ({}, (1, 8, 2, 64), torch.float32, "dtype"),
         ({"softmax_scale": 0.0}, (1, 8, 2, 64), torch.bfloat16, "softmax_scale"),
@@ -120,75 +122,81 @@ def test_says_once_that_the_installed_triton_cannot_build_it(monkeypatch):
 def test_refuses_each_feature_by_name(change, shape, dtype, words):
     q = torch.zeros(shape, dtype=dtype, device="cuda")
     assert words in hopper.refusal(problem(**change), q, q, q)
-    assert (
-        hopper.refusal(problem(), *[torch.zeros(1, 8, 2, 64, dtype=torch.float16, device="cuda")] * 3) is None
-    )
+    q = torch.zeros(1, 8, 2, 64, dtype=torch.float16, device="cuda")
+    assert all(hopper.refusal(problem(deterministic=order), q, q, q) is None for order in (False, True))
 
 
 @pytest.mark.gpu
 @on_hopper
+@either_order
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("seq_len", [1, 63, 64, 65, 127, 128, 129, 191, 193, 777, 1024])
-def test_is_as_accurate_as_torch_at_any_length(seq_len, head_dim, causal, dtype):
+def test_is_as_accurate_as_torch_at_any_length(seq_len, head_dim, causal, dtype, deterministic):
     q, k, v = random_qkv(2, seq_len, seq_len, 3, 3, head_dim, dtype, "cuda")
-    assert_as_accurate_as_torch(hopper_attention, q, k, v, causal=causal)
+    assert_as_accurate_as_torch(hopper_attention, q, k, v, causal=causal, deterministic=deterministic)
 
 
 @pytest.mark.gpu
 @on_hopper
+@either_order
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(1, 513), (64, 300), (300, 100), (513, 1), (200, 1000)])
-def test_causal_is_aligned_to_the_last_query_and_key(seq_q, seq_k, causal, head_dim):
+def test_causal_is_aligned_to_the_last_query_and_key(seq_q, seq_k, causal, head_dim, deterministic):
     q, k, v = random_qkv(2, seq_q, seq_k, 4, 2, head_dim, torch.bfloat16, "cuda")
-    assert_as_accurate_as_torch(hopper_attention, q, k, v, causal=causal)
+    assert_as_accurate_as_torch(hopper_attention, q, k, v, causal=causal, deterministic=deterministic)
 
 
 @pytest.mark.gpu
 @on_hopper
+@either_order
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("window", [1, 100, 512])
-def test_windows_and_documents_cut_the_same_keys_as_the_reference(window, head_dim):
+def test_windows_and_documents_cut_the_same_keys_as_the_reference(window, head_dim, deterministic):
     q, k, v = random_qkv(2, 1000, 1000, 4, 2, head_dim, torch.bfloat16, "cuda")
-    assert_as_accurate_as_torch(hopper_attention, q, k, v, window=window)
+    assert_as_accurate_as_torch(hopper_attention, q, k, v, window=window, deterministic=deterministic)
     ids = (torch.randint(0, 2, (2, 1000), device="cuda").cumsum(1) // 30).int() - 1
-    assert_as_accurate_as_torch(hopper_attention, q, k, v, document_ids=ids)
+    assert_as_accurate_as_torch(hopper_attention, q, k, v, document_ids=ids, deterministic=deterministic)
 
 
 @pytest.mark.gpu
 @on_hopper
+@either_order
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_window_inside_of_the_last_block_of_keys_is_cut(head_dim):
+def test_a_window_inside_of_the_last_block_of_keys_is_cut(head_dim, deterministic):
     # the queries see the end of the block, but not its beginning
     q, k, v = random_qkv(1, 1, 640, 2, 2, head_dim, torch.bfloat16, "cuda")
-    assert_as_accurate_as_torch(hopper_attention, q, k, v, window=50)
+    assert_as_accurate_as_torch(hopper_attention, q, k, v, window=50, deterministic=deterministic)
 
 
 @pytest.mark.gpu
 @on_hopper
+@either_order
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_rings_wrap_and_blocks_take_several_tiles(head_dim):
+def test_rings_wrap_and_blocks_take_several_tiles(head_dim, deterministic):
     # more tiles than multiprocessors, uneven, and more steps than ring stages
     q, k, v = random_qkv(3, 1300, 1300, 36, 12, head_dim, torch.bfloat16, "cuda")
-    assert_as_accurate_as_torch(hopper_attention, q, k, v)
+    assert_as_accurate_as_torch(hopper_attention, q, k, v, deterministic=deterministic)
 
 
 @pytest.mark.gpu
 @on_hopper
-def test_long_tiles_of_three_warpgroups_are_exact():
+@either_order
+def test_long_tiles_of_three_warpgroups_are_exact(deterministic):
     q, k, v = random_qkv(1, 9000, 9000, 1, 1, 64, torch.bfloat16, "cuda")
-    assert_as_accurate_as_torch(hopper_attention, q, k, v)
+    assert_as_accurate_as_torch(hopper_attention, q, k, v, deterministic=deterministic)
 
 
 @pytest.mark.gpu
 @on_hopper
+@either_order
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_two_hundred_runs_give_the_same_bits(head_dim):
+def test_two_hundred_runs_give_the_same_bits(head_dim, deterministic):
     q, k, v = (x.detach() for x in random_qkv(4, 1111, 1111, 8, 4, head_dim, torch.bfloat16, "cuda"))
     dout = torch.randn_like(q)
-    now = problem(softmax_scale=head_dim**-0.5)
+    now = problem(softmax_scale=head_dim**-0.5, deterministic=deterministic)
     out, lse = hopper.attention_forward(now, q, k, v)
     dq, dk, dv = hopper.attention_backward(now, dout, None, q, k, v, out, lse)
     for _ in range(200):
@@ -196,10 +204,44 @@ def test_two_hundred_runs_give_the_same_bits(head_dim):
         gradients = hopper.attention_backward(now, dout, None, q, k, v, *again)
         assert torch.equal(again[0], out)
         assert torch.equal(again[1], lse)
-        # dq is summed in any order
-        assert (gradients[0] - dq).abs().max() < 0.05
+        if deterministic:
+            assert torch.equal(gradients[0], dq)
+        else:
+            # summed in any order
+            assert (gradients[0] - dq).abs().max() < 0.05
         assert torch.equal(gradients[1], dk)
         assert torch.equal(gradients[2], dv)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_deterministic_gradients_of_block_masks_are_exact_and_the_same_bits(head_dim):
+    # of each batch and head its own, lines without a block, partial and full ones; grouped heads share one
+    for n_kv_head, seq_q, seq_k in ((4, 300, 700), (2, 1111, 1111)):
+        q, k, v = random_qkv(2, seq_q, seq_k, 4, n_kv_head, head_dim, torch.bfloat16, "cuda")
+        blocks = (2, 4 if n_kv_head == 4 else 1, -(-seq_q // 128), -(-seq_k // 128))
+        shares = torch.tensor([0.0, 0.3, 1.0], device="cuda")[torch.randint(3, blocks)]
+        shares = shares.repeat_interleave(128, 2)[:, :, :seq_q].repeat_interleave(128, 3)[..., :seq_k]
+        mask = block_masks.from_dense(torch.rand_like(shares) < shares)
+        options = {"block_mask": mask, "causal": False, "deterministic": True}
+        assert_as_accurate_as_torch(hopper_attention, q, k, v, **options)
+        dout = torch.randn_like(q)
+        runs = [torch.autograd.grad(hopper_attention(q, k, v, **options), (q, k, v), dout) for _ in range(20)]
+        assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_deterministic_gradients_are_written_in_place(head_dim):
+    q, k, v = (x.detach() for x in random_qkv(2, 777, 777, 4, 4, head_dim, torch.bfloat16, "cuda"))
+    dout, now = torch.randn_like(q), problem(softmax_scale=head_dim**-0.5, deterministic=True)
+    out, lse = hopper.attention_forward(now, q, k, v)
+    apart = hopper.attention_backward(now, dout, None, q, k, v, out, lse)
+    together = torch.zeros(2, 777, 3, 4, head_dim, dtype=q.dtype, device="cuda")
+    hopper.attention_backward(now, dout, None, q, k, v, out, lse, gradients=together.unbind(2))
+    assert torch.equal(together, torch.stack(apart, 2))
 
 
 @pytest.mark.gpu

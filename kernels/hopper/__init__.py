@@ -30,8 +30,6 @@ def refusal(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         reason = refusal_of_blocks(problem, n_head // k.shape[2])
         if reason is not None:
             return reason
-    if problem.deterministic:
-        return "sums dq in any order, and deterministic=True was asked for"
     if problem.softmax_scale < 1e-20:
         return f"divides by softmax_scale, which is {problem.softmax_scale}"
     if min(batch, seq_q, k.shape[1]) == 0 or batch * n_head * (max(seq_q, k.shape[1]) + 128) > MOST_ROWS:

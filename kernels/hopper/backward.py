@@ -6,6 +6,8 @@ that P and dS are the left operands of dv += P^T dout and dk += dS^T q without l
 through shared memory for dq = dS k, of which each warpgroup makes a 64 x 64 part and adds it to a float32 sum
 by bulk reduction. The two score products begin from -lse / scale and -delta, so that no subtraction is left.
 Heads of 64 leave registers for a better division of labour: see backward_64.py.
+Without SUMS_DQ both leave dq to dq.py, which sums it in one order; nothing then uses ds and dq in shared
+memory, and the compiler leaves them out.
 
 Sources: FlashAttention-2 (arXiv:2307.08691), FlashAttention-3 (arXiv:2407.08608).
 """
@@ -63,6 +65,7 @@ class Tiles:
     group: gl.tensor
     padded: gl.tensor  # rows of one head in lse, delta and dq
     HEAD_DIM: gl.constexpr
+    SUMS_DQ: gl.constexpr
 
     @gluon.jit
     def locate(self):
@@ -104,14 +107,6 @@ def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delt
 
 
 @gluon.jit
-def reduce(tiles, dq_desc, row, INDEX: gl.constexpr):
-    """Adds the stored part of dq to its sum, of which row is the first line."""
-    fence_async_shared()
-    thread_barrier()
-    reduce_add_to_global(dq_desc, [row * (tiles.HEAD_DIM // ROWS) + INDEX * ROWS, 0], tiles.dq.index(INDEX))
-
-
-@gluon.jit
 def step(
     tiles, dq_desc, dk, dv, k, v, k_of_dq, n, row_before, place, masked, first, end, scale_log2,
     INDEX: gl.constexpr
@@ -123,29 +118,46 @@ def step(
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     dtype: gl.constexpr = tiles.q.dtype
     s, dp, q, dout = scores(tiles, k, v, n)
-    if n > 0:
-        reduce(tiles, dq_desc, row_before, INDEX)
+    if tiles.SUMS_DQ:
+        if n > 0:
+            add_dq(tiles, dq_desc, row_before, INDEX)
     p = probabilities(tiles.mask, s, place, masked, first, end, scale_log2)
     dv = warpgroup_mma(gl.convert_layout(p.to(dtype), A_LAYOUT), dout, dv, is_async=True)  # (ROWS, D)
     dp = warpgroup_mma_wait(1, deps=[dp])
     ds = (p * dp).to(dtype)
+    if tiles.SUMS_DQ:
+        dq = issue_dq(tiles, k_of_dq, ds, n, INDEX)
+    dk = warpgroup_mma(gl.convert_layout(ds, A_LAYOUT), q, dk, is_async=True)  # (ROWS, D)
+    if tiles.SUMS_DQ:
+        dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
+        # the reduction of the step before must have left the buffer
+        tma.store_wait(0)
+        thread_barrier()
+        tiles.dq.index(INDEX).store(fragments(dq))
+    dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+    tiles.q_ring.release(n)
+    return dk, dv
+
+
+@gluon.jit
+def issue_dq(tiles, k_of_dq, ds, n, INDEX: gl.constexpr):
+    """dq of half of the columns, on its way, once both warpgroups have left their dS."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     buffer = tiles.ds.index(n & 1)
     buffer.slice(INDEX * ROWS, ROWS, 0).store(ds)
     fence_async_shared()
     # both halves of ds are needed below; this also ends every use of the other buffer
     named_barrier_sync(n, BOTH_BARRIER, 256)
+    zeros = gl.full([ROWS, ROWS], 0.0, gl.float32, S_LAYOUT)
+    return warpgroup_mma(k_of_dq, buffer, zeros, use_acc=False, is_async=True)  # (half of D, queries)
 
-    zeros = gl.full([ROWS, ROWS], 0.0, gl.float32, p.type.layout)
-    dq = warpgroup_mma(k_of_dq, buffer, zeros, use_acc=False, is_async=True)  # (half of D, queries)
-    dk = warpgroup_mma(gl.convert_layout(ds, A_LAYOUT), q, dk, is_async=True)  # (ROWS, D)
-    dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
-    # the reduction of the step before must have left the buffer
-    tma.store_wait(0)
+
+@gluon.jit
+def add_dq(tiles, dq_desc, row, INDEX: gl.constexpr):
+    """Adds the stored half of dq to its sum, of which row is the first line."""
+    fence_async_shared()
     thread_barrier()
-    tiles.dq.index(INDEX).store(fragments(dq))
-    dk = warpgroup_mma_wait(0, deps=[dk])
-    tiles.q_ring.release(n)
-    return dk, dv
+    reduce_add_to_global(dq_desc, [row * (tiles.HEAD_DIM // ROWS) + INDEX * ROWS, 0], tiles.dq.index(INDEX))
 
 
 @gluon.jit
@@ -183,7 +195,9 @@ def consume(tiles, dq_desc, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: 
             place = begin
             line += tiles.padded
 
-    reduce(tiles, dq_desc, row, INDEX)
+    if tiles.SUMS_DQ:
+        if begin < end:
+            add_dq(tiles, dq_desc, row, INDEX)
     # k and v have been read by both warpgroups: their place holds the results
     named_barrier_sync(place, BOTH_BARRIER, 256)
     v.store(dv.to(tiles.q.dtype))
@@ -203,7 +217,7 @@ def backward_kernel(
     bounds_ptr, spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head,
     group, seq_q, seq_k, window, padded, scale_log2, softmax_scale,
     MASK: gl.constexpr,
-    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr, SUMS_DQ: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
@@ -224,6 +238,7 @@ def backward_kernel(
         group,
         padded,
         HEAD_DIM,
+        SUMS_DQ,
     )
     fence_async_shared()
     gl.warp_specialize(

@@ -4,6 +4,7 @@ A block is persistent and takes tiles of BLOCK_N keys from a counter, the longes
 Two warpgroups own 64 keys of a tile each, hold k and v in registers as left operands, and make dk and dv.
 They leave dS in a ring, from which a third makes dq = dS k and adds it to a float32 sum by bulk reduction: so
 neither waits for the other's half of dS, nor for a reduction. One warp copies what they read, a tile ahead.
+Without SUMS_DQ there is no third: dq.py makes dq.
 
 Sources: FlashAttention-2 (arXiv:2307.08691), FlashAttention-3 (arXiv:2407.08608).
 """
@@ -19,7 +20,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import BlockLists
-from kernels.hopper.primitives import Ring, fragments, make_ring, record, reduce_add_to_global, thread_barrier
+from kernels.hopper.primitives import (
+    Ring,
+    copy_out,
+    fragments,
+    make_ring,
+    record,
+    reduce_add_to_global,
+    thread_barrier,
+)
 from kernels.hopper.queries import (
     BLOCK_N,
     CONSUMERS,
@@ -61,6 +70,7 @@ class Tiles:
     padded: gl.tensor  # rows of one head in lse, delta and dq
     KV_STAGES: gl.constexpr
     DQ_STAGES: gl.constexpr
+    SUMS_DQ: gl.constexpr
 
     @gluon.jit
     def take(self, t):
@@ -142,25 +152,15 @@ def step(tiles, dk, dv, k, v, n, place, masked, first, end, scale_log2, INDEX: g
     ds = (p * dp).to(dtype)
     dk = warpgroup_mma(gl.convert_layout(ds, A_LAYOUT), q, dk, is_async=True)  # (keys, D)
 
-    stage, full = tiles.ds_ring.fill(n)
-    tiles.ds.index(stage).slice(INDEX * ROWS, ROWS, 0).store(ds)
-    fence_async_shared()
-    thread_barrier()
-    mbarrier.arrive(full, count=1)
+    if tiles.SUMS_DQ:
+        stage, full = tiles.ds_ring.fill(n)
+        tiles.ds.index(stage).slice(INDEX * ROWS, ROWS, 0).store(ds)
+        fence_async_shared()
+        thread_barrier()
+        mbarrier.arrive(full, count=1)
     dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
     tiles.q_ring.release(n)
     return dk, dv
-
-
-@gluon.jit
-def store(desc, coordinates, x, buffer):
-    """Copies dk or dv of a tile out, through a buffer that its copy of the tile before has left."""
-    tma.store_wait(1)
-    thread_barrier()
-    buffer.reshape([ROWS, HEAD_DIM]).store(x.to(desc.dtype))
-    fence_async_shared()
-    thread_barrier()
-    tma.async_copy_shared_to_global(desc, coordinates, buffer)
 
 
 @gluon.jit
@@ -193,8 +193,8 @@ def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.conste
                 place = begin
         n += (end - begin) * tiles.group
 
-        store(dv_desc, [batch, kv_head, key, 0], dv, tiles.dv.index(INDEX))
-        store(dk_desc, [batch, kv_head, key, 0], dk * softmax_scale, tiles.dk.index(INDEX))
+        copy_out(dv_desc, [batch, kv_head, key, 0], dv, tiles.dv.index(INDEX), 1)
+        copy_out(dk_desc, [batch, kv_head, key, 0], dk * softmax_scale, tiles.dk.index(INDEX), 1)
         t += 1
         i = tiles.take(t)
     tma.store_wait(0)
@@ -246,7 +246,7 @@ def backward_64_kernel(
     bounds_ptr, spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head, counter_ptr,
     group, seq_q, seq_k, window, padded, n_batch, n_kv_head, section,
     by_section_tiles, by_section, by_last_section, by_n_kv_head, scale_log2, softmax_scale,
-    MASK: gl.constexpr,
+    MASK: gl.constexpr, SUMS_DQ: gl.constexpr,
     KV_STAGES: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, REDUCER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -270,7 +270,7 @@ def backward_64_kernel(
         gl.allocate_shared_memory(gl.float32, [DQ_STAGES, ROWS, HEAD_DIM], dq_desc.layout),
         gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], dk_desc.layout),
         gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], dv_desc.layout),
-        make_ring(KV_STAGES, CONSUMERS + 1),
+        make_ring(KV_STAGES, CONSUMERS + SUMS_DQ),
         make_ring(STAGES, CONSUMERS),
         make_ring(DS_STAGES, 1, CONSUMERS),
         order,
@@ -281,18 +281,28 @@ def backward_64_kernel(
         padded,
         KV_STAGES,
         DQ_STAGES,
+        SUMS_DQ,
     )
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (consume, (tiles, dk_desc, dv_desc, scale_log2, softmax_scale, gl.constexpr(0))),
-            (consume, (tiles, dk_desc, dv_desc, scale_log2, softmax_scale, gl.constexpr(1))),
-            (reduce, (tiles, dq_desc)),
-            (
-                produce,
-                (tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc, counter_ptr),
-            ),
-        ],
-        [4, 4, 1],
-        [CONSUMER_REGISTERS, REDUCER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    copies = (tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc, counter_ptr)
+    if SUMS_DQ:
+        gl.warp_specialize(
+            [
+                (consume, (tiles, dk_desc, dv_desc, scale_log2, softmax_scale, gl.constexpr(0))),
+                (consume, (tiles, dk_desc, dv_desc, scale_log2, softmax_scale, gl.constexpr(1))),
+                (reduce, (tiles, dq_desc)),
+                (produce, copies),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, REDUCER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (tiles, dk_desc, dv_desc, scale_log2, softmax_scale, gl.constexpr(0))),
+                (consume, (tiles, dk_desc, dv_desc, scale_log2, softmax_scale, gl.constexpr(1))),
+                (produce, copies),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )

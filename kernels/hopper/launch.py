@@ -6,16 +6,20 @@ from torch import Tensor
 
 from kernels.hopper.backward import backward_kernel
 from kernels.hopper.backward_64 import backward_64_kernel
-from kernels.hopper.forward import ROWS, forward_kernel
+from kernels.hopper.dq import dq_kernel
+from kernels.hopper.forward import forward_kernel
+from kernels.hopper.keys import ROWS
 from kernels.hopper.prologue import prepare_kernel, round_kernel
 from kernels.hopper.queries import BLOCK_N, CONSUMERS
 from kernels.hopper.queries import ROWS as BACKWARD_ROWS
 from kernels.hopper.tiles import (
     BackwardTile,
+    DqTile,
     ForwardTile,
     backward_section_heads,
     backward_tile,
     division,
+    dq_tile,
     float32_descriptor,
     forward_tile,
     head_descriptor,
@@ -99,16 +103,23 @@ def attention_backward(
     tile: BackwardTile | None = None,
     gradients: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, contiguous or in `gradients`: three launches, lse and delta, the gradients, dq rounded."""
+    """dq, dk, dv, contiguous or in `gradients`, in three launches.
+
+    lse and delta; the gradients; dq rounded. If deterministic: lse and delta; dk and dv; dq.
+    """
+    sums_dq = not problem.deterministic
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
     group = n_head // n_kv_head
-    tile = tile or backward_tile(head_dim)
+    tile = tile or backward_tile(head_dim, sums_dq)
     padded = triton.cdiv(seq_q, PREPARE_ROWS) * PREPARE_ROWS
     minus_lse, minus_delta = torch.empty(
         2, batch * n_head * padded, dtype=torch.float32, device=q.device
     ).unbind()
-    dq_sum = torch.empty(batch * n_head * padded, head_dim, dtype=torch.float32, device=q.device)
+    # where nothing is summed any tensor stands for the sum
+    dq_sum = minus_delta
+    if sums_dq:
+        dq_sum = torch.empty(batch * n_head * padded, head_dim, dtype=torch.float32, device=q.device)
     # tiles handed out, see backward_64.produce
     counter = torch.empty(1, dtype=torch.int32, device=q.device)
     dq, dk, dv = gradients or (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -131,6 +142,7 @@ def attention_backward(
         HEAD_DIM=head_dim,
         BLOCK_M=PREPARE_ROWS,
         HAS_DLSE=dlse is not None,
+        SUMS_DQ=sums_dq,
         num_warps=4,
     )
     descriptors = (
@@ -162,6 +174,7 @@ def attention_backward(
             division(n_kv_head),
             *scales,
             MASK=mask_kind(problem),
+            SUMS_DQ=sums_dq,
             KV_STAGES=tile.kv_stages,
             STAGES=tile.stages,
             DS_STAGES=tile.ds_stages,
@@ -170,7 +183,7 @@ def attention_backward(
             REDUCER_REGISTERS=tile.reducer_registers,
             PRODUCER_REGISTERS=tile.producer_registers,
             num_warps=4,
-            maxnreg=REGISTERS[CONSUMERS.value + 1],
+            maxnreg=REGISTERS[CONSUMERS.value + sums_dq],
         )
     else:
         backward_kernel[(n_tiles, n_kv_head, batch)](
@@ -179,12 +192,16 @@ def attention_backward(
             *scales,
             MASK=mask_kind(problem),
             HEAD_DIM=head_dim,
+            SUMS_DQ=sums_dq,
             STAGES=tile.stages,
             CONSUMER_REGISTERS=tile.consumer_registers,
             PRODUCER_REGISTERS=tile.producer_registers,
             num_warps=4,
             maxnreg=REGISTERS[CONSUMERS.value],
         )
+    if not sums_dq:
+        launch_dq(problem, dout, q, k, v, dq, minus_lse, minus_delta, dq_tile(head_dim, mask_kind(problem)))
+        return dq, dk, dv
     round_kernel[rows_grid](
         dq_sum,
         dq,
@@ -198,3 +215,54 @@ def attention_backward(
         num_warps=4,
     )
     return dq, dk, dv
+
+
+def launch_dq(
+    problem: Problem,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dq: Tensor,
+    minus_lse: Tensor,
+    minus_delta: Tensor,
+    tile: DqTile,
+) -> None:
+    """Writes dq (B, Tq, H, D); minus_lse, minus_delta: (B * H * padded,), see prologue.prepare_kernel."""
+    batch, seq_q, n_head, head_dim = q.shape
+    seq_k, n_kv_head = k.shape[1:3]
+    group = n_head // n_kv_head
+    n_tiles = triton.cdiv(seq_q, tile.consumers * ROWS.value)
+    section = section_heads(seq_k, head_dim, group, batch * n_head)
+    n_sm = torch.cuda.get_device_properties(q.device).multi_processor_count
+    dq_kernel[(min(batch * n_head * n_tiles, n_sm),)](
+        head_descriptor(q, ROWS.value),
+        head_descriptor(dout, ROWS.value),
+        head_descriptor(k, tile.block_n),
+        head_descriptor(v, tile.block_n),
+        head_descriptor(dq, ROWS.value),
+        minus_lse,
+        minus_delta,
+        minus_lse if problem.key_bounds is None else problem.key_bounds,
+        *list_arguments(problem.row_lists, minus_lse),
+        batch,
+        n_head,
+        group,
+        seq_q,
+        seq_k,
+        problem.window or 0,
+        *order_arguments(batch * n_head, n_tiles, section),
+        division(n_head),
+        minus_lse.shape[0] // (batch * n_head),
+        problem.softmax_scale * LOG2E,
+        problem.softmax_scale,
+        MASK=mask_kind(problem),
+        BLOCK_N=tile.block_n,
+        HEAD_DIM=head_dim,
+        CONSUMERS=tile.consumers,
+        STAGES=tile.stages,
+        CONSUMER_REGISTERS=tile.consumer_registers,
+        PRODUCER_REGISTERS=tile.producer_registers,
+        num_warps=4,
+        maxnreg=REGISTERS[tile.consumers],
+    )

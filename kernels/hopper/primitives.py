@@ -4,7 +4,7 @@ import triton.experimental.gluon.language as gl
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.core import _aggregate
 
 # gl.thread_barrier until Triton 3.6, gl.barrier from 3.7
@@ -18,6 +18,17 @@ def reduce_add_to_global(desc, coordinates, source, _semantic=None):
     _semantic.builder.create_async_tma_reduce(
         ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, handles, source.handle
     )
+
+
+@gluon.jit
+def copy_out(desc, coordinates, x, buffer, PENDING: gl.constexpr):
+    """Rounds a tile and copies it out, through a buffer that all but PENDING earlier copies have left."""
+    tma.store_wait(PENDING)
+    thread_barrier()
+    buffer.reshape([x.shape[0], x.shape[1]]).store(x.to(desc.dtype))
+    fence_async_shared()
+    thread_barrier()
+    tma.async_copy_shared_to_global(desc, coordinates, buffer)
 
 
 @gluon.jit

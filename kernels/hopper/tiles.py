@@ -48,10 +48,30 @@ class BackwardTile(NamedTuple):
     producer_registers: int
 
 
-def backward_tile(head_dim: int) -> BackwardTile:
+def backward_tile(head_dim: int, sums_dq: bool = True) -> BackwardTile:
+    # dk and dv alone leave shared memory for more stages; by calculation, not measured
+    if not sums_dq:
+        return BackwardTile(4, 2 if head_dim == 64 else 1, 1, 1, 240, 0, 24)
     if head_dim == 64:
         return BackwardTile(3, 2, 2, 2, 192, 104, 24)
     return BackwardTile(2, 1, 2, 1, 240, 0, 24)
+
+
+class DqTile(NamedTuple):
+    """consumers: warpgroups of 64 query rows; stages: buffers in the rings of K and V."""
+
+    consumers: int
+    block_n: int
+    stages: int
+    consumer_registers: int
+    producer_registers: int
+
+
+def dq_tile(head_dim: int, mask: str) -> DqTile:
+    # by calculation, not measured: blocks of 64 keys leave registers for a third warpgroup with heads of 64
+    if head_dim == 64 and mask in ("full", "causal"):
+        return DqTile(3, 64, 4, 160, 32)
+    return DqTile(2, 128, 4 if head_dim == 64 else 2, 240, 24)
 
 
 def float32_descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:

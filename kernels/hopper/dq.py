@@ -1,0 +1,225 @@
+"""dq on sm_90 in an order of its own, in Gluon: dq = dS k, dS = P * (dP - delta), P = exp(S - lse).
+
+For deterministic=True, where backward.py and backward_64.py leave dq out: they would add it to its sum in any
+order. Tiles, roles and rings are those of forward.py: a block is persistent, one warp fills rings of q, dout,
+k and v tiles by bulk copies, and CONSUMERS warpgroups own 64 query rows each, whose dq stays in registers.
+dS is the left operand of its product without leaving the registers. q and dout are left operands of a whole
+tile: heads of 64 have registers for them, so they are read from shared memory once.
+
+Sources: FlashAttention-2 (arXiv:2307.08691), FlashAttention-3 (arXiv:2407.08608).
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.hopper.block_lists import BLOCK_SIZE, BlockLists, hide_unseen
+from kernels.hopper.keys import ROWS, locate, places
+from kernels.hopper.primitives import Ring, copy_out, make_ring, record
+from kernels.hopper.schedule import Mask, TileOrder
+from kernels.hopper.softmax import hide
+
+
+@record
+class Tiles:
+    """Shared memory and the work list, as every partition sees them."""
+
+    q: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, D)
+    dout: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor  # (STAGES, 1, 1, BLOCK_N, D)
+    v: gl.shared_memory_descriptor
+    dq: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, D)
+    q_ring: Ring
+    k_ring: Ring
+    v_ring: Ring
+    order: TileOrder
+    mask: Mask
+    n_head: gl.tensor
+    by_n_head: gl.tensor
+    minus_lse_ptr: gl.tensor  # (B * H, padded) float32, see prologue.prepare_kernel
+    minus_delta_ptr: gl.tensor
+    padded: gl.tensor
+    scale_log2: gl.tensor
+    softmax_scale: gl.tensor
+    BLOCK_N: gl.constexpr
+    HEAD_DIM: gl.constexpr
+    CONSUMERS: gl.constexpr
+
+
+@gluon.jit
+def produce(tiles, q_desc, dout_desc, k_desc, v_desc, group):
+    """Fills the rings as they are emptied: k and v of each place, q and dout of a tile behind its first."""
+    n = 0
+    for turn in range(tiles.order.turns()):
+        batch, head, row = locate(tiles, turn)
+        begin, _, _, end = places(tiles, batch, head, row, tiles.CONSUMERS * ROWS)
+        kv_head = head // group
+        for place in range(begin, end):
+            block = tiles.mask.lists.block(place) if tiles.mask.KIND == "blocks" else place
+            coordinates = [batch, kv_head, block * tiles.BLOCK_N, 0]
+            stage, full = tiles.k_ring.fill(n)
+            mbarrier.expect(full, k_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(k_desc, coordinates, full, tiles.k.index(stage))
+            stage, full = tiles.v_ring.fill(n)
+            mbarrier.expect(full, v_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(v_desc, coordinates, full, tiles.v.index(stage))
+            n += 1
+            # the tile before leaves buffers of keys before that of its queries
+            if place == begin:
+                _, full = tiles.q_ring.fill(turn)
+                mbarrier.expect(full, 2 * tiles.CONSUMERS * q_desc.block_type.nbytes)
+                for c in gl.static_range(tiles.CONSUMERS):
+                    first = [batch, head, row + c * ROWS, 0]
+                    tma.async_copy_global_to_shared(q_desc, first, full, tiles.q.index(c))
+                    tma.async_copy_global_to_shared(dout_desc, first, full, tiles.dout.index(c))
+
+
+@gluon.jit
+def step(tiles, q, dout, dq, n, place, masked, first, end, minus_lse, minus_delta):
+    """One block of keys, in buffers number n; minus_lse: (ROWS,) in base 2."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
+    A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dq.type.layout, 2)
+    zeros = gl.full([ROWS, tiles.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
+    k = tiles.k.index(tiles.k_ring.take(n)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
+    s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (ROWS, BLOCK_N)
+    v = tiles.v.index(tiles.v_ring.take(n)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
+    dp = warpgroup_mma(dout, v.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (ROWS, BLOCK_N)
+    s = warpgroup_mma_wait(1, deps=[s])
+    p = gl.exp2(s * tiles.scale_log2 + gl.expand_dims(minus_lse, 1))
+    # behind the exponentials: the assembler moves no wait across a branch, and dP runs beside them
+    if masked:
+        if tiles.mask.KIND == "blocks":
+            p = hide_unseen(p, tiles.mask.lists.words(place, first, 0, p), 0.0)
+        else:
+            p = hide(p, first, end, place, 0.0, tiles.mask.KIND)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    tiles.v_ring.release(n)
+    ds = (p * (dp + gl.expand_dims(minus_delta, 1))).to(k.dtype)
+    dq = warpgroup_mma(gl.convert_layout(ds, A_LAYOUT), k, dq, is_async=True)  # (ROWS, D)
+    dq = warpgroup_mma_wait(0, deps=[dq])
+    tiles.k_ring.release(n)
+    return dq
+
+
+@gluon.jit
+def skip(tiles, n):
+    """Hands back a block of keys and values that these rows do not see, but others of the tile do."""
+    tiles.k_ring.take(n)
+    tiles.k_ring.release(n)
+    tiles.v_ring.take(n)
+    tiles.v_ring.release(n)
+
+
+@gluon.jit
+def consume(tiles, dq_desc, INDEX: gl.constexpr):
+    """dq of 64 rows of every tile of this block."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.HEAD_DIM, 16])
+    KIND: gl.constexpr = tiles.mask.KIND
+    n = gl.to_tensor(0)
+    for turn in range(tiles.order.turns()):
+        batch, head, row = locate(tiles, turn)
+        begin, whole_begin, whole_end, end = places(tiles, batch, head, row, tiles.CONSUMERS * ROWS)
+        own_end = end
+        # as in forward.py: each warpgroup has the rows that see most in turn
+        part = (INDEX + turn) % tiles.CONSUMERS if KIND == "causal" else INDEX
+        row += part * ROWS
+        if KIND == "causal":
+            _, whole_begin, whole_end, own_end = places(tiles, batch, head, row, ROWS)
+        tiles.q_ring.take(turn)
+        if row >= 0:
+            rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
+            line = (batch * tiles.n_head + head) * tiles.padded + rows
+            minus_lse = gl.load(tiles.minus_lse_ptr + line) * tiles.scale_log2
+            minus_delta = gl.load(tiles.minus_delta_ptr + line)
+            if KIND == "blocks":
+                # what a tile of bits shows takes the place of an interval: each query's line in it
+                key_first = rows % BLOCK_SIZE
+                key_end = key_first
+            else:
+                key_first, key_end = tiles.mask.keys_of(batch, rows)
+            q = tiles.q.index(part).reshape([ROWS, tiles.HEAD_DIM])
+            dout = tiles.dout.index(part).reshape([ROWS, tiles.HEAD_DIM])
+            if tiles.HEAD_DIM == 64:
+                q = q.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+                dout = dout.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+                tiles.q_ring.release(turn)
+            dq = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, DQ_LAYOUT)
+            for place in range(begin, own_end):
+                masked = (place < whole_begin) | (place >= whole_end)
+                dq = step(
+                    tiles, q, dout, dq, n + place - begin, place, masked, key_first, key_end,
+                    minus_lse, minus_delta
+                )  # fmt: skip
+            if tiles.HEAD_DIM != 64:
+                tiles.q_ring.release(turn)
+            copy_out(dq_desc, [batch, head, row, 0], dq * tiles.softmax_scale, tiles.dq.index(INDEX), 0)
+        else:
+            own_end = begin
+            tiles.q_ring.release(turn)
+        for skipped in range(own_end - begin, end - begin):
+            skip(tiles, n + skipped)
+        n += end - begin
+    tma.store_wait(0)
+
+
+NOT_SPECIALIZED = [
+    "n_batch", "n_head", "group", "seq_q", "seq_k", "window", "section", "padded", "by_section_tiles",
+    "by_section", "by_last_section", "by_n_head", "stride_list_batch", "stride_list_head",
+]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
+def dq_kernel(
+    q_desc, dout_desc, k_desc, v_desc, dq_desc, minus_lse_ptr, minus_delta_ptr, bounds_ptr,
+    spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head,
+    n_batch, n_head, group, seq_q, seq_k, window, section,
+    by_section_tiles, by_section, by_last_section, by_n_head, padded, scale_log2, softmax_scale,
+    MASK: gl.constexpr,
+    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q_desc.dtype
+    lists = BlockLists(spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head)
+    order = TileOrder(
+        n_batch * n_head, gl.cdiv(seq_q, CONSUMERS * ROWS), section,
+        by_section_tiles, by_section, by_last_section, MASK != "full"
+    )  # fmt: skip
+    tiles = Tiles(
+        gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout),
+        gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], dout_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout),
+        gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], dq_desc.layout),
+        make_ring(1, CONSUMERS),
+        make_ring(STAGES, CONSUMERS),
+        make_ring(STAGES, CONSUMERS),
+        order, Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK), n_head, by_n_head,
+        minus_lse_ptr, minus_delta_ptr, padded, scale_log2, softmax_scale, BLOCK_N, HEAD_DIM, CONSUMERS,
+    )  # fmt: skip
+    fence_async_shared()
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (tiles, dq_desc, gl.constexpr(0))),
+                (consume, (tiles, dq_desc, gl.constexpr(1))),
+                (produce, (tiles, q_desc, dout_desc, k_desc, v_desc, group)),
+            ],
+            [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (tiles, dq_desc, gl.constexpr(0))),
+                (consume, (tiles, dq_desc, gl.constexpr(1))),
+                (consume, (tiles, dq_desc, gl.constexpr(2))),
+                (produce, (tiles, q_desc, dout_desc, k_desc, v_desc, group)),
+            ],
+            [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip

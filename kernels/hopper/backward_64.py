@@ -174,9 +174,13 @@ def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.conste
     while i < tiles.order.total():
         batch, kv_head, key, begin, whole_begin, whole_end, end = tiles.locate(i)
         stage = t % tiles.KV_STAGES
-        k = tiles.k.index(stage).reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0).load(A_LAYOUT)
-        v = tiles.v.index(stage).reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0).load(A_LAYOUT)
-        tiles.kv_ring.release(t)
+        k = tiles.k.index(stage).reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0)
+        v = tiles.v.index(stage).reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0)
+        # without dS to store, ptxas would put P into registers that k and v still need: they stay in memory
+        if tiles.SUMS_DQ:
+            k = k.load(A_LAYOUT)
+            v = v.load(A_LAYOUT)
+            tiles.kv_ring.release(t)
         key += INDEX * ROWS
         keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
         query_first, query_end = key_limits(tiles.mask, batch, keys, tiles.padded)
@@ -192,6 +196,8 @@ def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.conste
             if place == end:
                 place = begin
         n += (end - begin) * tiles.group
+        if not tiles.SUMS_DQ:
+            tiles.kv_ring.release(t)
 
         copy_out(dv_desc, [batch, kv_head, key, 0], dv, tiles.dv.index(INDEX), 1)
         copy_out(dk_desc, [batch, kv_head, key, 0], dk * softmax_scale, tiles.dk.index(INDEX), 1)

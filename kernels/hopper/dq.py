@@ -146,10 +146,6 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
                 key_first, key_end = tiles.mask.keys_of(batch, rows)
             q = tiles.q.index(part).reshape([ROWS, tiles.HEAD_DIM])
             dout = tiles.dout.index(part).reshape([ROWS, tiles.HEAD_DIM])
-            if tiles.HEAD_DIM == 64:
-                q = q.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
-                dout = dout.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
-                tiles.q_ring.release(turn)
             dq = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, DQ_LAYOUT)
             for place in range(begin, own_end):
                 masked = (place < whole_begin) | (place >= whole_end)
@@ -157,8 +153,7 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
                     tiles, q, dout, dq, n + place - begin, place, masked, key_first, key_end,
                     minus_lse, minus_delta
                 )  # fmt: skip
-            if tiles.HEAD_DIM != 64:
-                tiles.q_ring.release(turn)
+            tiles.q_ring.release(turn)
             copy_out(dq_desc, [batch, head, row, 0], dq * tiles.softmax_scale, tiles.dq.index(INDEX), 0)
         else:
             own_end = begin

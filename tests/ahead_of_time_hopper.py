@@ -148,7 +148,46 @@ def assemble(ptx: str) -> dict:
         "spilled": int(re.search(r"(\d+) bytes spill stores", report).group(1)),
         "warnings": re.findall(r".*\(C75\d\d\).*", report),
         "hgmma": code.count("HGMMA"),
+        "overwritten": overwritten_operands(code),
     }
+
+
+def overwritten_operands(code: str) -> list[str]:
+    """Products of an innermost loop whose left operand, in registers, is written only behind them.
+
+    Such an operand is carried from step to step, as P is in the forward kernel, or it is a constant of the
+    loop which the assembler has given away too early: from the second step on the product is wrong.
+    """
+    labels, instructions = {}, []
+    for line in code.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        if instruction := re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?(.*?)\s*;", line):
+            instructions.append(instruction[1])
+    jumps = ((re.match(r"BRA\b.*?(\.L_x_\d+)", text), end) for end, text in enumerate(instructions))
+    loops = [(labels[jump[1]], end) for jump, end in jumps if jump and labels.get(jump[1], end + 1) <= end]
+    found = []
+    for begin, end in loops:
+        if any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in loops):
+            continue
+        written = [written_registers(text) for text in instructions[begin : end + 1]]
+        for place, text in enumerate(instructions[begin : end + 1]):
+            if product := re.match(r"HGMMA\S* R\d+, R(\d+), gdesc", text):
+                operand = set(range(int(product[1]), int(product[1]) + 4))
+                if any(operand & w for w in written) and not any(operand & w for w in written[:place]):
+                    found.append(text)
+    return found
+
+
+def written_registers(instruction: str) -> set[int]:
+    """Registers that one of the instructions which make a left operand writes."""
+    match = re.match(
+        r"(F2FP|FMUL|FADD|FFMA|MUFU|MOV|IMAD|LDS|LDSM|SEL|FSEL|PRMT|LOP3)\b(\S*) R(\d+)", instruction
+    )
+    if not match:
+        return set()
+    width = {".128": 4, ".16.M88.4": 4, ".64": 2}.get(match[2], 1)
+    return set(range(int(match[3]), int(match[3]) + width))
 
 
 def main(arguments: list[str]) -> None:

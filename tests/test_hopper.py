@@ -71,6 +71,8 @@ def test_every_configuration_compiles_ahead_of_time_without_waste(mask):
         # serialized products: a silent loss of half the speed
         assert c["warnings"] == [], c
         assert c["hgmma"] > 0, c
+        # the forward kernel carries P from step to step; no other has such an operand
+        assert c["kernel"] == "forward" or c["overwritten"] == [], c
         assert c["spilled"] <= SPILLED.get((c["kernel"], c["head_dim"], c["mask"]), 0), c
 
 

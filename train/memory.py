@@ -49,7 +49,8 @@ def peak_bytes(config: Config, world_size: int = 1, chunk: int = LOGIT_ROWS) -> 
     kept_layer, casts = kept_bytes(config, small, stream), small * layers * matrices if small < 4 else 0
     one_layer = 0
     if config.recompute != "none":
-        one_layer = kept_bytes(replace(config, recompute="none"), small, stream)
+        # what is made again comes on top of what the layer has kept
+        one_layer = kept_bytes(replace(config, recompute="none"), small, stream) - kept_layer
     if config.recompute == "full":
         casts /= layers
     activations = n * layers * kept_layer + casts

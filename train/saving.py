@@ -30,6 +30,7 @@ from train.checkpoint import (
     read_checkpoint,
 )
 from train.distributed import Processes
+from train.page_locked import lock_pages, unlock_pages
 
 # the names of dtypes in safetensors' header
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
@@ -47,6 +48,7 @@ class CheckpointSaver:
         self._processes = processes
         # copies of the tensors in host memory, used again by each save
         self._host: dict[str, Tensor] = {}
+        self._locked: list[int] = []
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         # its own, so that the background's messages cannot mix with the training's
         self._group = dist.new_group(backend="gloo") if processes.world_size > 1 else None
@@ -55,7 +57,7 @@ class CheckpointSaver:
     def prepare(self, tensors: dict[str, Tensor]) -> None:
         """Makes the host's copies of these tensors in the background, before the first save needs them.
 
-        To pin them takes longer than to fill them: 11 s for the 19 GB of GPT-2 1558M on one H200.
+        To make their pages takes longer than to fill them.
         """
         share = _own_share(tensors, self._processes)
         self._writing = self._thread.submit(self._allocate, share)
@@ -84,23 +86,24 @@ class CheckpointSaver:
     def __exit__(self, *error) -> None:
         self.wait()
         self._thread.shutdown()
+        unlock_pages(self._locked)
+        self._host, self._locked = {}, []
 
     def _allocate(self, tensors: dict[str, Tensor]) -> bool:
-        # torch's own stager (DefaultStager of 2.11) would pin the memory anew each time
-        on_gpu = self._processes.device.type == "cuda"
-        for name, tensor in tensors.items():
-            if name not in self._host:
-                pinned = on_gpu and not isinstance(tensor, DTensor)
-                self._host[name] = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+        # torch's own stager (DefaultStager of 2.11) would lock the memory anew each time
+        missing = {name: tensor for name, tensor in tensors.items() if name not in self._host}
+        copies = {name: torch.empty_like(tensor.detach(), device="cpu") for name, tensor in missing.items()}
+        if missing and self._processes.device.type == "cuda":
+            # a new thread stands on device 0; to_local is the piece itself only without autograd
+            with torch.cuda.device(self._processes.device), torch.no_grad():
+                self._locked += lock_pages([_local(copy) for copy in copies.values()])
+        self._host |= copies
         return True
 
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         self._allocate(tensors)
         for name, tensor in tensors.items():
-            copy, source = self._host[name], tensor.detach()
-            if isinstance(tensor, DTensor):
-                copy, source = copy.to_local(), source.to_local()
-            copy.copy_(source, non_blocking=True)
+            _local(self._host[name]).copy_(_local(tensor.detach()), non_blocking=True)
         if self._processes.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         return {name: self._host[name] for name in tensors}
@@ -244,6 +247,11 @@ def _own_share(tensors: dict[str, Tensor], processes: Processes) -> dict[str, Te
     whole.sort(key=lambda name: (-tensors[name].numel(), name))
     others = set(whole) - set(whole[processes.rank :: processes.world_size])
     return {name: tensor for name, tensor in tensors.items() if name not in others}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This process's piece of a sharded tensor; any other as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _write(file, data, checksum: int) -> int:

@@ -85,7 +85,8 @@ def kept_bytes(config: Config, small: int, stream: int) -> float:
     # products, attention's output and lse, and the input
     products = small * (qkv + width + expanded) + 4 * model.n_head + stream * channels
     if config.recompute == "selective":
-        return products + 2 * small * channels
+        # the output of the projection behind attention, from which the stream is made again
+        return products + small * channels
     rotated = small * (width + model.n_kv_head * model.head_dim) if model.rotary is not None else 0
     statistics = 16 if model.norm == "layer" else 8
     # the stream between attention and MLP, both norms' outputs, the activation's output

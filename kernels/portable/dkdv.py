@@ -112,33 +112,13 @@ def dkdv_kernel(
         )
 
     k = load_tile(
-        k_source,
-        batch,
-        kv_head,
-        first_column,
-        seq_k,
-        stride_kt,
-        stride_kd,
-        TMA,
-        HEAD_DIM,
-        BLOCK_N,
-        BLOCK_D,
-        True,
-    )
+        k_source, batch, kv_head, first_column, seq_k, stride_kt, stride_kd, TMA, HEAD_DIM, BLOCK_N,
+        BLOCK_D, True,
+    )  # fmt: skip
     v = load_tile(
-        v_source,
-        batch,
-        kv_head,
-        first_column,
-        seq_k,
-        stride_vt,
-        stride_vd,
-        TMA,
-        HEAD_DIM,
-        BLOCK_N,
-        BLOCK_D,
-        True,
-    )
+        v_source, batch, kv_head, first_column, seq_k, stride_vt, stride_vd, TMA, HEAD_DIM, BLOCK_N,
+        BLOCK_D, True,
+    )  # fmt: skip
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for member in tl.range(0, group_size, num_stages=1):
@@ -149,17 +129,9 @@ def dkdv_kernel(
             dout_of_head += batch * stride_dob + head * stride_doh
         if BLOCK_SIZE != 0:
             span = find_span(
-                first_a,
-                end_a,
-                first_b,
-                end_b,
-                spans_ptr,
-                entries_ptr,
-                first_column,
-                MASK,
-                BLOCK_SIZE,
+                first_a, end_a, first_b, end_b, spans_ptr, entries_ptr, first_column, MASK, BLOCK_SIZE,
                 BLOCK_M,
-            )
+            )  # fmt: skip
             spans_ptr += stride_sh
         row_of_head = (batch * n_kv_head * group_size + head) * seq_padded
         for CUT in tl.static_range(2):

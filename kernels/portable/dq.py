@@ -102,19 +102,9 @@ def dq_kernel(
         q_source, batch, head, first_row, seq_q, stride_qt, stride_qd, TMA, HEAD_DIM, BLOCK_M, BLOCK_D, True
     )
     dout = load_tile(
-        dout_source,
-        batch,
-        head,
-        first_row,
-        seq_q,
-        stride_dot,
-        stride_dod,
-        TMA,
-        HEAD_DIM,
-        BLOCK_M,
-        BLOCK_D,
-        True,
-    )
+        dout_source, batch, head, first_row, seq_q, stride_dot, stride_dod, TMA, HEAD_DIM, BLOCK_M,
+        BLOCK_D, True,
+    )  # fmt: skip
     row_of_head = head_of_batch.to(tl.int64) * seq_padded
     lse = tl.load(lse_ptr + row_of_head + rows)
     delta = tl.load(delta_ptr + row_of_head + rows)

@@ -1,0 +1,68 @@
+"""Runs the tests that need a GPU, and writes a table of what passed, failed and was skipped:
+
+    python -m tests.report docs/results/h200/gpu_tests.md [arguments for pytest]
+
+One line for each promise, with the number of its cases. Ends with pytest's exit code.
+"""
+
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+
+from train.results import provenance
+
+RESULTS = {"failure": "failed", "error": "failed", "skipped": "skipped"}
+
+
+def main(out: Path, arguments: list[str]) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        junit = Path(folder) / "junit.xml"
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={junit}", *arguments]
+        code = subprocess.run(command).returncode
+        cases = read_cases(junit)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(table(cases, provenance(1)))
+    print(out)
+    return code
+
+
+def read_cases(junit: Path) -> list[tuple[str, str, str]]:
+    """File, promise and result of every case."""
+    cases = []
+    for case in ElementTree.parse(junit).iter("testcase"):
+        file = case.get("classname").split(".")[-1]
+        promise = case.get("name").split("[")[0].removeprefix("test_").replace("_", " ")
+        result = next((RESULTS[part.tag] for part in case if part.tag in RESULTS), "passed")
+        cases.append((file, promise, result))
+    return cases
+
+
+def table(cases: list[tuple[str, str, str]], origin: dict) -> str:
+    """Markdown: where the cases ran, their sums, and a line for each promise."""
+    counts: dict[tuple[str, str], Counter] = {}
+    for file, promise, result in cases:
+        counts.setdefault((file, promise), Counter())[result] += 1
+    kinds = ("passed", "failed", "skipped")
+    total = sum(counts.values(), Counter())
+    lines = [
+        "# Tests on a GPU",
+        "",
+        ", ".join(f"{name} {value}" for name, value in origin.items()),
+        "",
+        ", ".join(f"{total[kind]} {kind}" for kind in kinds),
+        "",
+        "| file | promise | passed | failed | skipped |",
+        "|---|---|---|---|---|",
+    ]
+    for (file, promise), count in sorted(counts.items()):
+        lines.append(f"| {file} | {promise} | " + " | ".join(str(count[k] or "") for k in kinds) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

@@ -1,12 +1,15 @@
 """The ledger of floating-point operations: what a training token costs, by each convention in use."""
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import block_masks
 from kernels.bit_tiles import unpack
 from kernels.block_mask import BlockMask
-from model.attention import AttentionConfig, layer_masks
+from model.attention import DENSE, AttentionConfig, layer_masks
 from model.config import ModelConfig, flops_per_token, layer_matrices
 
 # queries and keys of the tiles that causal kernels compute whole at the diagonal, about
@@ -99,6 +102,24 @@ def computed_pairs(seq_len: int, mask: BlockMask | None, document_ids: Tensor | 
     if document_ids is not None:
         first = _document_starts(document_ids)[:, ::TILE] // TILE
     return (last + 1 - first).sum().item() / len(first) * TILE**2
+
+
+def attended_pairs(attention: AttentionConfig, n_layer: int, seq_len: int) -> float:
+    """Pairs that take a kernel's time, of one sequence and head, the sum over the layers.
+
+    The visible ones of a dense layer, the whole blocks of a pattern: docs/training_speed.md compares them.
+    """
+    return sum(
+        _pattern_pairs(attention.patterns[layer % len(attention.patterns)], seq_len, attention.block_size)
+        for layer in range(n_layer)
+    )
+
+
+@lru_cache
+def _pattern_pairs(pattern: str, seq_len: int, block_size: int) -> float:
+    if pattern == DENSE:
+        return visible_pairs(seq_len, None)
+    return computed_pairs(seq_len, block_masks.parse(pattern, seq_len, block_size=block_size))
 
 
 def _document_starts(document_ids: Tensor) -> Tensor:

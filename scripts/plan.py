@@ -71,6 +71,8 @@ def plan(config: Config, rates: Rates, memory: int, processes: int) -> None:
     """Prints the given configuration, and the largest micro-batch that fits by kind of recomputation."""
     config.accumulation(processes)
     print(f"{config.name} on {processes} GPUs of {memory / 2**30:.1f} GiB, {USABLE:.0%} of it for tensors:")
+    if config.separate_documents:
+        print("separate_documents=true: planned as if each sequence were one document")
     fits = peak_bytes(config, processes) <= USABLE * memory
     print(line(config, rates, processes, "as given" if fits else "as given: does not fit"))
     for kind in RECOMPUTE:

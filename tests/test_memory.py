@@ -17,7 +17,7 @@ from scripts.plan import Arguments, choose_rates, compare, measured
 from train.config import parse
 from train.memory import count_weights, largest_microbatch, microbatches, peak_bytes
 from train.out_of_memory import EXIT_OUT_OF_MEMORY, way_out
-from train.speed import RATES, fit_rates, step_seconds
+from train.speed import RATES, fit_rates, step_seconds, step_work
 
 H200 = 150_123_077_632
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results" / "h200"
@@ -40,6 +40,31 @@ def test_memory_is_predicted_within_five_percent_of_every_measured_row():
 
 def test_speed_is_predicted_within_ten_percent_of_every_measured_row():
     assert max(abs(row["speed_error"]) for row in rows()) < 0.10
+
+
+@pytest.mark.parametrize(
+    ("pattern", "tokens_per_second", "gib"),
+    [
+        ("dense", 113.5e3, 21.9),
+        ("window(1024) | strided(16)", 433e3, 22.1),
+        ("window(1024) | strided(32)", 481e3, 22.1),
+    ],
+)
+def test_block_sparse_layers_are_predicted_within_ten_percent(pattern, tokens_per_second, gib):
+    tokens = [f"{name}=65536" for name in ("seq_len", "tokens_per_step", "tokens_per_microbatch")]
+    sparse = config("attention=strided", f"attention.patterns=['{pattern}']", *tokens)
+    assert 65536 / step_seconds(sparse, RATES["H200"]) == pytest.approx(tokens_per_second, rel=0.1)
+    assert peak_bytes(sparse) / 2**30 == pytest.approx(gib, rel=0.05)
+
+
+def test_layers_take_the_time_of_their_patterns_in_turn():
+    def attention(*patterns: str) -> float:
+        given = AttentionConfig(implementation="flash", patterns=list(patterns))
+        return step_work(replace(config("seq_len=8192"), attention=given), 1)["attention"]
+
+    dense, window = attention("dense"), attention("window(1024)")
+    assert window < 0.3 * dense
+    assert attention("window(1024)", "window(1024)", "dense") == pytest.approx((2 * window + dense) / 3)
 
 
 def test_a_probe_of_small_models_predicts_a_large_one():

@@ -1,7 +1,8 @@
 """How long a training step takes, before it is launched, from a few rates of the card.
 
 A step is matrix products, attention, what a layer does to each value beside them, and the traffic of logits
-and optimizer; the rates of the first three are fitted to measured steps. Without what processes exchange.
+and optimizer; the rates of the first three are fitted to measured steps. Without what processes exchange, and
+with sequences of one document each: the lengths of others are not known before the data are.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from model.config import layer_matrices
-from model.flops import visible_pairs
+from model.flops import attended_pairs
 from train.config import Config
 from train.memory import count_weights
 
@@ -31,7 +32,7 @@ class Rates:
 
     # FLOP/s of the matrix products in bf16 or fp16
     products: float
-    # FLOP/s of attention over visible pairs, forward and backward
+    # FLOP/s of attention over its pairs (model/flops.py, attended_pairs), forward and backward
     attention: float
     # seconds for each layer, token and channel in norms, sums, activations and casts
     layer: float
@@ -77,10 +78,10 @@ def step_work(config: Config, world_size: int) -> dict[str, float]:
         for sides in layer_matrices(model).values():
             short, long = min(sides), max(sides)
             update += model.n_layer * 5 * (4 * short**2 * long + 2 * short**3)
-    pairs = visible_pairs(config.seq_len, None) / config.seq_len
+    pairs = attended_pairs(config.attention, model.n_layer, config.seq_len) / config.seq_len
     return {
         "products": products * tokens + update,
-        "attention": attention * 12 * model.n_layer * model.n_head * model.head_dim * pairs * tokens,
+        "attention": attention * 12 * model.n_head * model.head_dim * pairs * tokens,
         "layer": small * model.n_layer * model.n_embd * tokens,
         "memory": LOGIT_BYTES[config.fused_loss] * model.padded_vocab_size * tokens
         + WEIGHT_BYTES * count_weights(model),

@@ -3,10 +3,11 @@
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, field, fields
-from typing import TypeVar
+from difflib import get_close_matches
+from typing import NoReturn, TypeVar
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 Arguments = TypeVar("Arguments")
 
@@ -63,8 +64,18 @@ def run_script(
         if bare:
             given[words] = bare
         main(OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(arguments), given)))
+    except ConfigKeyError as error:
+        near = get_close_matches(error.full_key, [item.name for item in fields(arguments)], 1)
+        guess = f"did you mean {near[0]}? " if near else ""
+        refuse(f"{error.full_key} is no argument: {guess}--help lists them")
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
-        sys.exit(f"error: {error.full_key}: {reason}: --help lists the arguments")
+        refuse(f"{error.full_key}: {reason}: --help lists the arguments")
     except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+        refuse(error)
+
+
+def refuse(reason: object) -> NoReturn:
+    """Ends a script whose input is wrong, as python -m train ends."""
+    print(f"error: {reason}", file=sys.stderr)
+    sys.exit(2)

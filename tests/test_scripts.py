@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -40,7 +41,8 @@ def test_help_lists_the_arguments_of_every_script(name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["colour=red"], "error: colour: Key 'colour' not in 'Arguments'"),
+        (["colour=red"], "error: colour is no argument: --help lists them"),
+        (["run=[a]"], "error: run is no argument: did you mean runs? --help lists them"),
         (["loss.png"], "error: arguments are key=value, got 'loss.png'"),
         (["runs=[missing]"], "error: runs: missing holds no metrics.jsonl"),
         ([], "error: runs is empty"),
@@ -48,7 +50,7 @@ def test_help_lists_the_arguments_of_every_script(name):
 )
 def test_a_wrong_argument_ends_with_one_clear_error(arguments, message):
     done = call("plot_run", *arguments)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith(message)
 
 
@@ -81,10 +83,11 @@ def test_a_text_is_taken_as_it_is_typed(text, monkeypatch):
     assert given == [Words(prompt=text, numbers=[1, 2])]
 
 
-def test_a_missing_file_is_told_in_one_line(monkeypatch):
+def test_a_missing_file_is_told_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["words", "prompt=missing.txt"])
-    with pytest.raises(SystemExit, match=r"error: .*No such file or directory: 'missing.txt'"):
+    with pytest.raises(SystemExit, match="2"):
         run_script(lambda words: Path(words.prompt).read_text(), Words, "")
+    assert re.fullmatch(r"error: .*No such file or directory: 'missing.txt'\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,9 @@ from scripts.arguments import argument, run_script
 from train.config import Config, parse
 from train.logger import readable
 from train.memory import USABLE, largest_microbatch, peak_bytes
+from train.overrides import CONF, explain
 from train.results import write_result
 from train.speed import RATES, Rates, fit_rates, step_seconds
-
-CONF = Path(__file__).resolve().parent.parent / "conf"
 
 
 @dataclass
@@ -174,7 +173,7 @@ def composed(overrides: list[str]) -> Config:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             return parse(compose("config", overrides))
     except HydraException as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(explain(error, Config)) from error
 
 
 if __name__ == "__main__":

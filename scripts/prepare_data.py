@@ -5,17 +5,22 @@ python -m scripts.prepare_data data=text 'data.paths=[my_folder]' data.folder=da
 
 import logging
 import sys
-from pathlib import Path
+from dataclasses import dataclass
 
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from data.manifest import read_manifest
 from data.prepare import DataConfig, prepare
+from scripts.arguments import refuse
+from train.overrides import CONF, explain, unknown_key
 
-CONF = Path(__file__).resolve().parent.parent / "conf"
+
+@dataclass
+class Arguments:
+    data: DataConfig
 
 
 def main(overrides: list[str]) -> None:
@@ -30,8 +35,10 @@ def main(overrides: list[str]) -> None:
     try:
         config = parse(overrides)
         folder = prepare(config)
-    except (ValueError, HydraException) as error:
-        sys.exit(f"error: {error}")
+    except HydraException as error:
+        refuse(explain(error, Arguments))
+    except (ValueError, OSError) as error:
+        refuse(error)
     for split, content in read_manifest(folder)["splits"].items():
         print(f"{folder} {split}: {content['tokens']:,} tokens, {content['documents']:,} documents")
 
@@ -45,6 +52,8 @@ def parse(overrides: list[str]) -> DataConfig:
         data = compose("config", overrides).data
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), data))
+    except ConfigKeyError as error:
+        raise ValueError(unknown_key(f"data.{error.full_key}", Arguments)) from error
     except OmegaConfBaseException as error:
         raise ValueError(f"data.{error.full_key}: {str(error).splitlines()[0]}") from error
 

@@ -55,6 +55,11 @@ def test_blocks_of_a_pattern_must_fill_the_pieces_of_shared_sequences():
     assert parse(composed(*overrides, "seq_len=2048")).attention.sparse
 
 
+def test_patterns_of_ones_own_are_one_override():
+    attention = parse(composed('attention.patterns=["window(64) | sinks(4)", dense]')).attention
+    assert attention.patterns == ["window(64) | sinks(4)", "dense"]
+
+
 @pytest.mark.parametrize("path", sorted((CONF / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
 def test_an_experiment_is_global_on_its_first_line(path):
     assert path.read_text().splitlines()[0] == "# @package _global_"
@@ -94,8 +99,8 @@ def test_the_run_is_rounded_up_to_whole_steps():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("+colour=red", "colour: Key 'colour' not in 'Config'"),
-        ("+model.width=3", "model.width: Key 'width' not in 'ModelConfig'"),
+        ("+colour=red", "colour is no key: python -m train --help lists them"),
+        ("+model.n_layers=3", r"model.n_layers is no key; did you mean model.n_layer\?"),
         ("seq_len=long", "seq_len: Value 'long' of type 'str' could not be converted to Integer"),
         ("model.n_layer=1.5", "model.n_layer: Value '1.5' of type 'float' could not be converted to Integer"),
         ("data=text", "data.paths must name files or folders"),

@@ -15,8 +15,8 @@ ALLOWED = {
 }
 # a library of the outside world, and the files or rooms that may know it
 CONFINED = {
-    "hydra": ("train/__main__.py", "train/config.py", "scripts/"),
-    "omegaconf": ("train/__main__.py", "train/config.py", "scripts/"),
+    "hydra": ("train/__main__.py", "train/overrides.py", "scripts/"),
+    "omegaconf": ("train/__main__.py", "train/config.py", "train/overrides.py", "scripts/"),
     "wandb": ("train/logger.py",),
     "datasets": ("data/",),
     "tiktoken": ("data/",),

@@ -61,8 +61,8 @@ def test_help_prints_every_key():
         (["data=text"], "error: data.paths must name files or folders, as in 'data.paths=[my_folder]'"),
         (["data=text", "data.paths=[/nowhere]"], "error: data.paths names '/nowhere', which does not exist"),
         (["data.seed=x"], "error: data.seed: Value 'x' of type 'str' could not be converted to Integer"),
-        (["data.sede=1"], "error: Could not override 'data.sede'"),
-        (["data=nope"], "error: In 'config': Could not find 'data/nope'"),
+        (["data.sede=1"], "error: data.sede is no key; did you mean data.seed"),
+        (["data=nope"], "error: data=nope is no choice: conf/data has fineweb_edu, openwebtext"),
         (
             ["data.tokenizer=gpt9"],
             "error: data.tokenizer must be one of ('gpt2', 'bytes') or a folder with tokenizer.json, got",
@@ -72,6 +72,6 @@ def test_help_prints_every_key():
 )
 def test_a_mistake_is_told_without_a_traceback(arguments, message):
     done = run(*arguments)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith(message)
     assert "Traceback" not in done.stderr

@@ -8,16 +8,19 @@ training began.
 import logging
 import os
 import sys
-from pathlib import Path
+from typing import NoReturn
 
 import hydra
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from train.config import parse
+from train.config import Config, parse
 from train.interruption import EXIT_INTERRUPTED, Interrupted
 from train.loop import train
+from train.overrides import CONF, explain
 
-CONF = Path(__file__).resolve().parent.parent / "conf"
+EXIT_REFUSED = 2
+WANTS_TRACEBACK = "HYDRA_FULL_ERROR" in os.environ
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
@@ -36,19 +39,33 @@ def main(cfg: DictConfig) -> None:
         print("stopped before training began; the same command starts over", file=sys.stderr, flush=True)
         _end(130)
     except (ValueError, FloatingPointError, MemoryError, OSError) as error:
-        if "HYDRA_FULL_ERROR" in os.environ:
+        if WANTS_TRACEBACK:
             raise
         # every process finds the same mistake in the configuration; other errors have a rank of their own
         if rank == 0 or not isinstance(error, ValueError):
             print(f"error: {error}\n(HYDRA_FULL_ERROR=1 shows the traceback)", file=sys.stderr, flush=True)
-        _end(2)
+        _end(EXIT_REFUSED)
 
 
-def _end(code: int) -> None:
+def command() -> None:
+    """main, with Hydra's own errors in one line too."""
+    # it prints them itself, and leaves with 1, unless this is set
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        main()
+    except (HydraException, ValueError) as error:
+        if WANTS_TRACEBACK:
+            raise
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {explain(error, Config)}", file=sys.stderr)
+        sys.exit(EXIT_REFUSED)
+
+
+def _end(code: int) -> NoReturn:
     """Ends the process without clean-up: gloo's can wait for ever for a process that has already ended."""
     sys.stdout.flush()
     os._exit(code)
 
 
 if __name__ == "__main__":
-    main()
+    command()

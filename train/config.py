@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from data.prepare import DataConfig
 from data.tokenizer import load_tokenizer
@@ -18,6 +18,7 @@ from train.checkpoint import CheckpointConfig
 from train.evaluate import EvaluationConfig
 from train.logger import LoggingConfig, WandbConfig
 from train.optim import OptimConfig
+from train.overrides import unknown_key
 from train.parallel import STRATEGIES
 from train.sample import SampleConfig
 from train.weights import StartConfig, start_model
@@ -200,6 +201,8 @@ def parse(cfg: DictConfig) -> Config:
     """
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), cfg))
+    except ConfigKeyError as error:
+        raise ValueError(unknown_key(error.full_key, Config)) from error
     except OmegaConfBaseException as error:
         key = error.full_key or "configuration"
         reason = str(error.msg or error).splitlines()[0]

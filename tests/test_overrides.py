@@ -1,0 +1,73 @@
+"""train/overrides.py, and python -m train itself with overrides that Hydra refuses."""
+
+import sys
+
+import pytest
+from hydra.errors import HydraException
+from test_config import composed
+
+from train import __main__ as command
+from train.config import Config
+from train.overrides import explain, unknown_key
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("lr=3", "lr is no key; did you mean optim.learning_rate?"),
+        ("model.n_layers=3", "model.n_layers is no key; did you mean model.n_layer?"),
+        ("seq_len.x=3", "seq_len.x is no key; did you mean seq_len?"),
+        ("colour=red", "colour is no key: python -m train --help lists them"),
+        ("experimnet=laptop", "experimnet is no key; did you mean experiment?"),
+        (
+            "model.qk_norm=true",
+            "model.qk_norm has no value in conf/ to change: write +model.qk_norm=VALUE to add",
+        ),
+        (
+            "data=tezt",
+            "data=tezt is no choice; did you mean text? conf/data has fineweb_edu, openwebtext, pyp",
+        ),
+        ("optim=", "optim= is no choice: conf/optim has adamw, muon"),
+        ("seq_len", "'seq_len' cannot be read: write KEY=VALUE, and quote brackets"),
+        ("data.paths=[a", "'data.paths=[a' cannot be read: write KEY=VALUE, and quote brackets"),
+        ("+seq_len=3", "Could not append to config. An item is already at 'seq_len'. Either remove + prefix"),
+    ],
+)
+def test_what_hydra_refuses_is_told_in_one_line_with_the_change_to_make(override, message):
+    with pytest.raises(HydraException) as caught:
+        composed(override)
+    line = explain(caught.value, Config)
+    assert line.startswith(message)
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("optim.lr", "optim.learning_rate"),
+        ("wd", "optim.weight_decay"),
+        ("train.n_head", "model.n_head"),
+        ("num_layers", "model.n_layer"),
+        ("grad_clip", "optim.gradient_clip"),
+    ],
+)
+def test_a_key_is_guessed_from_its_last_word_its_initials_and_its_likeness(key, meant):
+    assert unknown_key(key, Config) == f"{key} is no key; did you mean {meant}?"
+
+
+def test_a_wrong_override_ends_the_command_with_one_line_and_exit_code_2(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train", "lr=3"])
+    monkeypatch.setattr(command, "WANTS_TRACEBACK", False)
+    # command() changes it
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    with pytest.raises(SystemExit, match="2"):
+        command.command()
+    assert capsys.readouterr().err == "error: lr is no key; did you mean optim.learning_rate?\n"
+    # every process of torchrun finds it; one says it
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit, match="2"):
+        command.command()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(command, "WANTS_TRACEBACK", True)
+    with pytest.raises(HydraException):
+        command.command()

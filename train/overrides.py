@@ -1,0 +1,64 @@
+"""What is wrong with KEY=VALUE on the command line: one line that names the key and the change to make."""
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import get_args
+
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+
+
+def explain(error: Exception, schema: type) -> str:
+    """What Hydra found wrong. schema: the dataclass of the whole configuration."""
+    if isinstance(error, OverrideParseException):
+        return (
+            f"{error.override!r} cannot be read: write KEY=VALUE, and quote brackets, commas and the like in "
+            "texts, as in 'sample.prompt=\"def f(x):\"'"
+        )
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        choices = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+        near = get_close_matches(choice, choices, 1)
+        return f"{group}={choice} is no choice{_guess(near, ':')} conf/{group} has {', '.join(choices)}"
+    if isinstance(error.__cause__, ConfigKeyError | ConfigAttributeError):
+        return unknown_key(error.__cause__.full_key, schema)
+    return " ".join(str(error).split())
+
+
+def unknown_key(key: str, schema: type) -> str:
+    """Why a key that conf/ does not have is refused, with those that are like it."""
+    known = {path.name for path in CONF.iterdir() if path.is_dir()} | set(_keys(schema))
+    if key in known:
+        return f"{key} has no value in conf/ to change: write +{key}=VALUE to add one"
+    # learning_rate and lr, alone and with what is before them
+    spelled: dict[str, list[str]] = {}
+    shortened: dict[str, list[str]] = {}
+    for name in sorted(known):
+        group, dot, last = name.rpartition(".")
+        initials = "".join(word[:1] for word in last.split("_"))
+        for forms, form in ((spelled, last), (shortened, initials)):
+            for given in {form, group + dot + form}:
+                forms.setdefault(given, []).append(name)
+    for word in (key, key.rpartition(".")[2]):
+        near = spelled.get(word) or shortened.get(word)
+        near = near or [name for form in get_close_matches(word, spelled, 2, 0.75) for name in spelled[form]]
+        if near:
+            break
+    return f"{key} is no key{_guess(near, ': python -m train --help lists them')}"
+
+
+def _keys(schema: type, group: str = "") -> Iterator[str]:
+    """Every key of a dataclass and of the dataclasses in it, such as optim.learning_rate."""
+    for field in fields(schema):
+        yield group + field.name
+        for kind in (field.type, *get_args(field.type)):
+            if is_dataclass(kind):
+                yield from _keys(kind, f"{group}{field.name}.")
+
+
+def _guess(near: list[str], otherwise: str) -> str:
+    return f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else otherwise

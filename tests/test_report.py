@@ -2,7 +2,9 @@ from tests.report import read_cases, table
 
 JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.test_a" name="test_holds_a_promise[1-2]"/>
-<testcase classname="tests.test_a" name="test_holds_a_promise[3-4]"><failure message="no">no</failure></testcase>
+<testcase classname="tests.test_a" name="test_holds_a_promise[3-4]">
+<failure message="no">no</failure>
+</testcase>
 <testcase classname="tests.test_b" name="test_other"><skipped message="one GPU"/></testcase>
 </testsuite></testsuites>"""
 

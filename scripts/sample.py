@@ -55,6 +55,17 @@ def main(arguments: Arguments) -> None:
         raise ValueError("device=cuda, but torch sees no GPU: use device=cpu")
     if arguments.attention == "flash" and arguments.device != "cuda":
         raise ValueError(f"attention=flash runs on a GPU, got device={arguments.device}: use attention=sdpa")
+    try:
+        config = SampleConfig(
+            prompt=prompt,
+            tokens=arguments.tokens,
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            top_p=arguments.top_p,
+        )
+    except ValueError as error:
+        # here the keys have no group
+        raise ValueError(str(error).removeprefix("sample.")) from error
     model = load_model(source, run_attention(source, arguments.attention))
     if not all(0 <= token < model.config.vocab_size for token in arguments.stop_tokens):
         raise ValueError(
@@ -62,13 +73,6 @@ def main(arguments: Arguments) -> None:
         )
     # a token is as fast as its weights are read
     model.to(arguments.device, DTYPES[arguments.precision])
-    config = SampleConfig(
-        prompt=prompt,
-        tokens=arguments.tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-    )
     texts = [""] * arguments.samples
     pieces = stream_text(
         model,

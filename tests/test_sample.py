@@ -67,5 +67,5 @@ def test_a_character_that_is_cut_off_at_the_end_is_shown_as_such():
 
 def test_a_prompt_beyond_the_models_positions_is_refused():
     model = Scripted([[0]], [1])
-    with pytest.raises(ValueError, match=r"sample.prompt has 101 tokens, the model 64 positions"):
+    with pytest.raises(ValueError, match=r"the prompt has 101 tokens, the model 64 positions"):
         list(stream_text(model, load_tokenizer("bytes"), greedy(1), ["x" * 100], 0))

@@ -96,6 +96,8 @@ def test_a_missing_file_is_told_in_one_line(monkeypatch, capsys):
         ({"device": "tpu"}, "device must be one of cuda, cpu, got 'tpu'"),
         ({"attention": "flash"}, "attention=flash runs on a GPU, got device=cpu: use attention=sdpa"),
         ({"precision": "int8"}, "precision must be one of bf16, fp16, fp32, got 'int8'"),
+        ({"top_p": 2.0}, r"^top_p must be in \(0, 1\] or null, got 2.0"),
+        ({"tokens": -1}, "^tokens must be at least 0, got -1"),
         ({"run": ""}, "give either run="),
     ],
 )

@@ -65,7 +65,7 @@ def stream_text(
     n_new = min(config.tokens, model.config.max_seq_len - longest)
     if n_new < 0:
         raise ValueError(
-            f"sample.prompt has {longest} tokens, the model {model.config.max_seq_len} positions: shorten it"
+            f"the prompt has {longest} tokens, the model {model.config.max_seq_len} positions: shorten it"
         )
     padded = [row + [tokenizer.end_of_text] * (longest - len(row)) for row in ids]
     stops = {tokenizer.end_of_text, *stop_tokens}

@@ -230,7 +230,7 @@ def _write_corpus(partial: Path, config: DataConfig) -> None:
         for group, text in unique_documents(source, config.max_documents, counts)
     )
     workers = config.workers or len(os.sched_getaffinity(0))
-    log.info("preparing %s from source %s with %d processes", config.folder, config.source, workers)
+    log.info("preparing %s from source %s, data.workers=%d", config.folder, config.source, workers)
     with tqdm(total=plan.characters, unit="char", unit_scale=True, desc="tokenizing", disable=None) as bar:
         for chunk, tokens in encode_in_order(stream, config.tokenizer, workers):
             writers[chunk.split].append(tokens)

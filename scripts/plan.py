@@ -22,7 +22,7 @@ from model.gpt import LOGIT_ROWS
 from model.recompute import RECOMPUTE
 from scripts.arguments import argument, run_script
 from train.config import Config, parse
-from train.logger import readable
+from train.logger import counted, readable
 from train.memory import USABLE, largest_microbatch, peak_bytes
 from train.overrides import CONF, explain
 from train.results import write_result
@@ -69,7 +69,8 @@ def main(arguments: Arguments) -> None:
 def plan(config: Config, rates: Rates, memory: int, processes: int) -> None:
     """Prints the given configuration, and the largest micro-batch that fits by kind of recomputation."""
     config.accumulation(processes)
-    print(f"{config.name} on {processes} GPUs of {memory / 2**30:.1f} GiB, {USABLE:.0%} of it for tensors:")
+    gpus = counted(processes, "GPU")
+    print(f"{config.name} on {gpus} of {memory / 2**30:.1f} GiB, {USABLE:.0%} of it for tensors:")
     if config.separate_documents:
         print("separate_documents=true: planned as if each sequence were one document")
     fits = peak_bytes(config, processes) <= USABLE * memory

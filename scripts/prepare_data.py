@@ -15,6 +15,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from data.manifest import read_manifest
 from data.prepare import DataConfig, prepare
 from scripts.arguments import refuse
+from train.logger import counted
 from train.overrides import CONF, explain, unknown_key
 
 
@@ -40,7 +41,8 @@ def main(overrides: list[str]) -> None:
     except (ValueError, OSError) as error:
         refuse(error)
     for split, content in read_manifest(folder)["splits"].items():
-        print(f"{folder} {split}: {content['tokens']:,} tokens, {content['documents']:,} documents")
+        tokens, documents = (counted(content[f"{noun}s"], noun) for noun in ("token", "document"))
+        print(f"{folder} {split}: {tokens}, {documents}")
 
 
 def parse(overrides: list[str]) -> DataConfig:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from train.logger import RunLogger, WandbConfig, duration, read_metrics, readable
+from train.logger import RunLogger, WandbConfig, counted, duration, read_metrics, readable
 
 SETTINGS = WandbConfig(mode="disabled", project="tests")
+OFFLINE = WandbConfig(mode="offline", project="tests")
 
 
 def line(step: int) -> dict:
@@ -165,6 +166,13 @@ def test_a_resumed_run_is_the_same_run_in_wandb(tmp_path, monkeypatch):
 )
 def test_large_numbers_are_readable(value, text):
     assert readable(value) == text
+
+
+def test_one_thing_is_not_counted_in_the_plural():
+    counts = [(1, "process"), (2, "process"), (4, "micro-batch"), (0, "step"), (1000, "token")]
+    assert [counted(*count) for count in counts] == [
+        "1 process", "2 processes", "4 micro-batches", "0 steps", "1,000 tokens",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(41.6, "42s"), (185, "3m05s"), (7620, "2h07m")])

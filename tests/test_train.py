@@ -280,7 +280,7 @@ def test_profile_writes_a_trace_of_a_few_steps_and_says_that_a_cpu_has_no_snapsh
     assert "steps 4 to 6 of this launch are in runs/test/trace.json.gz; there is no memory snapshot" in output
     assert output.splitlines()[-2].split() == ["trace", "runs/test/trace.json.gz"]
     run("name=short", "profile=true", "total_tokens=1024")
-    assert "no whole trace, 2 steps were trained and 6 are needed" in capsys.readouterr().out
+    assert "no whole trace, which needs 6 steps of a launch, got 2" in capsys.readouterr().out
     assert not Path("runs/short/trace.json.gz").exists()
 
 

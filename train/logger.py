@@ -161,6 +161,12 @@ def readable(value: float) -> str:
     raise AssertionError
 
 
+def counted(number: int, noun: str) -> str:
+    """1 process, 2 processes, 1,000 steps."""
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{number:,} {noun}{ending}"
+
+
 def duration(seconds: float) -> str:
     """42s, 3m05s, 2h07m."""
     seconds = round(seconds)

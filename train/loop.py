@@ -25,6 +25,7 @@ from train.context_parallel import join_context_groups
 from train.distributed import Processes, join_processes
 from train.evaluate import evaluate
 from train.interruption import Interrupted, Interruption
+from train.logger import counted
 from train.optim import build_optimizer, learning_rate
 from train.out_of_memory import end_out_of_memory
 from train.parallel import gather, shard
@@ -124,7 +125,7 @@ def _train(
     started = time.perf_counter()
     val_loss = validate()
     if is_main:
-        print(f"validation loss {val_loss:.4f} after {first_step} steps", flush=True)
+        print(f"validation loss {val_loss:.4f} after {counted(first_step, 'step')}", flush=True)
         if first_step == 0:
             logger.log({"step": 0, "tokens": 0, "val_loss": val_loss})
 

@@ -51,7 +51,7 @@ class Profiler:
         self._profile.stop()
         needed = SKIPPED + WARMUP + RECORDED
         if self._done < needed:
-            print(f"profile=true: no whole trace, {self._done} steps were trained and {needed} are needed")
+            print(f"profile=true: no whole trace, which needs {needed} steps of a launch, got {self._done}")
 
     def _write(self, finished: profile) -> None:
         finished.export_chrome_trace(str(self._folder / TRACE))

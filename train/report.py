@@ -15,7 +15,7 @@ from train.config import Config, write_config
 from train.distributed import Processes
 from train.documents import document_ids
 from train.export import export
-from train.logger import RunLogger, duration, read_metrics, readable
+from train.logger import RunLogger, counted, duration, read_metrics, readable
 from train.plot import draw_loss
 from train.profiler import MEMORY, TRACE
 from train.results import write_result
@@ -45,8 +45,9 @@ def open_run(
         f"{config.name}: {readable(weights.n_parameters())} parameters, "
         f"attention {config.attention.implementation}, {config.precision}, "
         f"{world_size} x {device_name(processes.device)}\n"
-        f"{steps} steps of {config.tokens_per_step} tokens: {world_size} processes x {accumulation} "
-        f"micro-batches x {config.microbatch} sequences x {config.seq_len} tokens; "
+        f"{counted(steps, 'step')} of {counted(config.tokens_per_step, 'token')}: "
+        f"{counted(world_size, 'process')} x {counted(accumulation, 'micro-batch')} x "
+        f"{counted(config.microbatch, 'sequence')} x {counted(config.seq_len, 'token')}; "
         f"{readable(tokens)} tokens, {epochs:.2f} epochs of {config.data.source}"
     )
     if first_step:
@@ -121,7 +122,8 @@ def finish_run(
     draw_loss({config.name: folder / "metrics.jsonl"}, folder / "loss.png", config.name)
     summary = _summary(config, folder, val_loss, processes, flops)
     write_result(folder / "summary.json", [summary], processes.world_size)
-    print(f"\nvalidation loss {val_loss:.4f} after {config.steps} steps; {duration(seconds)} for this run")
+    steps = counted(config.steps, "step")
+    print(f"\nvalidation loss {val_loss:.4f} after {steps}; {duration(seconds)} for this run")
     if summary["mfu_palm"] is not None:
         print(
             f"MFU {summary['mfu_palm']:.1%} (PaLM, nanoGPT), {summary['mfu_causal']:.1%} (causal), "

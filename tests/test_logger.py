@@ -57,10 +57,17 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
 
 
 def test_wandb_writes_an_offline_run_beside_the_metrics(tmp_path):
-    write(tmp_path, [1, 2], settings=WandbConfig(mode="offline", project="tests"))
+    write(tmp_path, [1, 2], settings=OFFLINE)
     runs = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert len(runs) == 1
     assert runs[0].stat().st_size > 0
+
+
+def test_a_run_without_wandb_leaves_nothing_of_it_and_does_not_need_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    write(tmp_path, [1, 2])
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert not capsys.readouterr().err
 
 
 def test_a_run_that_starts_anew_leaves_no_line_of_an_attempt_without_a_checkpoint(tmp_path):
@@ -116,20 +123,19 @@ class Broken:
 def test_wandb_may_fail_anywhere_and_the_metrics_are_whole(tmp_path, monkeypatch, capsys, where):
     wandb = Broken(where)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    assert [m["step"] for m in read_metrics(write(tmp_path, [1, 2, 3]))] == [1, 2, 3]
+    assert [m["step"] for m in read_metrics(write(tmp_path, [1, 2, 3], settings=OFFLINE))] == [1, 2, 3]
     assert f"WARNING: wandb failed (OSError: wandb {where}): going on" in capsys.readouterr().err
     assert wandb.calls.count("log") <= (1 if where == "log" else 3), "it is not asked again"
 
 
 def test_wandb_may_be_missing(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert [m["step"] for m in read_metrics(write(tmp_path, [1, 2]))] == [1, 2]
+    assert [m["step"] for m in read_metrics(write(tmp_path, [1, 2], settings=OFFLINE))] == [1, 2]
     assert "WARNING: wandb failed (ModuleNotFoundError" in capsys.readouterr().err
 
 
 def log_while_wandb_is_killed(folder: Path) -> None:
-    settings = WandbConfig(mode="offline", project="tests")
-    with RunLogger(folder, "test", 10, 0, {}, settings) as logger:
+    with RunLogger(folder, "test", 10, 0, {}, OFFLINE) as logger:
         logger.log(line(1))
         children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
         services = [pid for pid in children if b"wandb" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -155,7 +161,7 @@ def test_a_resumed_run_is_the_same_run_in_wandb(tmp_path, monkeypatch):
     for start_step in (0, 2):
         wandb = Broken("nowhere")
         monkeypatch.setitem(sys.modules, "wandb", wandb)
-        write(tmp_path, [start_step + 1], start_step)
+        write(tmp_path, [start_step + 1], start_step, OFFLINE)
         ids.append(wandb.given["id"])
         assert wandb.given["resume"] == "allow"
     assert ids[0] == ids[1]

@@ -117,7 +117,9 @@ class RunLogger:
 
 
 def _start_wandb(folder: Path, name: str, config: dict, settings: WandbConfig):
-    """A wandb run; a run folder that goes on continues its own."""
+    """A wandb run, if there is to be one; a run folder that goes on continues its own."""
+    if settings.mode == "disabled":
+        return None
     import wandb
 
     path = folder / "wandb_id"

@@ -211,7 +211,7 @@ def test_two_processes_give_the_loss_curve_of_one(corpus):
     process = start(*SMALL, "name=two", launcher=launcher)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    assert "2 processes x 1 micro-batches" in output
+    assert "2 processes x 1 micro-batch x 8 sequences" in output
     assert losses("two") == pytest.approx(losses("one"), abs=1e-5)
 
 
@@ -251,7 +251,7 @@ def test_two_nodes_by_two_torchruns_give_the_loss_curve_of_one_process(corpus):
     nodes = [start(*SMALL, "name=two", "distributed=fsdp", launcher=launcher) for _ in range(2)]
     outputs = [node.communicate(timeout=120) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
-    assert sum("2 processes x 1 micro-batches" in output for output, _ in outputs) == 1
+    assert sum("2 processes x 1 micro-batch x 8 sequences" in output for output, _ in outputs) == 1
     assert losses("two") == pytest.approx(losses("one"), abs=1e-5)
 
 

@@ -10,6 +10,7 @@ of the rank sees, and the mask's blocks between the two ranks.
 Source of the zigzag split: Zhu, ring-flash-attention, 2024.
 """
 
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -66,13 +67,24 @@ class Ring:
             raise ValueError(
                 f"seq_len={seq_len} must be a multiple of 2 * {self.size} ranks to be shared: use {above}"
             )
-        if document_ids is not None and (document_ids.shape[1] != seq_len or document_ids.is_cuda):
+        self.positions = [zigzag_positions(seq_len, rank, self.size) for rank in range(self.size)]
+        # by mask, rank and source: no document changes these
+        self._between: dict[tuple[BlockMask, int, int], tuple[slice, Tensor, BlockMask | None]] = {}
+        self._take(document_ids)
+
+    def with_documents(self, document_ids: Tensor) -> "Ring":
+        """The ring of another batch, document_ids as for the class; keeps what no document changes."""
+        ring = copy(self)
+        ring._take(document_ids)
+        return ring
+
+    def _take(self, document_ids: Tensor | None) -> None:
+        if document_ids is not None and (document_ids.shape[1] != self.seq_len or document_ids.is_cuda):
             raise ValueError(
-                f"document_ids must be (B, {seq_len}) on the CPU, one for each token of the whole sequence, "
-                f"got {tuple(document_ids.shape)} on {document_ids.device}"
+                f"document_ids must be (B, {self.seq_len}) on the CPU, one for each token of the whole "
+                f"sequence, got {tuple(document_ids.shape)} on {document_ids.device}"
             )
         self.document_ids = document_ids
-        self.positions = [zigzag_positions(seq_len, rank, self.size) for rank in range(self.size)]
         self._steps: dict[tuple[int | None, BlockMask | None], list[Step]] = {}
 
     def split(self, x: Tensor) -> Tensor:
@@ -90,7 +102,8 @@ class Ring:
                 steps = [self._step(distance, *bounds) for distance in range(self.size)]
             else:
                 self._check_blocks(block_mask, window)
-                steps = [self._block_step(distance, block_mask) for distance in range(self.size)]
+                bounds = None if self.document_ids is None else self._bounds(None)
+                steps = [self._block_step(distance, block_mask, bounds) for distance in range(self.size)]
             self._steps[window, block_mask] = steps
         return self._steps[window, block_mask]
 
@@ -118,13 +131,13 @@ class Ring:
         send = hull(local_bounds(key_bounds, self.positions[destination], ours))
         return Step(source, rows, keys, mask, destination, send)
 
-    def _block_step(self, distance: int, block_mask: BlockMask) -> Step:
+    def _block_step(self, distance: int, block_mask: BlockMask, whole: tuple[Tensor, Tensor] | None) -> Step:
         source, destination = (self.rank - distance) % self.size, (self.rank + distance) % self.size
         rows, keys, blocks = self._blocks_between(block_mask, self.rank, source)
         _, send, _ = self._blocks_between(block_mask, destination, self.rank)
-        if self.document_ids is None or blocks is None:
+        if whole is None or blocks is None:
             return Step(source, rows, keys, Mask(False, None, None, blocks), destination, send)
-        key_bounds, query_bounds = self._bounds(None)
+        key_bounds, query_bounds = whole
         ours, theirs = self.positions[self.rank][rows], self.positions[source][keys.cpu()]
         bounds = local_bounds(key_bounds, ours, theirs), local_bounds(query_bounds, theirs, ours)
         mask = Mask(False, *(x.to(self.device) for x in bounds), blocks)
@@ -134,6 +147,14 @@ class Ring:
         self, block_mask: BlockMask, rank: int, source: int
     ) -> tuple[slice, Tensor, BlockMask | None]:
         """The tokens of `rank` that see some of `source`, the latter, and the mask between, if any."""
+        key = block_mask, rank, source
+        if key not in self._between:
+            self._between[key] = self._find_blocks(*key)
+        return self._between[key]
+
+    def _find_blocks(
+        self, block_mask: BlockMask, rank: int, source: int
+    ) -> tuple[slice, Tensor, BlockMask | None]:
         size, device = block_mask.block_size, block_mask.keys.device
         head, row, column = block_mask.coordinates()
         rows, columns = (

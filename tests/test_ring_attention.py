@@ -135,6 +135,26 @@ def test_keys_that_no_query_sees_are_not_sent():
     assert Ring(NoGroup(1, 4), 1024, one_document_a_chunk).tokens_sent() == 0
 
 
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_ring_keeps_the_blocks_of_a_pattern_while_documents_change(pattern):
+    mask = block_masks.parse(pattern, 512, block_size=64)
+    ring = Ring(NoGroup(1, 2), 512)
+    before = ring.steps(block_mask=mask)
+    for ids in (long_documents(), long_documents().flip(0)):
+        kept = ring.with_documents(ids).steps(block_mask=mask)
+        fresh = Ring(NoGroup(1, 2), 512, ids).steps(block_mask=mask)
+        for mine, other, dense in zip(kept, fresh, before, strict=True):
+            assert torch.equal(mine.keys, other.keys)
+            assert torch.equal(mine.send, other.send)
+            assert mine.rows == other.rows
+            assert mine.mask.blocks is dense.mask.blocks
+            for bounds in ("key_bounds", "query_bounds"):
+                assert torch.equal(getattr(mine.mask, bounds), getattr(other.mask, bounds))
+    assert ring.steps(block_mask=mask) is before
+    with pytest.raises(ValueError, match=r"document_ids must be \(B, 512\) on the CPU"):
+        ring.with_documents(long_documents()[:, :100])
+
+
 def test_a_length_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match=r"seq_len=100 must be a multiple of 2 \* 4 ranks .* use 104"):
         Ring(NoGroup(0, 4), 100)

@@ -68,9 +68,8 @@ class SharedSequences(nn.Module):
         return self.model(inputs, labels, positions=positions, ring=ring)
 
     def _ring(self, seq_len: int, document_ids: Tensor | None, device: torch.device) -> Ring:
-        if document_ids is not None:
-            return Ring(self.group, seq_len, document_ids.cpu(), device)
         # one for each length: its masks are made once, and a compiled model meets the same object again
         if seq_len not in self.rings:
             self.rings[seq_len] = Ring(self.group, seq_len, None, device)
-        return self.rings[seq_len]
+        ring = self.rings[seq_len]
+        return ring if document_ids is None else ring.with_documents(document_ids.cpu())

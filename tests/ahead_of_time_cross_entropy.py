@@ -26,7 +26,8 @@ def compile_kernel() -> dict:
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in (*types, "n_columns")}
     source = GluonASTSource(cross_entropy_kernel, signature, values, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": NUM_WARPS})
-    return {"shared": compiled.metadata.shared} | assemble(compiled.asm["ptx"])
+    used = {"triton": triton.__version__, "shared": compiled.metadata.shared}
+    return used | assemble(compiled.asm["ptx"])
 
 
 if __name__ == "__main__":

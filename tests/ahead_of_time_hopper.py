@@ -200,6 +200,7 @@ def main(arguments: list[str]) -> None:
                     tiles = {forward_tile(head_dim, mask): n for n in (1024, 65536)}
                     for seq_q in tiles.values() if kernel == "forward" else [1024]:
                         name = {
+                            "triton": triton.__version__,
                             "kernel": kernel,
                             "head_dim": head_dim,
                             "dtype": dtype,

@@ -1,16 +1,11 @@
 """The fused head and loss, against PyTorch's cross-entropy of the logits."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from kernels.cross_entropy import linear_cross_entropy
-from tests.test_ahead_of_time import VERSIONS
+from tests.compile_apart import compile_apart, each_triton
 
 
 def inputs(device, n_rows=37, n_embd=16, vocab_size=300, padded=384, dtype=torch.float32):
@@ -62,15 +57,9 @@ def test_the_operator_keeps_pytorchs_rules(device):
     )
 
 
-@pytest.mark.parametrize("version", VERSIONS, ids=["pinned", "3.6.0"][: len(VERSIONS)])
+@each_triton
 def test_two_rows_fit_a_hopper_multiprocessor_without_spilling(version):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if version:
-        environment["PYTHONPATH"] = version
-    command = [sys.executable, "-m", "tests.ahead_of_time_cross_entropy"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    used = json.loads(done.stdout)
+    (used,) = compile_apart("tests.ahead_of_time_cross_entropy", version)
     # a multiprocessor has 228 KiB, of which each block takes one for the system
     assert 2 * (used["shared"] + 1024) <= 228 * 1024
     assert used["spilled"] == 0

@@ -1,8 +1,4 @@
-import json
-import os
 import random
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -14,6 +10,7 @@ from kernels.hopper.tiles import division
 from kernels.operators import use_implementation
 from kernels.problem import Problem
 from tests.accuracy import assert_as_accurate_as_torch, random_qkv
+from tests.compile_apart import compile_apart, each_triton
 from tests.sanitize_hopper import run_random_problem
 
 # what one block may use of a multiprocessor
@@ -57,12 +54,10 @@ def lists(**options) -> tuple[torch.Tensor, ...]:
     return tuple(block_masks.window(8, 3, **options).tensors())
 
 
+@each_triton
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "intervals", "blocks"])
-def test_every_configuration_compiles_ahead_of_time_without_waste(mask):
-    command = [sys.executable, "-m", "tests.ahead_of_time_hopper", f"mask={mask}"]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    lines = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-    configurations = [json.loads(line) for line in lines.splitlines()]
+def test_every_configuration_compiles_ahead_of_time_without_waste(mask, version):
+    configurations = compile_apart("tests.ahead_of_time_hopper", version, f"mask={mask}")
     assert {(c["kernel"], c["head_dim"]) for c in configurations} == {
         (kernel, head_dim) for kernel in ("forward", "backward", "dkdv", "dq") for head_dim in (64, 128)
     }

@@ -16,8 +16,15 @@ def write_result(path: Path, rows: list[dict], n_gpus: int = 1) -> dict:
     """Writes and returns the rows under "rows", with what `provenance` tells of their origin."""
     result = {**provenance(n_gpus), "rows": rows}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_whole(path, json.dumps(result, indent=1) + "\n")
     return result
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes the file at once: who reads it, or ends this process, finds the old text or the new one."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def provenance(n_gpus: int) -> dict:

@@ -1,0 +1,72 @@
+"""Commands on several GPUs at a time; here the GPUs are names, and commands say which they saw."""
+
+import os
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts.side_by_side import places, run_side_by_side
+
+# writes when it began and ended, and its GPU, to a file of its name
+SLEEP = """
+import os, sys, time
+began = time.time()
+time.sleep(float(sys.argv[2]))
+open(sys.argv[1], "w").write(f"{began} {time.time()} {os.environ['CUDA_VISIBLE_DEVICES']}")
+"""
+
+
+def test_each_gpu_runs_one_command_at_a_time_and_all_of_them_run(tmp_path):
+    seconds = {"a": 0.5, "b": 0.1, "c": 0.1, "d": 0.1, "e": 0.1}
+    commands = {
+        name: [sys.executable, "-c", SLEEP, str(tmp_path / name), str(time)] for name, time in seconds.items()
+    }
+    ended = list(run_side_by_side(commands, ["3", "GPU-1"]))
+    assert {name for name, _, _ in ended} == set(commands)
+    assert all(code == 0 and took >= seconds[name] for name, code, took in ended)
+    runs = [(tmp_path / name).read_text().split() for name in commands]
+    assert {gpu for *_, gpu in runs} == {"3", "GPU-1"}
+    for gpu in ("3", "GPU-1"):
+        times = sorted((float(began), float(end)) for began, end, its in runs if its == gpu)
+        assert all(end <= began for (_, end), (began, _) in pairwise(times))
+
+
+def test_a_command_that_dies_is_told_and_the_others_run():
+    commands = {
+        "killed": [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"],
+        "wrong": [sys.executable, "-c", "raise SystemExit(3)"],
+        "right": [sys.executable, "-c", ""],
+    }
+    codes = {name: code for name, code, _ in run_side_by_side(commands, [None])}
+    assert codes == {"killed": -9, "wrong": 3, "right": 0}
+
+
+def test_a_caller_that_gives_up_leaves_nothing_running(tmp_path):
+    commands = {
+        "quick": [sys.executable, "-c", ""],
+        "slow": [sys.executable, "-c", SLEEP, str(tmp_path / "slow"), "60"],
+    }
+    ended = run_side_by_side(commands, ["0", "1"])
+    assert next(ended)[0] == "quick"
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    before = set(children.read_text().split())
+    ended.close()
+    assert len(before - set(children.read_text().split())) == 1
+
+
+def test_places_are_the_gpus_that_a_process_sees(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert places() == ["0", "1", "2"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-7,2")
+    assert places() == ["5", "GPU-7", "2"]
+    assert places(2) == ["5", "GPU-7"]
+    with pytest.raises(ValueError, match="processes must be at most 3, .* got 4"):
+        places(4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert (places(), places(2)) == ([None], [None, None])
+    with pytest.raises(ValueError, match="processes must be at least 1, got 0"):
+        places(0)

@@ -1,5 +1,6 @@
 """key=value arguments for the scripts, in Hydra's syntax, checked against a dataclass."""
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, field, fields
@@ -20,6 +21,18 @@ def argument(default, meaning: str):
     if isinstance(default, list | dict):
         return field(default_factory=lambda: default, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def command_line(arguments) -> list[str]:
+    """The words that give `run_script` these arguments; those that are as usual need none."""
+    words = []
+    for item in fields(arguments):
+        given = getattr(arguments, item.name)
+        usual = item.default if item.default is not MISSING else item.default_factory()
+        if given != usual:
+            # JSON is YAML
+            words.append(f"{item.name}={given if item.type is str else json.dumps(given)}")
+    return words
 
 
 def run_script(

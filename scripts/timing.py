@@ -13,13 +13,15 @@ from torch import Tensor
 
 # of one turn, in milliseconds
 WARMUP_MS, TURN_MS = 5, 20
-# a pass that takes longer hides what Python takes, and its graph would hold its memory twice
+# of longer ones the graphs would hold the memory twice
 LONGEST_CAPTURED = 2048
 LONG_CALLS = 5
 # of which a median is taken, however long they are
 LEAST_CALLS = 5
 # larger than any L2 cache
 CACHE_BYTES = 256 * 2**20
+# before a long pass: two milliseconds of the GPU, in which Python issues the pass
+CLEARINGS = 32
 
 
 def capture(attention: Callable, qkv: tuple[Tensor, ...], dout: Tensor):
@@ -72,11 +74,13 @@ def forward_backward_ms(attention: Callable, qkv: tuple[Tensor, ...], dout: Tens
     forward_ms, backward_ms = [], []
     for _ in range(LONG_CALLS):
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
-        cache.zero_()
+        for _ in range(CLEARINGS):
+            cache.zero_()
         marks[0].record()
         out = attention(*qkv)
         marks[1].record()
-        cache.zero_()
+        for _ in range(CLEARINGS):
+            cache.zero_()
         marks[2].record()
         torch.autograd.grad(out, qkv, dout)
         marks[3].record()

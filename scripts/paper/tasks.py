@@ -30,6 +30,7 @@ DASH, GAP, MARGIN = 2.0, 1.8, 2.0
 TURN = 0.5
 DISTRACTORS = 6
 GRAY_LEVELS = 256
+EXAMPLES_IN_PART = 256
 
 
 def listops(n: int, shortest: int, longest: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -128,17 +129,16 @@ def paint(picture: np.ndarray, points: np.ndarray, radius: float) -> None:
 
 
 def draw_in_parallel(task, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """task(n=, seed=) over all cores: one part of the examples from each."""
-    workers = min(len(os.sched_getaffinity(0)), max(1, n // 256))
-    share = -(-n // workers)
-    if workers == 1:
-        return task(n=n, seed=seed)
-    seeds = [seed * 1000 + worker for worker in range(workers)]
+    """task(n=, seed=) in parts over all cores; the examples are the same however many there are."""
+    seeds = [seed * 1_000_000 + part for part in range(-(-n // EXAMPLES_IN_PART))]
+    if len(seeds) == 1:
+        return task(n=n, seed=seeds[0])
+    workers = min(len(os.sched_getaffinity(0)), len(seeds))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        parts = list(pool.map(partial(_draw_share, task, share), seeds))
+        parts = list(pool.map(partial(_draw_part, task, EXAMPLES_IN_PART), seeds))
     tokens, targets = (np.concatenate(column)[:n] for column in zip(*parts, strict=True))
     return tokens, targets
 
 
-def _draw_share(task, n: int, seed: int):
+def _draw_part(task, n: int, seed: int):
     return task(n=n, seed=seed)

@@ -1,5 +1,6 @@
 """Figure 1, right: where the time of GPT-2's attention goes, operation by operation, against one kernel."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,22 +41,20 @@ class Sizes:
 QUICK = {"batch": 1, "heads": 2, "seq_len": 64, "head_dim": 16}
 
 
-def measure(sizes: Sizes, device: torch.device) -> list[dict]:
+@torch.no_grad()
+def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
     q, k, v = baselines.inputs(sizes.batch, sizes.seq_len, sizes.heads, sizes.head_dim, device)
     mask = baselines.causal_mask(sizes.seq_len, device)
     shape = {key: getattr(sizes, key) for key in PAPER_SHAPE}
-    rows = []
-    with torch.no_grad():
-        x = None
-        for name, operation in baselines.eager_steps(q, k, v, mask, sizes.dropout_p):
-            run = partial(operation, x)
-            rows.append({"operation": name, "fused": False, "ms": time_ms(run, device), **shape})
-            x = run()
-        fused = partial(flash_attention, q, k, v, causal=True, dropout_p=sizes.dropout_p)
-        rows.append({"operation": FUSED, "fused": True, "ms": time_ms(fused, device), **shape})
-        exact = flash_attention(q, k, v, causal=True)
-        rows[-1]["max_difference"] = (exact - baselines.eager(q, k, v, mask)).abs().max().item()
-    return rows
+    x = None
+    for name, operation in baselines.eager_steps(q, k, v, mask, sizes.dropout_p):
+        run = partial(operation, x)
+        yield {"operation": name, "fused": False, "ms": time_ms(run, device), **shape}
+        x = run()
+    fused = partial(flash_attention, q, k, v, causal=True, dropout_p=sizes.dropout_p)
+    apart = flash_attention(q, k, v, causal=True) - baselines.eager(q, k, v, mask)
+    row = {"operation": FUSED, "fused": True, "ms": time_ms(fused, device), **shape}
+    yield {**row, "max_difference": apart.abs().max().item()}
 
 
 def time_ms(function, device: torch.device) -> float | None:

@@ -1,6 +1,6 @@
 """Figure 2, left: operations, bytes and time of standard and flash attention, forward and backward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -62,10 +62,9 @@ def work(name: str, sizes: dict) -> Callable:
     return lambda: torch.autograd.grad(chosen(*qkv), qkv, dout)
 
 
-def measure(sizes: Sizes, device: torch.device) -> list[dict]:
+def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
     shape = {key: getattr(sizes, key) for key in PAPER_SHAPE}
     product = 2 * sizes.batch * sizes.heads * sizes.seq_len**2 * sizes.head_dim
-    rows = []
     for name in ("eager", "ours"):
         row = {"implementation": name, **shape, "matmul_gflop": PRODUCTS[name] * product / 1e9}
         row["counted_gb"] = pass_bytes(attention(name, sizes, device), **shape) / 1e9
@@ -80,8 +79,7 @@ def measure(sizes: Sizes, device: torch.device) -> list[dict]:
                     row["counters"] = counted
                 else:
                     row["memory_gb"], row["l2_gb"] = counted["memory"] / 1e9, counted["l2"] / 1e9
-        rows.append(row)
-    return rows
+        yield row
 
 
 def judge(rows: list[dict]) -> list[Verdict]:
@@ -154,6 +152,7 @@ def draw(rows: list[dict], path: Path) -> None:
         for index, row in enumerate(rows):
             bar = axis.bar(row["implementation"], height(row), color=f"C{index}")
             axis.bar_label(bar, fmt="%.3g")
+        axis.margins(y=0.1)
         axis.set_title(title)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -1,6 +1,6 @@
 """Figure 2, middle: bytes and time of Algorithm 1 forward by the size of its blocks of keys."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -54,11 +54,10 @@ def work(name: str, sizes: dict) -> Callable:
     return lambda: launch(q, k, v, out, l_i, m_i, int(name))
 
 
-def measure(sizes: Sizes, device: torch.device) -> list[dict]:
+def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
     shape = {key: getattr(sizes, key) for key in PAPER_SHAPE}
     q, k, v = baselines.inputs(**shape, device=device)
     truth = attention_reference(*(x[:1, :, :1].double() for x in (q, k, v)), causal=False)
-    rows = []
     for block_n in sizes.blocks:
         out = algorithm1(q, k, v, block_n)
         row = {
@@ -77,8 +76,7 @@ def measure(sizes: Sizes, device: torch.device) -> list[dict]:
                 row["counters"] = counted
             elif counted:
                 row["memory_gb"], row["l2_gb"] = counted["memory"] / 1e9, counted["l2"] / 1e9
-        rows.append(row)
-    return rows
+        yield row
 
 
 def judge(rows: list[dict]) -> list[Verdict]:

@@ -1,5 +1,6 @@
 """Figure 2, right: time of block-sparse attention by the share of blocks that it computes."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,8 +40,7 @@ class Sizes:
 QUICK = {"batch": 1, "heads": 1, "head_dim": 16, "seq_lens": [256], "densities": [0.5, 1.0]}
 
 
-def measure(sizes: Sizes, device: torch.device) -> list[dict]:
-    rows = []
+def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
     for seq_len in sizes.seq_lens:
         # as many tokens at every length
         batch = max(1, sizes.batch * min(sizes.seq_lens) // seq_len)
@@ -59,8 +59,7 @@ def measure(sizes: Sizes, device: torch.device) -> list[dict]:
                 row["forward_ms"], row["backward_ms"] = times
             else:
                 row["is_finite"] = bool(attention(*qkv).isfinite().all())
-            rows.append(row)
-    return rows
+            yield row
 
 
 def judge(rows: list[dict]) -> list[Verdict]:

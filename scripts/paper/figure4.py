@@ -1,5 +1,6 @@
 """Figure 4: the loss of a model in training is the same with exact attention of any kind."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -52,19 +53,19 @@ QUICK = {
 }
 
 
-def measure(sizes: Sizes, device: torch.device) -> list[dict]:
+def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
     """A row for each run with its curve, and one for each pair of runs with their difference."""
-    curves, rows = {}, []
-    for name in sizes.implementations:
-        folder = train(f"paper-figure4-{name}", [*sizes.overrides, f"attention={name}"])
-        curves[name] = train_losses(folder)
-        rows.append({"run": name, "val_loss": validation_loss(folder), "losses": curves[name]})
+    curves = {}
+    runs = {f"paper-figure4-{name}": name for name in sizes.implementations}
+    overrides = {run: [*sizes.overrides, f"attention={name}"] for run, name in runs.items()}
+    for run, folder in train(overrides):
+        curves[runs[run]] = train_losses(folder)
+        yield {"run": runs[run], "val_loss": validation_loss(folder), "losses": curves[runs[run]]}
     for a, b in combinations(sizes.implementations, 2):
         steps = sorted(step for step in curves[a].keys() & curves[b].keys() if step >= sizes.first_step)
         apart = [abs(curves[a][step] - curves[b][step]) for step in steps]
         row = {"pair": sorted((a, b)), "first_step": sizes.first_step, "steps": len(steps)}
-        rows.append({**row, "mean_difference": mean(apart), "largest_difference": max(apart)})
-    return rows
+        yield {**row, "mean_difference": mean(apart), "largest_difference": max(apart)}
 
 
 def judge(rows: list[dict]) -> list[Verdict]:
@@ -111,16 +112,22 @@ def describe(rows: list[dict]) -> str:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Training loss over the steps, the runs on each other."""
+    """Training loss over the steps, the runs on each other; and how far the others are from plain PyTorch."""
     import matplotlib.pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
-    for row in rows:
-        if "run" in row:
-            steps, losses = zip(*((int(step), loss) for step, loss in row["losses"].items()), strict=True)
-            axis.plot(steps, losses, linewidth=1, label=row["run"])
-    axis.set_xlabel("step")
-    axis.set_ylabel("training loss, nats per token")
-    axis.legend()
+    figure, (curve, apart) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    curves = {row["run"]: {int(step): x for step, x in row["losses"].items()} for row in rows if "run" in row}
+    for index, (name, losses) in enumerate(curves.items()):
+        style = {"linewidth": 1, "color": f"C{index}", "label": name}
+        curve.plot(losses.keys(), losses.values(), **style)
+        if name != "reference" and "reference" in curves:
+            steps = sorted(losses.keys() & curves["reference"].keys())
+            apart.plot(steps, [losses[step] - curves["reference"][step] for step in steps], **style)
+    curve.set_ylabel("training loss, nats per token")
+    apart.set_ylabel("the same less reference's")
+    for axis in (curve, apart):
+        axis.set_xlabel("step")
+        if axis.lines:
+            axis.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)

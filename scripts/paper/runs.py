@@ -1,26 +1,37 @@
 """Whole training runs, each `python -m train` in a process of its own, and their losses."""
 
 import shutil
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from scripts.paper.memory import free_memory
+from scripts.side_by_side import places, run_side_by_side
 from train.logger import read_metrics
 
 
-def train(name: str, overrides: list[str]) -> Path:
-    """Runs `python -m train name=NAME ...` anew and returns its run folder. Raises ValueError if it fails."""
-    command = [sys.executable, "-m", "train", f"name={name}", "checkpoint.resume=never", *overrides]
-    folder = Path("runs", name)
-    # of an earlier or an interrupted reproduction: nobody else gives a run this name
-    shutil.rmtree(folder, ignore_errors=True)
-    # the run needs the memory that this process has kept
+def train(runs: dict[str, list[str]]) -> Iterator[tuple[str, Path]]:
+    """Runs `python -m train name=NAME ...` anew with the overrides of each name; yields name and folder.
+
+    The runs take one GPU each, as many at a time as this process sees. Raises ValueError if any failed, when
+    all have ended.
+    """
+    folders = {name: Path("runs", name) for name in runs}
+    for folder in folders.values():
+        # of an earlier or an interrupted reproduction: nobody else gives a run this name
+        shutil.rmtree(folder, ignore_errors=True)
+    # the runs need the memory that this process has kept
     free_memory()
-    done = subprocess.run(command)
-    if done.returncode:
-        raise ValueError(f"{' '.join(command)} ended with {done.returncode}")
-    return folder
+    train = [sys.executable, "-m", "train", "checkpoint.resume=never"]
+    commands = {name: [*train, f"name={name}", *overrides] for name, overrides in runs.items()}
+    failed = []
+    for name, code, _ in run_side_by_side(commands, places()):
+        if code:
+            failed.append(f"{' '.join(commands[name])} ended with {code}")
+        else:
+            yield name, folders[name]
+    if failed:
+        raise ValueError("; ".join(failed))
 
 
 def train_losses(folder: Path) -> dict[int, float]:

@@ -280,7 +280,9 @@ def draw(rows: list[dict], path: Path) -> None:
             points = [(row["seq_len"], number(row)) for row in matching(chosen, implementation=name)]
             points = [point for point in points if point[1] is not None]
             if points:
-                axis.loglog(*zip(*points, strict=True), "o-", base=2, color=f"C{index}", label=name)
+                # there are ten colors
+                style = "o-" if index < 10 else "s--"
+                axis.loglog(*zip(*points, strict=True), style, base=2, color=f"C{index}", label=name)
         axis.set_yscale("log", base=10)
         axis.set_xlabel("tokens")
         axis.set_title(title)

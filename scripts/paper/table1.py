@@ -155,6 +155,7 @@ def draw(rows: list[dict], path: Path) -> None:
     figure, axis = plt.subplots(figsize=(5, 3.5), layout="constrained")
     bars = axis.bar([row["implementation"] for row in rows], [row["ms"] or 0.0 for row in rows])
     axis.bar_label(bars, fmt="%.4g")
+    axis.margins(y=0.1)
     axis.set_ylabel("forward and backward, ms")
     figure.savefig(path, dpi=120)
     plt.close(figure)

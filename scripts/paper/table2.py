@@ -99,6 +99,8 @@ def judge(rows: list[dict]) -> list[Verdict]:
 
         swap = ratio(speed("Hugging Face, our attention"), speed("Hugging Face eager"))
         alone = "" if swap is None else f"swapping the attention alone gives {swap:.2f}x"
+        then = ratio(ours, speed("Hugging Face, attention of 2022"))
+        alone += "" if then is None else f"; with the attention of 2022 it is {then:.2f}x"
         verdicts += [
             Verdict(
                 claim=f"GPT-2 {words}: faster than Hugging Face",
@@ -142,7 +144,11 @@ def draw(rows: list[dict], path: Path) -> None:
     for axis, size in zip(axes[0], sizes, strict=True):
         chosen = matching(rows, size=size)[::-1]
         speeds = [(row["tokens_per_second"] or 0.0) / 1000 for row in chosen]
-        axis.bar_label(axis.barh([row["model"] for row in chosen], speeds), fmt="%.0f")
+        labels = [
+            "does not fit" if "why" in row else f"{x:.0f}" for row, x in zip(chosen, speeds, strict=True)
+        ]
+        axis.bar_label(axis.barh([row["model"] for row in chosen], speeds), labels)
+        axis.margins(x=0.15)
         axis.set_xlabel("thousand tokens per second")
         axis.set_title(size)
     figure.savefig(path, dpi=120)

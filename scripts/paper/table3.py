@@ -209,6 +209,7 @@ def draw(rows: list[dict], path: Path) -> None:
             axis.bar(x, [row[key] or 0.0 for row in mine], 0.8 / len(names), label=name)
         axis.set_xticks(range(len(places)), places)
         axis.set_ylabel(label)
-        axis.legend()
+        if chosen:
+            axis.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)

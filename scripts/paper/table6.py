@@ -50,6 +50,8 @@ QUICK = {
     "n_embd": 32,
 }
 CHANCE = 50.0
+# fewer only show that a shape trains
+LEAST_STEPS = 100
 
 
 def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
@@ -95,12 +97,12 @@ def train_on_pictures(sizes: Sizes, row: dict, device: torch.device) -> dict:
 def judge(rows: list[dict]) -> list[Verdict]:
     def above_chance(side: int) -> float | None:
         """In standard deviations of guessing."""
-        found = [row for row in matching(rows, side=side) if row["steps"] >= 100]
+        found = [row for row in matching(rows, side=side) if row["steps"] >= LEAST_STEPS]
         if not found or found[0]["accuracy"] is None:
             return None
         return (found[0]["accuracy"] - CHANCE) / (50.0 / found[0]["test_examples"] ** 0.5)
 
-    learned = [row for row in matching(rows, side=32) if row["steps"] >= 100]
+    learned = [row for row in matching(rows, side=32) if row["steps"] >= LEAST_STEPS]
     verdicts = [
         Verdict(
             claim="Pathfinder, 32 by 32: accuracy",
@@ -154,7 +156,12 @@ def draw(rows: list[dict], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(5, 4), layout="constrained")
-    axis.bar([f"{row['side']} x {row['side']}" for row in rows], [row["accuracy"] or 0.0 for row in rows])
+    learned = [row for row in rows if row["steps"] >= LEAST_STEPS and row["accuracy"] is not None]
+    bars = axis.bar(
+        [f"{row['side']} x {row['side']}" for row in learned], [row["accuracy"] for row in learned]
+    )
+    axis.bar_label(bars, fmt="%.1f")
+    axis.set_ylim(0, 100)
     axis.axhline(CHANCE, linestyle="--", color="gray", label="chance")
     axis.set_ylabel("accuracy, %")
     axis.legend()

@@ -1,11 +1,13 @@
 """The report: every verdict in one table, then each experiment with its picture and its numbers."""
 
 import json
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 from scripts.paper.verdict import NOT_MEASURED, NOT_REACHED, REACHED, Verdict
+from train.results import write_whole
 
 MARKS = {REACHED: "**reached**", NOT_REACHED: "**not reached**", NOT_MEASURED: "not measured"}
 
@@ -17,24 +19,14 @@ def write_report(folder: Path, experiments: dict[str, ModuleType]) -> Path:
     """
     summary, sections = [], []
     for name, experiment in experiments.items():
-        whole = folder / f"{name}.json"
-        # the newer try, where the last one did not come to its end
-        path = part_of(whole) if part_of(whole).is_file() else whole
-        name_only = experiment.TITLE.split(":")[0]
-        title = f"## {experiment.TITLE}\n\n{experiment.PAPER.strip()}\n"
-        if not path.is_file():
-            sections.append(f"{title}\nNot run: `python -m scripts.reproduce_paper {name}`\n")
-            summary.append([name_only, "", "", "", "not run"])
-            continue
-        result = json.loads(path.read_text())
-        rows = result["rows"]
-        verdicts = [with_reason(verdict, result) for verdict in experiment.judge(rows)]
-        experiment.draw(rows, whole.with_suffix(".png"))
-        summary += [verdict_line(name_only, verdict) for verdict in verdicts]
-        sections.append(
-            f"{title}\n**Here:** {experiment.HERE.strip()}\n\n![{experiment.TITLE}]({name}.png)\n\n"
-            f"{experiment.describe(rows)}\n\n{notes(verdicts)}{origin(path, result)}\n"
-        )
+        try:
+            lines, text = section(folder / f"{name}.json", experiment)
+        except Exception as error:
+            # rows that this code cannot read do not hide the verdicts on the others
+            traceback.print_exc()
+            lines, text = [["", "", "", "failed"]], f"The report of these rows failed: {error!r}"
+        summary += [[experiment.TITLE.split(":")[0], *line] for line in lines]
+        sections.append(f"## {experiment.TITLE}\n\n{experiment.PAPER.strip()}\n\n{text}\n")
     header = ["experiment", "claim", "paper", "here (needed)", "verdict"]
     text = (
         "# The FlashAttention paper, measured again\n\n"
@@ -43,8 +35,25 @@ def write_report(folder: Path, experiments: dict[str, ModuleType]) -> Path:
         f"{markdown(header, summary)}\n\n" + "\n".join(sections)
     )
     report = folder / "README.md"
-    report.write_text(text)
+    write_whole(report, text)
     return report
+
+
+def section(whole: Path, experiment: ModuleType) -> tuple[list[list[str]], str]:
+    """Lines of the table and text of an experiment, of its rows in `whole`; draws its picture beside them."""
+    # the newer try, where the last one did not come to its end
+    path = part_of(whole) if part_of(whole).is_file() else whole
+    if not path.is_file():
+        return [["", "", "", "not run"]], f"Not run: `python -m scripts.reproduce_paper {whole.stem}`"
+    result = json.loads(path.read_text())
+    rows, picture = result["rows"], whole.with_suffix(".png")
+    verdicts = [with_reason(verdict, result) for verdict in experiment.judge(rows)]
+    experiment.draw(rows, picture)
+    text = (
+        f"**Here:** {experiment.HERE.strip()}\n\n![{experiment.TITLE}]({picture.name})\n\n"
+        f"{experiment.describe(rows)}\n\n{notes(verdicts)}{origin(path, result)}"
+    )
+    return [verdict_line(verdict) for verdict in verdicts], text
 
 
 def part_of(path: Path) -> Path:
@@ -60,11 +69,11 @@ def with_reason(verdict: Verdict, result: dict) -> Verdict:
     return replace(verdict, note="this machine has no GPU" if result["gpu"] is None else reason)
 
 
-def verdict_line(title: str, verdict: Verdict) -> list[str]:
+def verdict_line(verdict: Verdict) -> list[str]:
     bound = "at most" if verdict.at_most else "at least"
     needed = f"{bound} {number(verdict.gate)}{verdict.unit}"
     here = f"({needed})" if verdict.ours is None else f"{number(verdict.ours)}{verdict.unit} ({needed})"
-    return [title, verdict.claim, verdict.paper, here, MARKS[verdict.word]]
+    return [verdict.claim, verdict.paper, here, MARKS[verdict.word]]
 
 
 def notes(verdicts: list[Verdict]) -> str:
@@ -79,14 +88,20 @@ def origin(path: Path, result: dict) -> str:
 
 
 def markdown(header: list[str], lines: list[list]) -> str:
-    """A Markdown table; None is written as a dash."""
+    """A Markdown table; None is an empty cell."""
     cells = [header, ["---"] * len(header), *lines]
     return "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in cells)
 
 
 def rows_table(rows: list[dict], columns: tuple[str, ...]) -> str:
-    """These columns of the rows, as Markdown."""
-    return markdown(list(columns), [[row.get(column) for column in columns] for row in rows])
+    """These columns of the rows, as Markdown; bytes in GB."""
+
+    def shown(row: dict, column: str):
+        x = row.get(column)
+        return x / 1e9 if x is not None and column.endswith("_bytes") else x
+
+    header = [column.replace("_bytes", "_gb") for column in columns]
+    return markdown(header, [[shown(row, column) for column in columns] for row in rows])
 
 
 def cell(x) -> str:

@@ -8,7 +8,8 @@
 
 Each experiment is a file of scripts/paper/ that tells what the paper did and claims. It writes its rows to
 <out>/<experiment>.json, and to <experiment>.part.json while it runs; the report, <out>/README.md, is written
-anew from all files that lie there. One that fails does not keep the others from running.
+anew from all files that lie there. Several experiments run in a process each, the longest first, one on each
+GPU at a time: one that fails does not keep the others from running.
 """
 
 import gc
@@ -16,7 +17,7 @@ import os
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,10 +25,10 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from scripts.arguments import argument, run_script
-from scripts.paper.memory import free_memory
+from scripts.arguments import argument, command_line, run_script
 from scripts.paper.registry import EXPERIMENTS, choose, load
 from scripts.paper.report import part_of, write_report
+from scripts.side_by_side import places, run_side_by_side
 from train.results import write_result
 
 SECONDS_BETWEEN_WRITES = 20
@@ -42,11 +43,13 @@ class Arguments:
     sizes: dict[str, Any] = argument({}, "the experiment's own, as sizes.seq_len=512; its file lists them")
     keep: bool = argument(False, "leave an experiment alone whose result lies in out")
     measure: bool = argument(True, "false: only write the report anew from the results in out")
+    report: bool = argument(True, "false: only measure")
+    processes: int | None = argument(None, "experiments at a time; null: one on each GPU, on a CPU one")
     out: str = argument("", "folder of results and report; docs/results/<gpu>/paper if empty")
 
 
 def main(arguments: Arguments) -> None:
-    names = choose(arguments.experiments)
+    names = choose(arguments.experiments) if arguments.measure else []
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         if arguments.measure and not arguments.quick:
@@ -56,32 +59,44 @@ def main(arguments: Arguments) -> None:
     folder = Path(arguments.out or Path("docs/results", machine_name(), "paper"))
     folder.mkdir(parents=True, exist_ok=True)
     modules = {name: load(name) for name in EXPERIMENTS}
-    # a collection between two measurements need not walk through all that is imported
-    gc.freeze()
+    paths = {name: folder / f"{name}.json" for name in names}
+    if arguments.keep:
+        names = [name for name in names if not paths[name].is_file() or part_of(paths[name]).is_file()]
+    sizes = {name: choose_sizes(name, modules[name], arguments) for name in names}
     failed = []
-    for name in names if arguments.measure else []:
-        path = folder / f"{name}.json"
-        if arguments.keep and path.is_file() and not part_of(path).is_file():
-            continue
-        sizes = choose_sizes(name, modules[name], arguments)
+    if len(names) == 1:
+        (name,) = names
         print(f"{name}: {modules[name].TITLE}", flush=True)
-        started = time.perf_counter()
         try:
-            measure(modules[name], sizes, device, path)
+            measure(modules[name], sizes[name], device, paths[name])
         except Exception:
             traceback.print_exc()
-            failed.append(name)
-        free_memory()
-        print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
-        # after each, so that an interrupted run leaves a report
-        write_report(folder, modules)
-    print(write_report(folder, modules))
+            failed = names
+    elif names:
+        for name, code, seconds in measure_side_by_side(names, folder, arguments):
+            print(f"{name}: {seconds:.0f} s", flush=True)
+            failed += [name] if code else []
+            # after each, so that an interrupted run leaves a report
+            write_report(folder, modules)
+    if arguments.report:
+        print(write_report(folder, modules))
     if failed:
         sys.exit(f"error: {', '.join(failed)} failed, as printed above")
 
 
+def measure_side_by_side(names: list[str], folder: Path, arguments: Arguments):
+    """`run_side_by_side` of this script for each of these experiments, the longest first."""
+    commands = {}
+    for name in sorted(names, key=EXPERIMENTS.get, reverse=True):
+        alone = replace(arguments, experiments=[], keep=False, report=False, processes=None, out=str(folder))
+        commands[name] = [sys.executable, "-m", "scripts.reproduce_paper", name, *command_line(alone)]
+    return run_side_by_side(commands, places(arguments.processes))
+
+
 def measure(experiment: ModuleType, sizes, device: torch.device, path: Path) -> None:
     """Writes the experiment's rows to path; until all are there, to a file of another name beside it."""
+    # a collection between two measurements need not walk through all that is imported
+    gc.freeze()
     part = part_of(path)
     rows, written = [], time.perf_counter()
     try:

@@ -26,6 +26,7 @@ from scripts.paper import (
     figure4,
     table2,
     table4,
+    table7,
     tasks,
     traffic,
 )
@@ -33,11 +34,12 @@ from scripts.paper.algorithm1 import algorithm1
 from scripts.paper.encoder import Encoder, encoder_config
 from scripts.paper.fused_softmax import LONGEST, fused_softmax
 from scripts.paper.registry import EXPERIMENTS, choose, load
-from scripts.paper.report import number
+from scripts.paper.report import number, write_report
 from scripts.paper.sparsity import random_blocks, two_blocks
 from scripts.paper.training import MODELS, configure, hugging_face, time_training
 from scripts.paper.verdict import NOT_MEASURED, NOT_REACHED, REACHED, Verdict
 from scripts.reproduce_paper import Arguments, choose_sizes, main
+from train.results import write_result
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -132,6 +134,12 @@ def paper_table4() -> list[dict]:
     for name, seq_len, days in (("Megatron-like", 1024, 4.7), ("ours", 4096, 3.6)):
         rows.append({"kind": "speed", "model": name, "seq_len": seq_len, "tokens_per_second": 1 / days})
     return rows
+
+
+def paper_table7() -> list[dict]:
+    """Of Table 7 the shortest length, in the order in which it is measured."""
+    fixed = {"group": "Table 7", "batch": 64, "seq_len": 128, "forward_ms": 0.08, "backward_ms": 0.2}
+    return [{**fixed, "implementation": name} for name in ("ours", "eager", "sdpa flash")]
 
 
 TABLE4_CLAIMS = [verdict.claim for verdict in table4.judge([])]
@@ -382,7 +390,10 @@ def test_numbers_are_written_plainly():
 
 
 def test_the_command_writes_results_pictures_and_a_report(tmp_path):
-    done = call("figure1", "figure2", "quick=true", f"out={tmp_path}", folder=tmp_path)
+    # two at a time; where there is a GPU for each
+    processes = "" if torch.cuda.is_available() else "processes=2"
+    arguments = [word for word in ("figure1", "figure2", "quick=true", processes) if word]
+    done = call(*arguments, f"out={tmp_path}", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     report = (tmp_path / "README.md").read_text()
     for name in ("figure1", "figure2_left", "figure2_middle", "figure2_right"):
@@ -395,8 +406,12 @@ def test_the_command_writes_results_pictures_and_a_report(tmp_path):
         # a CPU counts bytes and claims no speed
         assert "| fewer bytes through memory | 9.2x | 25.87x (at least 9x) | **reached** |" in report
         assert "faster, forward and backward: this machine has no GPU" in report
-    again = call("measure=false", f"out={tmp_path}", folder=tmp_path)
+    measured = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")}
+    again = call("figure1", "figure2", "keep=true", "quick=true", f"out={tmp_path}", folder=tmp_path)
     assert again.returncode == 0, again.stderr
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")} == measured
+    # whatever was written beside a file took its place
+    assert not list(tmp_path.glob(".*"))
     assert (tmp_path / "README.md").read_text() == report
 
 
@@ -434,6 +449,33 @@ def test_an_experiment_that_fails_leaves_its_rows_and_is_measured_again(experime
     measured = len(fake.rows)
     main(arguments(keep=True))
     assert len(fake.rows) == measured
+
+
+@pytest.mark.parametrize(
+    ("experiment", "rows"),
+    [
+        (figure1, paper_figure1()),
+        (figure3, paper_figure3()[:6]),
+        (table2, paper_table2()),
+        (table4, paper_table4()),
+        (table7, paper_table7()),
+    ],
+)
+def test_the_first_rows_of_an_experiment_are_judged_and_drawn(experiment, rows, tmp_path):
+    for n in range(1, len(rows) + 1):
+        assert experiment.judge(rows[:n])
+        assert experiment.describe(rows[:n])
+        experiment.draw(rows[:n], tmp_path / "picture.png")
+
+
+def test_rows_that_cannot_be_read_do_not_hide_the_others(tmp_path, capsys):
+    write_result(tmp_path / "figure1.json", paper_figure1())
+    write_result(tmp_path / "table2.json", [{"of": "another version"}])
+    text = write_report(tmp_path, {"figure1": figure1, "table2": table2}).read_text()
+    assert "| 7.636x (at least 5x) | **reached** |" in text
+    assert "| Table 2 |  |  |  | failed |" in text
+    assert "The report of these rows failed: KeyError(" in text
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_sizes_come_from_the_paper_then_quick_then_the_command_line():
@@ -515,6 +557,20 @@ class Bigrams(nn.Module):
     def __init__(self):
         super().__init__()
         self.hidden_states, self.head_weight = nn.Embedding(11, 8), nn.Parameter(torch.randn(11, 8))
+
+
+def test_examples_do_not_depend_on_how_many_cores_draw_them(monkeypatch):
+    monkeypatch.setattr(tasks, "EXAMPLES_IN_PART", 3)
+    draws = []
+    for cores in (1, 2):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: range(cores))
+        draws.append(tasks.draw_in_parallel(partial(tasks.pathfinder, side=16), 7, seed=1))
+    (tokens, labels), others = draws
+    assert tokens.shape == (7, 256)
+    assert (tokens == others[0]).all()
+    assert (labels == others[1]).all()
+    # each part is drawn anew
+    assert (tokens[:3] != tokens[3:6]).any()
 
 
 def test_a_model_without_memory_gains_nothing_from_context():

@@ -5,18 +5,20 @@
 Stages: pretrain (experiment=example_short), extend (experiment=example_long, once for each method and
 length), evaluate (scripts.evaluate_context of each run) and report (table and pictures of the files that are
 there). What is finished in runs/ or in `out` is not done again, so that calls may name some stages or methods
-only. A method is one of METHODS, or such a one with the attention of its layers: yarn+window, yarn+strided.
+only. A method is one of METHODS, or such a one with the attention of its layers: yarn+window, yarn+strided;
+`before` is the model as it was pretrained. With several GPUs all of them pretrain, then each takes a method.
 """
 
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
 from scripts import evaluate_context
-from scripts.arguments import argument, run_script
+from scripts.arguments import argument, command_line, run_script
+from scripts.side_by_side import places, run_side_by_side
 from train.checkpoint import newest_checkpoint, read_checkpoint
 from train.logger import read_metrics
 from train.plot_context import draw_comparison, draw_needles
@@ -31,13 +33,16 @@ METHODS = {
     "yarn": ["start.positions=yarn"],
     "base": ["start.positions=none", "start.rotary_base=500000"],
 }
-ALL = [*METHODS, "yarn+window", "yarn+strided"]
+BEFORE = "before"
+ALL = [BEFORE, *METHODS, "yarn+window", "yarn+strided"]
 
 
 @dataclass(kw_only=True, slots=True)
 class Arguments:
     stages: list[str] = argument(list(STAGES), "what to do")
-    methods: list[str] = argument(ALL, f"of {' '.join(METHODS)}, each alone or with +window or +strided")
+    methods: list[str] = argument(
+        ALL, f"{BEFORE}, or of {' '.join(METHODS)}, alone or with +window or +strided"
+    )
     seq_lens: list[int] = argument([16384], "to which the model is extended")
     base_seq_len: int = argument(2048, "of the model that is extended, runs/example-2048")
     short: list[str] = argument([], "overrides of the first run, as for python -m train")
@@ -50,21 +55,36 @@ def main(arguments: Arguments) -> None:
     unknown = set(arguments.stages) - set(STAGES)
     if unknown:
         raise ValueError(f"stages must be of {', '.join(STAGES)}, got {', '.join(sorted(unknown))}")
-    base = f"example-{arguments.base_seq_len}"
-    runs = {run_name(*case): case for case in product(arguments.methods, arguments.seq_lens)}
+    base, gpus = f"example-{arguments.base_seq_len}", places()
+    methods = [method for method in arguments.methods if method != BEFORE]
+    runs = {run_name(*case): case for case in product(methods, arguments.seq_lens)}
     extensions = {name: extension(base, *case) for name, case in runs.items()}
+    if BEFORE in arguments.methods:
+        runs = {base: (BEFORE, arguments.base_seq_len), **runs}
     if "pretrain" in arguments.stages:
         length = f"seq_len={arguments.base_seq_len}"
-        train(base, ["experiment=example_short", length, *arguments.short])
-    if "extend" in arguments.stages:
+        train(base, ["experiment=example_short", length, *arguments.short], len(gpus))
+    failed, each = [], [stage for stage in arguments.stages if stage in ("extend", "evaluate")]
+    if each and len(runs) > 1 and len(gpus) > 1:
+        commands = {}
+        for name, (method, seq_len) in runs.items():
+            alone = replace(arguments, stages=each, methods=[method], seq_lens=[seq_len])
+            commands[name] = [sys.executable, "-m", "scripts.compare_extensions", *command_line(alone)]
+        # last the model that is there already, which takes least
+        commands = dict(sorted(commands.items(), key=lambda command: command[0] == base))
+        failed = [name for name, code, _ in run_side_by_side(commands, gpus) if code]
+        each = []
+    if "extend" in each:
         for name, overrides in extensions.items():
             train(name, [*overrides, *arguments.long])
     out = Path(arguments.out)
-    if "evaluate" in arguments.stages:
-        for name in (base, *runs):
+    if "evaluate" in each:
+        for name in runs:
             evaluate(name, out / f"{name}.json", arguments)
     if "report" in arguments.stages:
-        report(base, runs, out)
+        report({name: case for name, case in runs.items() if name not in failed}, out)
+    if failed:
+        raise ValueError(f"{', '.join(failed)} failed, see above: what is finished is not done again")
 
 
 def run_name(method: str, seq_len: int) -> str:
@@ -76,7 +96,8 @@ def extension(base: str, method: str, seq_len: int) -> list[str]:
     positions, _, attention = method.partition("+")
     if positions not in METHODS or attention not in ("", "window", "strided"):
         raise ValueError(
-            f"methods must be of {', '.join(METHODS)}, alone or with +window or +strided, got {method!r}"
+            f"methods must be {BEFORE}, or of {', '.join(METHODS)}, alone or with +window or +strided, "
+            f"got {method!r}"
         )
     overrides = ["experiment=example_long", f"seq_len={seq_len}", f"start.weights=runs/{base}"]
     if attention:
@@ -84,12 +105,13 @@ def extension(base: str, method: str, seq_len: int) -> list[str]:
     return [*overrides, *METHODS[positions]]
 
 
-def train(name: str, overrides: list[str]) -> None:
-    """A training run in a process of its own, unless it is finished."""
+def train(name: str, overrides: list[str], processes: int = 1) -> None:
+    """A training run in processes of its own, each on a GPU, unless it is finished."""
     if Path("runs", name, "summary.json").exists():
         print(f"{name}: finished before", flush=True)
         return
-    command = [sys.executable, "-m", "train", f"name={name}", *overrides]
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [sys.executable, *(start if processes > 1 else []), "-m", "train", f"name={name}", *overrides]
     print(" ".join(command[1:]), flush=True)
     if subprocess.run(command).returncode:
         raise ValueError(f"the training run {name} failed, see above: what is finished is not done again")
@@ -103,13 +125,12 @@ def evaluate(name: str, out: Path, arguments: Arguments) -> None:
     evaluate_context.main(evaluate_context.Arguments(model=f"runs/{name}", out=str(out), **settings))
 
 
-def report(base: str, runs: dict[str, tuple[str, int]], out: Path) -> None:
+def report(runs: dict[str, tuple[str, int]], out: Path) -> None:
     """comparison.json, its table, and the pictures."""
-    measured = {"before": json.loads((out / f"{base}.json").read_text())["rows"]}
-    rows = [summary("before", base, measured["before"])]
-    several_lengths = len({seq_len for _, seq_len in runs.values()}) > 1
+    measured, rows = {}, []
+    several_lengths = len({seq_len for method, seq_len in runs.values() if method != BEFORE}) > 1
     for name, (method, seq_len) in runs.items():
-        key = f"{method} {seq_len}" if several_lengths else method
+        key = f"{method} {seq_len}" if several_lengths and method != BEFORE else method
         measured[key] = json.loads((out / f"{name}.json").read_text())["rows"]
         rows.append(summary(method, name, measured[key]))
     write_result(out / "comparison.json", rows)

@@ -8,6 +8,7 @@ import faults
 import pytest
 
 from scripts import compare_extensions
+from scripts.arguments import run_script
 
 LLAMA = ["model=llama", "model.n_kv_head=1", "model.mlp_width=64"]
 REFERENCE = ["attention.implementation=reference", "model.dropout=0.0"]
@@ -21,7 +22,7 @@ def started(tmp_path, monkeypatch) -> list[str]:
     faults.write_corpus(tmp_path)
     names = []
 
-    def train(name: str, overrides: list[str]) -> None:
+    def train(name: str, overrides: list[str], processes: int = 1) -> None:
         if not Path("runs", name, "summary.json").exists():
             names.append(name)
             # the same without the experiments, which are of a GPU's size
@@ -32,7 +33,7 @@ def started(tmp_path, monkeypatch) -> list[str]:
     return names
 
 
-def call(*stages: str, methods: tuple[str, ...] = ("linear", "base", "yarn+window")) -> None:
+def call(*stages: str, methods: tuple[str, ...] = ("before", "linear", "base", "yarn+window")) -> None:
     evaluation = {"sequences": 2, "scored": 16, "depths": [0.0, 1.0], "prompts": 1, "attention": "reference"}
     arguments = {"stages": list(stages), "methods": list(methods), "seq_lens": [128], "base_seq_len": 64}
     compare_extensions.main(
@@ -59,7 +60,7 @@ def test_every_method_is_trained_measured_and_compared_and_nothing_twice(started
 
 
 def test_the_methods_differ_in_their_positions_and_layers_alone():
-    lines = [compare_extensions.extension("base", method, 64) for method in compare_extensions.ALL]
+    lines = [compare_extensions.extension("base", method, 64) for method in compare_extensions.ALL[1:]]
     common = set.intersection(*map(set, lines))
     assert common == {"experiment=example_long", "seq_len=64", "start.weights=runs/base"}
     assert len({tuple(sorted(set(line) - common)) for line in lines}) == len(lines)
@@ -69,10 +70,39 @@ def test_the_methods_differ_in_their_positions_and_layers_alone():
     ("stages", "methods", "message"),
     [
         (("draw",), ("yarn",), "stages must be of pretrain, extend, evaluate, report, got draw"),
-        (("report",), ("rope",), "methods must be of none, linear, .* got 'rope'"),
-        (("evaluate",), ("yarn",), "runs/example-64 has no checkpoint: run the stages pretrain and extend"),
+        (("report",), ("rope",), "methods must be before, or of none, linear, .* got 'rope'"),
+        (("evaluate",), ("before",), "runs/example-64 has no checkpoint: run the stages pretrain and extend"),
     ],
 )
 def test_what_cannot_be_done_is_refused(started, stages, methods, message):
     with pytest.raises(ValueError, match=message):
         call(*stages, methods=methods)
+
+
+def test_on_several_gpus_all_of_them_pretrain_and_then_each_takes_a_method(started, monkeypatch):
+    call("pretrain")
+    processes, commands = [], {}
+
+    def run_side_by_side(given, places):
+        commands.update(given)
+        for command in given.values():
+            assert command[1:3] == ["-m", "scripts.compare_extensions"]
+            monkeypatch.setattr(sys, "argv", command[2:])
+            # a process of its own sees one GPU
+            monkeypatch.setattr(compare_extensions, "places", lambda: ["1"])
+            run_script(compare_extensions.main, compare_extensions.Arguments, "")
+        return [(name, name.endswith("-base"), 1.0) for name in given]
+
+    train = compare_extensions.train
+    monkeypatch.setattr(
+        compare_extensions, "train", lambda *run: (processes.append(run[2:]), train(*run[:2]))
+    )
+    monkeypatch.setattr(compare_extensions, "places", lambda: ["0", "1", "2", "3"])
+    monkeypatch.setattr(compare_extensions, "run_side_by_side", run_side_by_side)
+    with pytest.raises(ValueError, match="example-128-base failed, see above"):
+        call("pretrain", "extend", "evaluate", "report", methods=("before", "linear", "base"))
+    assert processes == [(4,), (), ()]
+    assert list(commands) == ["example-128-linear", "example-128-base", "example-64"]
+    # what failed is left out of the report
+    rows = json.loads(Path("out/comparison.json").read_text())["rows"]
+    assert [row["method"] for row in rows] == ["before", "linear"]

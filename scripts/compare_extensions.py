@@ -82,7 +82,7 @@ def main(arguments: Arguments) -> None:
         for name in runs:
             evaluate(name, out / f"{name}.json", arguments)
     if "report" in arguments.stages:
-        report({name: case for name, case in runs.items() if name not in failed}, out)
+        report(runs, out)
     if failed:
         raise ValueError(f"{', '.join(failed)} failed, see above: what is finished is not done again")
 
@@ -126,16 +126,27 @@ def evaluate(name: str, out: Path, arguments: Arguments) -> None:
 
 
 def report(runs: dict[str, tuple[str, int]], out: Path) -> None:
-    """comparison.json, its table, and the pictures."""
+    """comparison.json and its table, and for each length two pictures; of the runs that are measured."""
     measured, rows = {}, []
-    several_lengths = len({seq_len for method, seq_len in runs.values() if method != BEFORE}) > 1
-    for name, (method, seq_len) in runs.items():
-        key = f"{method} {seq_len}" if several_lengths and method != BEFORE else method
-        measured[key] = json.loads((out / f"{name}.json").read_text())["rows"]
-        rows.append(summary(method, name, measured[key]))
+    for name, (method, _) in runs.items():
+        path = out / f"{name}.json"
+        if path.exists():
+            measured[name] = json.loads(path.read_text())["rows"]
+            rows.append(summary(method, name, measured[name]))
+        else:
+            print(f"{path}: not measured yet", flush=True)
+    if not rows:
+        raise ValueError(f"{out} holds no results of these methods and lengths: run the other stages first")
     write_result(out / "comparison.json", rows)
-    draw_comparison(measured, out / "comparison.png")
-    draw_needles(measured, out / "needles.png")
+    for length in dict.fromkeys(seq_len for method, seq_len in runs.values() if method != BEFORE):
+        chosen = {
+            method: measured[name]
+            for name, (method, seq_len) in runs.items()
+            if name in measured and (method == BEFORE or seq_len == length)
+        }
+        if chosen:
+            draw_comparison(chosen, out / f"comparison_{length}.png")
+            draw_needles(chosen, out / f"needles_{length}.png")
     print(table(rows))
 
 

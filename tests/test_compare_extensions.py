@@ -55,7 +55,7 @@ def test_every_method_is_trained_measured_and_compared_and_nothing_twice(started
     assert len({row["tokens"] for row in rows}) == 1
     assert all(0 < row["val_loss"] < 6 and 0 <= row["passkey_accuracy"] <= 1 for row in rows)
     assert printed.count("| yarn+window |") == 1
-    for name in ("comparison.png", "needles.png"):
+    for name in ("comparison_128.png", "needles_128.png"):
         assert Path("out", name).read_bytes()[:4] == b"\x89PNG"
 
 
@@ -85,7 +85,9 @@ def test_on_several_gpus_all_of_them_pretrain_and_then_each_takes_a_method(start
 
     def run_side_by_side(given, places):
         commands.update(given)
-        for command in given.values():
+        for name, command in given.items():
+            if name.endswith("-base"):
+                continue
             assert command[1:3] == ["-m", "scripts.compare_extensions"]
             monkeypatch.setattr(sys, "argv", command[2:])
             # a process of its own sees one GPU
@@ -101,8 +103,8 @@ def test_on_several_gpus_all_of_them_pretrain_and_then_each_takes_a_method(start
     monkeypatch.setattr(compare_extensions, "run_side_by_side", run_side_by_side)
     with pytest.raises(ValueError, match="example-128-base failed, see above"):
         call("pretrain", "extend", "evaluate", "report", methods=("before", "linear", "base"))
-    assert processes == [(4,), (), ()]
+    assert processes == [(4,), ()]
     assert list(commands) == ["example-128-linear", "example-128-base", "example-64"]
-    # what failed is left out of the report
+    # what failed is not in the report
     rows = json.loads(Path("out/comparison.json").read_text())["rows"]
     assert [row["method"] for row in rows] == ["before", "linear"]

@@ -10,6 +10,9 @@ import numpy as np
 
 # tokens of context from which on several models are compared
 FIRST_DRAWN = 16
+# maps of recall beside each other, and inches for each length in one
+MAPS_ACROSS = 4
+LENGTH_INCHES = 0.55
 
 
 def draw_context(rows: list[dict], picture: Path) -> None:
@@ -47,11 +50,19 @@ def draw_comparison(measured: dict[str, list[dict]], picture: Path) -> None:
 
 def draw_needles(measured: dict[str, list[dict]], picture: Path) -> None:
     """Draws the maps of recall of several models: passkeys above, one key of many below."""
+    across, groups = min(MAPS_ACROSS, len(measured)), -(-len(measured) // MAPS_ACROSS)
+    most = max(len({row["length"] for row in rows if "length" in row}) for rows in measured.values())
+    width = max(3.2, LENGTH_INCHES * most)
     figure, axes = plt.subplots(
-        2, len(measured), figsize=(3.2 * len(measured), 6), layout="constrained", squeeze=False
+        2 * groups, across, figsize=(width * across, 6 * groups), layout="constrained", squeeze=False
     )
-    for column, (name, rows) in enumerate(measured.items()):
-        for panel, kind in zip(axes[:, column], ("passkey", "key_value"), strict=True):
+    for panel in axes.flat:
+        panel.set_axis_off()
+    for index, (name, rows) in enumerate(measured.items()):
+        group, column = divmod(index, across)
+        for row, kind in enumerate(("passkey", "key_value")):
+            panel = axes[2 * group + row, column]
+            panel.set_axis_on()
             title = f"{name}: {kind.replace('_', '-')}"
             _draw_map(panel, [row for row in rows if row["kind"] == kind], title)
     picture.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts import sample
-from scripts.arguments import argument, run_script
+from scripts.arguments import argument, command_line, run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "run_script(" in path.read_text())
@@ -81,6 +81,32 @@ def test_a_text_is_taken_as_it_is_typed(text, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["words", f"prompt={text}", "numbers=[1,2]"])
     run_script(given.append, Words, "")
     assert given == [Words(prompt=text, numbers=[1, 2])]
+
+
+@dataclass(kw_only=True)
+class Several:
+    words: list[str] = argument(["a"], "a list")
+    sizes: dict = argument({}, "a mapping")
+    number: int | None = argument(4, "a number")
+    quick: bool = argument(False, "a switch")
+    text: str = argument("", "a text")
+    usual: float = argument(0.5, "left as it is")
+
+
+def test_a_command_line_gives_back_its_arguments(monkeypatch):
+    arguments = Several(
+        words=["yarn+window", "[x=1, 'y: 2']"],
+        sizes={"seq_lens": [64, 128], "of": {"a": 1.5}},
+        number=None,
+        quick=True,
+        text="def f(x):  # ${here}",
+    )
+    words = command_line(arguments)
+    assert [word.split("=")[0] for word in words] == ["words", "sizes", "number", "quick", "text"]
+    monkeypatch.setattr(sys, "argv", ["script", *words])
+    given = []
+    run_script(given.append, Several, "")
+    assert given == [arguments]
 
 
 def test_a_missing_file_is_told_in_one_line(monkeypatch, capsys):

@@ -76,8 +76,9 @@ def main(arguments: Arguments) -> None:
         for name, code, seconds in measure_side_by_side(names, folder, arguments):
             print(f"{name}: {seconds:.0f} s", flush=True)
             failed += [name] if code else []
-            # after each, so that an interrupted run leaves a report
-            write_report(folder, modules)
+            if arguments.report:
+                # after each, so that an interrupted run leaves one
+                write_report(folder, modules)
     if arguments.report:
         print(write_report(folder, modules))
     if failed:

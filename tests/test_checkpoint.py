@@ -119,6 +119,29 @@ def test_never_refuses_a_folder_that_holds_a_run(tmp_path):
         refuse_other_run(tmp_path, "never", CONFIG)
 
 
+@pytest.mark.parametrize("own", ["auto", "elsewhere"])
+def test_going_back_below_later_checkpoints_of_another_attempt_is_refused(tmp_path, own):
+    """They would count as newer than what the run saves from there on, which would be removed."""
+    named, run = write(tmp_path / "other", 7), tmp_path / "run"
+    write(run, 6)
+    refuse_other_run(run, str(named), CONFIG)
+    write(run, 9, resume=str(named))
+    refuse_other_run(run, str(named), CONFIG)
+    write(run, 10, resume=own)
+    with pytest.raises(ValueError, match="goes back to step 7, but .*10 is later .*: choose another name="):
+        refuse_other_run(run, str(named), CONFIG)
+
+
+def test_a_marker_that_cannot_be_read_does_not_keep_a_run_from_its_older_checkpoint(tmp_path, capsys):
+    older, newest = write(tmp_path, 1), write(tmp_path, 2)
+    (newest / "checkpoint.json").write_text("{")
+    refuse_other_run(tmp_path, "auto", CONFIG)
+    with pytest.raises(ValueError, match="seed is 1"):
+        refuse_other_run(tmp_path, "auto", changed("", "seed", 2))
+    assert find_checkpoint(tmp_path, "auto") == older
+    assert "checkpoint.json is not JSON" in capsys.readouterr().err
+
+
 class Malicious:
     def __reduce__(self):
         return (open, ("ran", "w"))

@@ -9,6 +9,7 @@ import json
 import sys
 import warnings
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +65,15 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step_" + "[0-9]" * 8) if (path / MARKER).exists())
 
 
+def readable_checkpoints(folder: Path) -> dict[Path, dict]:
+    """Finished checkpoints of a run, oldest first, and what read_checkpoint tells of them; without others."""
+    infos = {}
+    for path in list_checkpoints(folder):
+        with suppress(ValueError):
+            infos[path] = read_checkpoint(path)
+    return infos
+
+
 def newest_checkpoint(folder: Path) -> Path | None:
     """The newest whole checkpoint, or None if there is no finished one; damaged ones are named and skipped.
 
@@ -100,15 +110,30 @@ def find_checkpoint(folder: Path, resume: str) -> Path | None:
 
 
 def refuse_other_run(folder: Path, resume: str, config: dict) -> None:
-    """Raises ValueError, before any long work, if the checkpoint to continue from is of another run."""
-    found = list_checkpoints(folder) if resume in ("auto", "never") else [Path(resume)]
-    if found and resume == "never":
+    """Raises ValueError, before any long work, if a run in this folder would be another run's, or undo it."""
+    if resume == "never" and (finished := list_checkpoints(folder)):
         raise ValueError(
-            f"checkpoint.resume=never, but {folder} holds {len(found)} checkpoints: "
+            f"checkpoint.resume=never, but {folder} holds {len(finished)} checkpoints: "
             "choose another name=, or checkpoint.resume=auto to continue"
         )
-    if found:
-        check_fits(read_checkpoint(found[-1]), found[-1], config, same_run=resume == "auto")
+    found = readable_checkpoints(folder)
+    if resume not in ("auto", "never"):
+        info = read_checkpoint(Path(resume))
+        check_fits(info, Path(resume), config, same_run=False)
+        _refuse_to_go_back(found, resume, info["step"])
+    elif found:
+        path, info = list(found.items())[-1]
+        check_fits(info, path, config, same_run=True)
+
+
+def _refuse_to_go_back(found: dict[Path, dict], resume: str, step: int) -> None:
+    # later ones of another attempt would count as newer than what is saved now, which would be removed
+    later = [path for path, info in found.items() if info["step"] > step and info["resume"] != resume]
+    if later:
+        raise ValueError(
+            f"checkpoint.resume={resume} goes back to step {step}, but {later[-1]} is later and not of a run "
+            "that started there: choose another name=, or move the later checkpoints away"
+        )
 
 
 def read_checkpoint(path: Path) -> dict:

@@ -10,7 +10,6 @@ import shutil
 import sys
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -27,7 +26,7 @@ from train.checkpoint import (
     PIECE,
     CheckpointConfig,
     list_checkpoints,
-    read_checkpoint,
+    readable_checkpoints,
 )
 from train.distributed import Processes
 from train.page_locked import lock_pages, unlock_pages
@@ -226,10 +225,7 @@ class ShardWriter(StorageWriter):
 
 def superfluous_checkpoints(folder: Path, settings: CheckpointConfig) -> list[Path]:
     """The finished checkpoints that the settings do not keep; those that cannot be read always stay."""
-    infos = {}
-    for path in list_checkpoints(folder):
-        with suppress(ValueError):
-            infos[path] = read_checkpoint(path)
+    infos = readable_checkpoints(folder)
     found = list(infos)
     kept = set(found[-settings.keep_last :])
     if settings.keep_every_steps:

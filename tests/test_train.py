@@ -152,6 +152,15 @@ def test_a_raised_budget_continues_a_finished_run(corpus):
     assert len(losses()) == 14
 
 
+def test_a_checkpoint_that_leaves_nothing_to_train_is_refused_with_the_budget_that_would(corpus):
+    run()
+    message = "step 12, but total_tokens={} are {} steps .*: raise total_tokens above 6144"
+    with pytest.raises(ValueError, match=message.format(1024, 2)):
+        run("total_tokens=1024")
+    with pytest.raises(ValueError, match=message.format(6144, 12)):
+        run("name=other", "checkpoint.resume=runs/test/checkpoints/step_00000012")
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_before_it_reaches_the_weights(corpus):
     with pytest.raises(
         FloatingPointError,

@@ -183,6 +183,15 @@ class Config:
                     f"start a multiple of {size} of them, or lower {name}"
                 )
 
+    def check_first_step(self, step: int, *, is_own: bool) -> None:
+        """Raises ValueError if a checkpoint of this step, its own or another run's, leaves nothing to train."""
+        if step > self.steps or (step == self.steps and not is_own):
+            raise ValueError(
+                f"the checkpoint is of step {step}, but total_tokens={self.total_tokens} are {self.steps} "
+                f"steps of tokens_per_step={self.tokens_per_step}: raise total_tokens above "
+                f"{step * self.tokens_per_step}"
+            )
+
     def accumulation(self, world_size: int) -> int:
         """Micro-batches of each process in a step. Raises ValueError if the budgets do not divide."""
         tokens_at_once = self.tokens_per_microbatch * world_size

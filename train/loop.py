@@ -111,6 +111,7 @@ def _train(
     if saved_path:
         info = read_checkpoint(saved_path)
         check_fits(info, saved_path, asdict(config), same_run=resume == "auto")
+        config.check_first_step(info["step"], is_own=saved_path.parent == checkpoints)
         load_tensors(saved_path, weights, optimizer)
         scaler.load_state_dict(info["scaler"])
         guard.load_state(info["guard"])

@@ -73,8 +73,12 @@ class TokenLoader:
         if self.sequences_per_epoch < sequences_per_step:
             raise ValueError(
                 f"split {split!r} in {str(folder)!r} has {self._ends[-1]} tokens, too few for one step of "
-                f"{sequences_per_step} sequences of seq_len {seq_len}: lower seq_len or tokens_per_step, or "
-                + ("prepare more text" if split == "train" else "prepare a larger data.validation_fraction")
+                f"{sequences_per_step} sequences of seq_len {seq_len}: lower seq_len or "
+                + (
+                    "tokens_per_step, or prepare more text"
+                    if split == "train"
+                    else "tokens_per_microbatch, or prepare a larger data.validation_fraction"
+                )
             )
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)

@@ -1,5 +1,6 @@
 """Real runs under real signals, full disks, damaged files and dead processes, against runs without any."""
 
+import fcntl
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from faults import (
 )
 
 from train.checkpoint import list_checkpoints
+from train.config import Config
 from train.interruption import ECHO_SECONDS, EXIT_INTERRUPTED
 from train.watchdog import EXIT_HANGS
 
@@ -240,6 +242,23 @@ def test_a_second_run_in_the_same_folder_is_refused_until_the_first_is_dead():
     first.kill()
     third = run_until(config, newest_step(config) + 5)
     third.kill()
+
+
+def test_what_rank_0_finds_wrong_ends_every_rank_with_the_same_words():
+    def refused(config: Config, words: str) -> None:
+        attempt = Attempt(config, 2)
+        assert attempt.wait() == [1, 1]
+        assert all(f"ValueError: {words}" in attempt.log(rank) for rank in range(2)), attempt.logs()
+
+    refused(small_config("missing", 5, "data.paths=[missing]"), "data.paths names 'missing', which does not")
+    damaged = small_config("damaged", 5)
+    complete(damaged)
+    for path in list_checkpoints(Path("runs/damaged/checkpoints")):
+        truncate(path)
+    refused(damaged, "runs/damaged/checkpoints: all 1 checkpoints are damaged")
+    with Path("runs/damaged/lock").open("a") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        refused(damaged, "runs/damaged is in use by process")
 
 
 def test_a_rank_that_hangs_is_named_with_its_last_step_and_ends_the_run():

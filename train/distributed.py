@@ -60,20 +60,30 @@ class Processes:
         return bool(flags)
 
     def from_main(self, function: Callable[[], Value]) -> Value:
-        """What the function returns on rank 0, the only one that calls it."""
-        values = [function() if self.is_main else None]
-        if self.world_size > 1:
-            dist.broadcast_object_list(values, group=self.patient_group)
-        return values[0]
+        """What the function returns on rank 0, the only one that calls it.
 
-    @contextmanager
-    def main_first(self) -> Iterator[None]:
-        """Rank 0 runs the body, then the others do: the first to come writes, the rest find it done."""
-        if not self.is_main:
-            dist.barrier(group=self.patient_group)
-        yield
-        if self.is_main and self.world_size > 1:
-            dist.barrier(group=self.patient_group)
+        Raises, on rank 0, the function's ValueError or OSError, and on the others a ValueError with its text:
+        they would wait for rank 0 else, and bury its one line under errors of a lost connection.
+        """
+        if self.world_size == 1:
+            return function()
+        value = error = None
+        if self.is_main:
+            try:
+                value = function()
+            except (ValueError, OSError) as raised:
+                error = raised
+        outcome = [value, error and str(error)]
+        dist.broadcast_object_list(outcome, group=self.patient_group)
+        value, reason = outcome
+        if reason is not None:
+            raise error or ValueError(reason)
+        return value
+
+    def main_first(self, function: Callable[[], Value]) -> Value:
+        """What the function returns, which rank 0 calls first: it does the work, the rest find it done."""
+        value = self.from_main(function)
+        return value if self.is_main else function()
 
     def barrier(self) -> None:
         self.mark()

@@ -54,8 +54,7 @@ def train(config: Config) -> float:
         config.check_processes(processes.world_size)
         config.accumulation(processes.world_size)
         refuse_other_run(folder / "checkpoints", resume, asdict(config))
-        with processes.main_first():
-            text = prepare(config.data)
+        text = processes.main_first(lambda: prepare(config.data))
         with (
             lock_run(folder, processes),
             Interruption() as interruption,

@@ -184,7 +184,7 @@ class Config:
                 )
 
     def check_first_step(self, step: int, *, is_own: bool) -> None:
-        """Raises ValueError if a checkpoint of this step, its own or another run's, leaves nothing to train."""
+        """Raises ValueError if a checkpoint of this step, the run's own or not, leaves nothing to train."""
         if step > self.steps or (step == self.steps and not is_own):
             raise ValueError(
                 f"the checkpoint is of step {step}, but total_tokens={self.total_tokens} are {self.steps} "

@@ -20,8 +20,9 @@ from model import GPT, AttentionConfig, ModelConfig
 from model.attention import window_of
 from model.generate import stream
 from scripts.arguments import argument, run_script
+from scripts.inference import check_inference
 from train.results import write_result
-from train.step import AUTOCAST_DTYPES
+from train.step import DTYPES
 
 ROOT = Path(__file__).resolve().parent.parent
 # the prompt, a step to warm up, and the one that is captured
@@ -44,6 +45,8 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
+    for implementation in arguments.implementations:
+        check_inference(arguments.device, arguments.precision, implementation)
     rows = []
     for name, seq_len, batch in product(arguments.models, arguments.seq_lens, arguments.batches):
         for implementation, compiled in product(arguments.implementations, arguments.compiled):
@@ -58,8 +61,7 @@ def measure(
     n_new = UNTIMED + arguments.tokens
     config = read_model(name, seq_len + n_new)
     attention = AttentionConfig(implementation=implementation, patterns=list(arguments.patterns))
-    dtype = AUTOCAST_DTYPES.get(arguments.precision, torch.float32)
-    model = GPT(config, attention).to(arguments.device, dtype)
+    model = GPT(config, attention).to(arguments.device, DTYPES[arguments.precision])
     prompt = torch.randint(config.vocab_size, (batch, seq_len), device=arguments.device)
     torch._dynamo.reset()
     times = []

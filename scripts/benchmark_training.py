@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from model import GPT, AttentionConfig, ModelConfig
 from model.flops import flops_ledger
 from scripts.arguments import argument, run_script
+from train.config import PRECISIONS, one_of
 from train.distributed import join_processes
 from train.logger import readable
 from train.optim import OptimConfig, build_optimizer
@@ -98,6 +99,7 @@ def main(arguments: Arguments) -> None:
         raise ValueError(
             "device=cuda, but torch sees no GPU: use device=cpu implementations=[sdpa] fused_loss=false"
         )
+    one_of("precision", arguments.precision, PRECISIONS)
     rows = []
     for label, name, seq_len, step in jobs(arguments):
         rows.append({"label": label, **measure(arguments, name, seq_len, step)})

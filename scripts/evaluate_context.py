@@ -20,6 +20,7 @@ from data.manifest import read_manifest
 from data.tokenizer import load_tokenizer
 from model import GPT
 from scripts.arguments import argument, run_script
+from scripts.inference import check_inference
 from train.context import (
     effective_context,
     key_value,
@@ -55,8 +56,18 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
-    name = read_manifest(Path(arguments.data))["config"]["tokenizer"]
+    check_inference(arguments.device, arguments.precision, arguments.attention)
+    for key in ("sequences", "scored", "prompts"):
+        if getattr(arguments, key) < 1:
+            raise ValueError(f"{key} must be at least 1, got {getattr(arguments, key)}")
+    manifest = read_manifest(Path(arguments.data))
+    name = manifest["config"]["tokenizer"]
     model = load_model(arguments.model, run_attention(arguments.model, arguments.attention))
+    if manifest["vocab_size"] > model.config.vocab_size:
+        raise ValueError(
+            f"data={arguments.data} has {manifest['vocab_size']} tokens, of tokenizer {name}, the model "
+            f"{model.config.vocab_size}: prepare the text with the model's tokenizer"
+        )
     model.to(arguments.device).eval()
     seq_len = arguments.seq_len or model.config.max_seq_len
     loader = TokenLoader(

@@ -10,11 +10,10 @@ import torch
 
 from data.tokenizer import load_tokenizer
 from scripts.arguments import argument, run_script
-from train.config import DEVICES
+from scripts.inference import check_inference
 from train.sample import SampleConfig, stream_text
+from train.step import DTYPES
 from train.weights import load_model, run_attention, tokenizer_name
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass
@@ -47,14 +46,7 @@ def main(arguments: Arguments) -> None:
     source = arguments.run or arguments.checkpoint
     tokenizer = load_tokenizer(arguments.tokenizer or tokenizer_name(source))
     prompt = Path(arguments.prompt_file).read_text() if arguments.prompt_file else arguments.prompt
-    if arguments.precision not in DTYPES:
-        raise ValueError(f"precision must be one of {', '.join(DTYPES)}, got {arguments.precision!r}")
-    if arguments.device not in DEVICES:
-        raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {arguments.device!r}")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda, but torch sees no GPU: use device=cpu")
-    if arguments.attention == "flash" and arguments.device != "cuda":
-        raise ValueError(f"attention=flash runs on a GPU, got device={arguments.device}: use attention=sdpa")
+    check_inference(arguments.device, arguments.precision, arguments.attention)
     try:
         config = SampleConfig(
             prompt=prompt,
@@ -67,6 +59,11 @@ def main(arguments: Arguments) -> None:
         # here the keys have no group
         raise ValueError(str(error).removeprefix("sample.")) from error
     model = load_model(source, run_attention(source, arguments.attention))
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"tokenizer={tokenizer.name} has {tokenizer.vocab_size} tokens, the model "
+            f"{model.config.vocab_size}: leave tokenizer empty for the model's own"
+        )
     if not all(0 <= token < model.config.vocab_size for token in arguments.stop_tokens):
         raise ValueError(
             f"stop_tokens must be ids from 0 to {model.config.vocab_size - 1}, got {arguments.stop_tokens}"

@@ -21,9 +21,10 @@ from train.optim import OptimConfig
 from train.overrides import unknown_key
 from train.parallel import STRATEGIES
 from train.sample import SampleConfig
+from train.step import DTYPES
 from train.weights import StartConfig, start_model
 
-PRECISIONS = ("bf16", "fp16", "fp32")
+PRECISIONS = tuple(DTYPES)
 DEVICES = ("cuda", "cpu")
 
 
@@ -89,10 +90,10 @@ class Config:
     def __post_init__(self):
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"name must be a plain folder name, got {self.name!r}")
-        _one_of("device", self.device, DEVICES)
-        _one_of("precision", self.precision, PRECISIONS)
-        _one_of("recompute", self.recompute, RECOMPUTE)
-        _one_of("distributed", self.distributed, STRATEGIES)
+        one_of("device", self.device, DEVICES)
+        one_of("precision", self.precision, PRECISIONS)
+        one_of("recompute", self.recompute, RECOMPUTE)
+        one_of("distributed", self.distributed, STRATEGIES)
         if self.distributed == "fsdp" and self.precision == "fp16":
             raise ValueError(
                 "distributed=fsdp has no loss scale that its processes share: use precision=bf16, got fp16"
@@ -102,7 +103,7 @@ class Config:
                 f"shard_processes={self.shard_processes} must be at least 2, and needs distributed=fsdp, got "
                 f"distributed={self.distributed}: use shard_processes=null for all processes"
             )
-        _one_of("on_bad_step", self.on_bad_step, BAD_STEP_ACTIONS)
+        one_of("on_bad_step", self.on_bad_step, BAD_STEP_ACTIONS)
         if self.hang_seconds < 0:
             raise ValueError(f"hang_seconds must be at least 0, got {self.hang_seconds}")
         for field in (
@@ -269,7 +270,8 @@ def write_config(config: Config, folder: Path, first_step: int) -> None:
     path.write_text(text)
 
 
-def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises ValueError, naming the key `name`, unless its value is one of the choices."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 

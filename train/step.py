@@ -6,7 +6,7 @@ import torch
 
 from train.parallel import set_gradient_sync, whole
 
-AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def forward_backward(
@@ -56,7 +56,7 @@ def autocast_context(device_type: str, precision: str):
     """Matrix products in the run's precision; fp32 needs no context (on a GPU its products use TF32)."""
     if precision == "fp32":
         return nullcontext()
-    return torch.autocast(device_type, dtype=AUTOCAST_DTYPES[precision])
+    return torch.autocast(device_type, dtype=DTYPES[precision])
 
 
 def _record_event(device: torch.device):

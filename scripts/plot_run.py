@@ -26,7 +26,8 @@ def main(arguments: Arguments) -> None:
     for run in map(Path, arguments.runs):
         if not (run / "metrics.jsonl").is_file():
             raise ValueError(f"runs: {run} holds no metrics.jsonl")
-        metrics[run.name] = run / "metrics.jsonl"
+        # a copy of a run may have its name
+        metrics[run.name if run.name not in metrics else str(run)] = run / "metrics.jsonl"
     draw_loss(metrics, Path(arguments.out), arguments.title or ", ".join(metrics))
     print(arguments.out)
     rows = compare(metrics)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import sample
+from scripts import benchmark_generate, evaluate_context, plot_run, sample
 from scripts.arguments import argument, command_line, run_script
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,6 +65,15 @@ def test_plot_run_draws_runs_and_measures_how_far_they_differ(tmp_path, monkeypa
     assert (row["run"], row["yardstick"], row["steps"]) == ("b", "a", 3)
     assert row["mean_difference"] == pytest.approx(0.1)
     assert row["largest_difference"] == pytest.approx(0.2)
+
+
+def test_plot_run_keeps_runs_of_the_same_name_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_metrics(tmp_path / "runs" / "a", [4.0, 3.0])
+    write_metrics(tmp_path / "copy" / "a", [4.0, 3.5])
+    plot_run.main(plot_run.Arguments(runs=["runs/a", "copy/a"], differences="both.json"))
+    row = json.loads(Path("both.json").read_text())["rows"][0]
+    assert (row["yardstick"], row["run"], row["largest_difference"]) == ("a", "copy/a", 0.5)
 
 
 @dataclass
@@ -131,6 +140,21 @@ def test_sample_refuses_what_it_cannot_do_before_it_reads_the_model(arguments, m
     given = {"run": "missing", "tokenizer": "bytes", "device": "cpu", **arguments}
     with pytest.raises(ValueError, match=message):
         sample.main(sample.Arguments(**given))
+
+
+@pytest.mark.parametrize("script", [benchmark_generate, evaluate_context])
+def test_scripts_that_run_a_model_refuse_what_they_cannot_do(script):
+    needed = {"model": "missing", "data": "missing"} if script is evaluate_context else {}
+    for given, message in (
+        ({"precision": "foo"}, "precision must be one of bf16, fp16, fp32, got 'foo'"),
+        ({"device": "tpu", "precision": "fp32"}, "device must be one of cuda, cpu, got 'tpu'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            script.main(script.Arguments(**needed, **given))
+    for key in ("sequences", "scored", "prompts") if needed else ():
+        arguments = {"device": "cpu", "precision": "fp32", "attention": "sdpa", key: 0}
+        with pytest.raises(ValueError, match=f"{key} must be at least 1, got 0"):
+            script.main(script.Arguments(**needed, **arguments))
 
 
 def test_sample_needs_a_run_or_a_checkpoint(tmp_path):

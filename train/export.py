@@ -1,6 +1,7 @@
 """A trained model as a Hugging Face folder, with its tokenizer where that has files."""
 
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -15,6 +16,12 @@ def export(model: GPT, tokenizer: str, out: Path, dtype: torch.dtype = torch.flo
 
     Raises ValueError as export_pretrained.
     """
+    if model.attention.sparse:
+        print(
+            f"WARNING: attention.patterns={list(model.attention.patterns)} are no part of a Hugging Face "
+            "folder: read from there, every layer sees every key, as it did not in training",
+            file=sys.stderr,
+        )
     export_pretrained(model, out, dtype=dtype)
     if tokenizer in TOKENIZERS:
         return

@@ -244,6 +244,15 @@ def test_a_second_run_in_the_same_folder_is_refused_until_the_first_is_dead():
     third.kill()
 
 
+def test_a_run_that_is_stopped_and_cannot_save_does_not_say_that_it_did():
+    config = small_config("full", 2000, "checkpoint.every_steps=0")
+    attempt = Attempt(config, 1, partial(faults.full_disk, limit=100_000))
+    attempt.wait_for(lambda: "\nstep " in attempt.log())
+    attempt.signal(signal.SIGTERM)
+    assert attempt.wait() == [1]
+    assert "OSError: the checkpoint of the last step, " in attempt.log()
+
+
 def test_what_rank_0_finds_wrong_ends_every_rank_with_the_same_words():
     def refused(config: Config, words: str) -> None:
         attempt = Attempt(config, 2)

@@ -112,7 +112,9 @@ def _train(
         check_fits(info, saved_path, asdict(config), same_run=resume == "auto")
         config.check_first_step(info["step"], is_own=saved_path.parent == checkpoints)
         load_tensors(saved_path, weights, optimizer)
-        scaler.load_state_dict(info["scaler"])
+        if info["scaler"]:
+            # empty after a precision that needs no scale
+            scaler.load_state_dict(info["scaler"])
         guard.load_state(info["guard"])
         first_step = processes.step = info["step"]
     model = build_step_model(weights, config, processes, context, is_sharded=is_sharded)
@@ -177,6 +179,7 @@ def _train(
                 saver.save(run_tensors(weights, optimizer), info | state)
             profiler.step()
             if interrupted and not is_last:
+                _check_saved(saver, done)
                 raise Interrupted(f"stopped after step {done}; the same command goes on from there")
 
     weights = gather(weights, lambda: build_weights(config, device))
@@ -184,9 +187,13 @@ def _train(
         with autocast():
             finish_run(config, folder, weights, val_loss, time.perf_counter() - started, processes, flops)
     processes.barrier()
-    if not saver.wait():
-        raise OSError(f"the checkpoint of the last step, {config.steps}, was not written: see above")
+    _check_saved(saver, config.steps)
     return val_loss
+
+
+def _check_saved(saver: CheckpointSaver, step: int) -> None:
+    if not saver.wait():
+        raise OSError(f"the checkpoint of the last step, {step}, was not written: see above")
 
 
 def seed_of(seed: int, step: int, rank: int) -> int:

@@ -47,6 +47,11 @@ def test_wsd_is_stable_until_its_last_share():
     assert rates[89] == pytest.approx(0.55)
 
 
+def test_wsd_without_decay_stays_at_its_peak_to_the_end():
+    rates = [learning_rate(step, 100, config(schedule="wsd", decay_fraction=0.0)) for step in range(100)]
+    assert rates[9:] == [1.0] * 91
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_runs_shorter_than_the_warmup_never_exceed_the_peak(schedule, steps):

@@ -22,7 +22,7 @@ class OptimConfig:
     # cosine: half a cosine down to the end; wsd: warm-up, stable, then linear decay
     schedule: str
     warmup_steps: int
-    # the last share of the steps that decays; read by wsd only
+    # the last share of the steps that decays, 0 for none; read by wsd only
     decay_fraction: float
     weight_decay: float
     beta1: float
@@ -95,6 +95,8 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     if config.schedule == "cosine":
         progress = (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps)
         return final + (peak - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    if config.decay_fraction == 0.0:
+        return peak
     decay_steps = max(1, round(steps * config.decay_fraction))
     # the first decaying step is already below the peak, the last one is at the end
     progress = (step - (steps - 1 - decay_steps)) / decay_steps

@@ -124,6 +124,7 @@ def test_the_run_is_rounded_up_to_whole_steps():
             "context_parallel=2 needs an attention that gives its lse: use attention=flash",
         ),
         ("start.positions=stretch", "start.positions must be one of none, linear, ntk, yarn, repeat, interp"),
+        ("start.rotary_base=0", "start.rotary_base must be at least 1 or null, got 0"),
         ("model.max_seq_len=512", "seq_len=1024 exceeds the model's positions, model.max_seq_len=512"),
         (
             "tokens_per_microbatch=5000",

@@ -10,6 +10,7 @@ from train.throughput import StepTimer, Stopwatch, flop_utilization, peak_flops,
     ("name", "precision", "peak"),
     [
         ("NVIDIA H200", "bf16", 989e12),
+        ("NVIDIA H200 NVL", "bf16", 835e12),
         ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
         ("NVIDIA H100 PCIe", "bf16", 756e12),
         ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),

@@ -7,6 +7,7 @@ import torch
 
 # dense matrix products without sparsity, FLOP/s, from the makers' datasheets
 PEAK_FLOPS = {
+    "H200 NVL": {"bf16": 835e12, "fp16": 835e12, "fp32": 417e12},
     "H200": {"bf16": 989e12, "fp16": 989e12, "fp32": 494e12},
     "H100 PCIe": {"bf16": 756e12, "fp16": 756e12, "fp32": 378e12},
     "H100 NVL": {"bf16": 835e12, "fp16": 835e12, "fp32": 417e12},

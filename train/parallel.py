@@ -62,7 +62,9 @@ def gather(weights: GPT, build: Callable[[], GPT]) -> GPT:
     """
     if not isinstance(weights, FSDPModule):
         return weights
-    values = {name: whole(value) for name, value in weights.state_dict().items()}
     model = build()
-    model.load_state_dict(values)
+    state = model.state_dict()
+    # one by one: all of them twice may not fit
+    for name, value in weights.state_dict().items():
+        state[name].copy_(whole(value))
     return model

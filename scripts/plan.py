@@ -68,6 +68,7 @@ def main(arguments: Arguments) -> None:
 
 def plan(config: Config, rates: Rates, memory: int, processes: int) -> None:
     """Prints the given configuration, and the largest micro-batch that fits by kind of recomputation."""
+    config.check_processes(processes)
     config.accumulation(processes)
     gpus = counted(processes, "GPU")
     print(f"{config.name} on {gpus} of {memory / 2**30:.1f} GiB, {USABLE:.0%} of it for tensors:")

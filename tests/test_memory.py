@@ -86,6 +86,8 @@ def test_a_plan_refuses_what_no_machine_has(tmp_path):
         plan.main(Arguments(gpu="H200", memory_gib=140.0, processes=0))
     with pytest.raises(ValueError, match="memory_gib above 0 .*got 1 and -3.0"):
         plan.main(Arguments(gpu="H200", memory_gib=-3.0))
+    with pytest.raises(ValueError, match="context_parallel=4 must divide the 2 processes"):
+        plan.main(Arguments(gpu="H200", memory_gib=140.0, processes=2, train=["context_parallel=4"]))
     (tmp_path / "notes.md").write_text("no JSON")
     with pytest.raises(ValueError, match="notes.md is no result file of scripts.benchmark_training"):
         measured([str(tmp_path / "notes.md")])

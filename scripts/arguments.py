@@ -9,6 +9,7 @@ from typing import NoReturn, TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from yaml import YAMLError
 
 Arguments = TypeVar("Arguments")
 
@@ -84,6 +85,8 @@ def run_script(
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
         refuse(f"{error.full_key}: {reason}: --help lists the arguments")
+    except YAMLError as error:
+        refuse(f"{' '.join(str(error).split())}: lists are in YAML, what has brackets in them in quotes")
     except (ValueError, OSError) as error:
         refuse(error)
 

@@ -44,6 +44,7 @@ def test_help_lists_the_arguments_of_every_script(name):
         (["colour=red"], "error: colour is no argument: --help lists them"),
         (["run=[a]"], "error: run is no argument: did you mean runs? --help lists them"),
         (["loss.png"], "error: arguments are key=value, got 'loss.png'"),
+        (["runs=[a=[b],c]"], "error: while parsing a flow sequence"),
         (["runs=[missing]"], "error: runs: missing holds no metrics.jsonl"),
         ([], "error: runs is empty"),
     ],

@@ -1,6 +1,7 @@
 """The GPU's memory between measurements: each starts without what the one before has kept."""
 
 import gc
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,4 +24,7 @@ def reason_in(row: dict, errors: type | tuple = torch.OutOfMemoryError) -> Itera
     try:
         yield
     except errors as error:
-        row["why"] = str(error).splitlines()[0]
+        if type(error) not in (RuntimeError, ValueError, torch.OutOfMemoryError):
+            # not what a backend refuses with: a compiler's, say, whose first line tells little
+            traceback.print_exc()
+        row["why"] = (str(error) or repr(error)).splitlines()[0]

@@ -99,7 +99,7 @@ def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
             "n_layer": sizes.n_layer,
         }
         row |= {"compile": sizes.compile, "ms": None}
-        with reason_in(row):
+        with reason_in(row, (RuntimeError, ValueError)):
             row |= measure_one(sizes, device, name)
         print(f"{name}: {row.get('why', row['ms'])}", flush=True)
         yield row

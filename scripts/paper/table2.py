@@ -78,7 +78,8 @@ def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
             row = {"size": size, "seq_len": sizes.seq_len, "microbatch": microbatch}
             row |= {"dropout": sizes.dropout, "precision": sizes.precision}
             row |= {"model": name, "tokens_per_second": None}
-            with reason_in(row):
+            # one that does not fit, or that this version of its library breaks, keeps no other from training
+            with reason_in(row, (RuntimeError, ValueError)):
                 row |= time_training(name, config, sizes.warmup_steps, sizes.steps)
             said = row.get("why", f"{row['tokens_per_second']} tokens/s")
             print(f"{size} {name}: {said}", flush=True)
@@ -144,9 +145,7 @@ def draw(rows: list[dict], path: Path) -> None:
     for axis, size in zip(axes[0], sizes, strict=True):
         chosen = matching(rows, size=size)[::-1]
         speeds = [(row["tokens_per_second"] or 0.0) / 1000 for row in chosen]
-        labels = [
-            "does not fit" if "why" in row else f"{x:.0f}" for row, x in zip(chosen, speeds, strict=True)
-        ]
+        labels = ["failed" if "why" in row else f"{x:.0f}" for row, x in zip(chosen, speeds, strict=True)]
         axis.bar_label(axis.barh([row["model"] for row in chosen], speeds), labels)
         axis.margins(x=0.15)
         axis.set_xlabel("thousand tokens per second")

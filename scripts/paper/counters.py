@@ -24,7 +24,7 @@ MEMORY = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 L2_SECTORS = "lts__t_sectors_srcunit_tex.sum"
 SECTOR_BYTES = 32
 # kernels are replayed once for each set of counters, with cold caches
-TIME_LIMIT_SECONDS = 180
+TIME_LIMIT_SECONDS = 100
 
 
 def counted_bytes(module: str, work: str, sizes: dict) -> dict | str:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 
 from scripts import evaluate_context
@@ -57,7 +58,7 @@ def main(arguments: Arguments) -> None:
         raise ValueError(f"stages must be of {', '.join(STAGES)}, got {', '.join(sorted(unknown))}")
     base, gpus = f"example-{arguments.base_seq_len}", places()
     methods = [method for method in arguments.methods if method != BEFORE]
-    runs = {run_name(*case): case for case in product(methods, arguments.seq_lens)}
+    runs = {run_name(*case): case for case in sorted(product(methods, arguments.seq_lens), key=itemgetter(1))}
     extensions = {name: extension(base, *case) for name, case in runs.items()}
     if BEFORE in arguments.methods:
         runs = {base: (BEFORE, arguments.base_seq_len), **runs}

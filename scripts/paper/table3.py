@@ -210,6 +210,8 @@ def draw(rows: list[dict], path: Path) -> None:
         axis.set_xticks(range(len(places)), places)
         axis.set_ylabel(label)
         if chosen:
-            axis.legend()
+            # room for the legend above the bars
+            axis.margins(y=0.25)
+            axis.legend(ncols=len(names), loc="upper center", fontsize="small")
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -547,6 +548,23 @@ def test_pathfinder_draws_both_answers_and_the_same_pictures_again():
     assert set(labels) == {0, 1}
     assert pictures.max(1).min() > 200
     assert (tasks.pathfinder(24, 32, seed=5)[0] == pictures).all()
+
+
+def test_the_distance_of_two_marks_does_not_tell_whether_a_path_joins_them(monkeypatch):
+    marks, paint = [], tasks.paint
+
+    def note(picture, points, radius):
+        if len(points) == 1:
+            marks.append(points[0])
+        paint(picture, points, radius)
+
+    monkeypatch.setattr(tasks, "paint", note)
+    labels = tasks.pathfinder(200, 32, seed=5)[1]
+    first, second = torch.tensor(np.array(marks)).view(200, 2, 2).unbind(1)
+    apart = (first - second).norm(dim=1)
+    joined, others = apart[labels == 1], apart[labels == 0]
+    assert abs(joined.mean() - others.mean()) < 0.25
+    assert abs(joined.std() - others.std()) < 0.25
 
 
 class Bigrams(nn.Module):

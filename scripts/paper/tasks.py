@@ -71,7 +71,10 @@ def pathfinder(n: int, side: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def draw_picture(rng: np.random.Generator, side: int) -> tuple[np.ndarray, int]:
-    """Two long paths and some short ones, all apart; marks at both ends of one, or at one end of each."""
+    """Two long paths and some short ones, all apart; marks at both ends of one, or at one end of each.
+
+    The marks of either kind are equally far apart: only what lies between them tells the kinds apart.
+    """
     label = int(rng.integers(2))
     # a path's length grows with the side, as its difficulty does
     dashes = round(6 * side / 32)
@@ -79,8 +82,16 @@ def draw_picture(rng: np.random.Generator, side: int) -> tuple[np.ndarray, int]:
     while len(paths) < 2:
         # one may leave no room for the other
         first = draw_path(rng, side, dashes, np.zeros((0, 2)))
-        second = None if first is None else draw_path(rng, side, dashes, first.reshape(-1, 2))
+        second = None
+        if first is not None:
+            start, end = first[0, 0], first[-1, -1]
+            circle = start, np.linalg.norm(end - start)
+            second = draw_path(rng, side, dashes, first.reshape(-1, 2), circle)
+            if second is not None and np.linalg.norm(second[-1, -1] - start) < 3 * MARGIN:
+                # it would seem to lead from one mark to the other
+                second = None
         paths = [first, second] if second is not None else []
+    marks = (start, end) if label else (start, second[0, 0])
     for _ in range(DISTRACTORS):
         taken = np.concatenate([path.reshape(-1, 2) for path in paths])
         distractor = draw_path(rng, side, max(2, dashes // 3), taken)
@@ -88,19 +99,29 @@ def draw_picture(rng: np.random.Generator, side: int) -> tuple[np.ndarray, int]:
             paths.append(distractor)
     picture = np.zeros((side, side))
     for path in paths:
-        for start, end in path[:, [0, -1]]:
-            paint(picture, np.linspace(start, end, 8), radius=0.6)
-    first, second = paths[:2]
-    marks = (first[0, 0], first[-1, -1]) if label else (first[0, 0], second[-1, -1])
+        for dash in path[:, [0, -1]]:
+            paint(picture, np.linspace(*dash, 8), radius=0.6)
     for mark in marks:
         paint(picture, mark[None], radius=1.6)
     return (picture * (GRAY_LEVELS - 1)).astype(np.uint8), label
 
 
-def draw_path(rng: np.random.Generator, side: int, dashes: int, taken: np.ndarray) -> np.ndarray | None:
-    """(dashes, 3, 2): start, middle and end of each dash; None if twenty attempts meet an edge or a path."""
+def draw_path(
+    rng: np.random.Generator,
+    side: int,
+    dashes: int,
+    taken: np.ndarray,
+    circle: tuple[np.ndarray, float] | None = None,
+) -> np.ndarray | None:
+    """(dashes, 3, 2): start, middle and end of each dash; None if twenty attempts meet an edge or a path.
+
+    circle: its center and radius, where the path starts; otherwise anywhere.
+    """
     for _ in range(20):
         point, heading = rng.uniform(2, side - 2, 2), rng.uniform(0, 2 * math.pi)
+        if circle is not None:
+            (center, radius), angle = circle, rng.uniform(0, 2 * math.pi)
+            point = center + radius * np.array([math.cos(angle), math.sin(angle)])
         path = []
         for _ in range(dashes):
             step = np.array([math.cos(heading), math.sin(heading)])

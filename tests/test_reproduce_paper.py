@@ -27,6 +27,7 @@ from scripts.paper import (
     figure4,
     table2,
     table4,
+    table6,
     table7,
     tasks,
     traffic,
@@ -575,6 +576,15 @@ class Bigrams(nn.Module):
     def __init__(self):
         super().__init__()
         self.hidden_states, self.head_weight = nn.Embedding(11, 8), nn.Parameter(torch.randn(11, 8))
+
+
+def test_positions_of_a_grid_are_stretched_over_a_finer_one():
+    row, column = torch.meshgrid(torch.arange(4.0), torch.arange(4.0), indexing="ij")
+    fine = table6.stretched(torch.stack([row, column], -1).view(16, 2), 8).view(8, 8, 2)
+    # a place lies between those of the coarse grid; the edges stay where they are
+    inner = torch.arange(8.0).sub(0.5).div(2).clamp(0, 3)
+    assert torch.allclose(fine[:, 3, 0], inner)
+    assert torch.allclose(fine[5, :, 1], inner)
 
 
 def test_examples_do_not_depend_on_how_many_cores_draw_them(monkeypatch):

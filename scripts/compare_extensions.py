@@ -166,7 +166,7 @@ def summary(method: str, name: str, measured: list[dict]) -> dict:
         "run": name,
         "seq_len": measured[0]["seq_len"],
         "tokens": last["tokens"],
-        "tokens_per_second": last["tokens_per_second"],
+        "tokens_per_second_per_gpu": last["tokens_per_second_per_gpu"],
         "val_loss_at_start": validated[0],
         "val_loss": validated[-1],
         "loss_with_least_context": by_context[min(by_context)],
@@ -199,7 +199,7 @@ def table(rows: list[dict]) -> str:
         "passkey_accuracy": "passkey",
         "passkey_loss": "nats",
         "key_value_loss": "key-value, nats",
-        "tokens_per_second": "tokens/s",
+        "tokens_per_second_per_gpu": "tokens/s a GPU",
     }
 
     def shown(value) -> str:

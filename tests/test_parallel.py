@@ -144,6 +144,16 @@ def test_hybrid_shards_with_muon_resume_bit_for_bit_and_on_other_shards(tmp_path
         torch.testing.assert_close(other[name], value, rtol=0.05, atol=2e-3, msg=name)
 
 
+def test_more_processes_than_gpus_are_refused_by_each_of_them(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for key, value in (("LOCAL_WORLD_SIZE", "8"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "0"), ("RANK", "0")):
+        monkeypatch.setenv(key, value)
+    message = "8 processes on a host with 4 GPUs: use --nproc-per-node=4"
+    with pytest.raises(ValueError, match=message), join_processes("cuda"):
+        pass
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_process_without_a_gpu_is_told_so():
     message = "device=cuda, but torch sees no GPU: use device=cpu"

@@ -161,6 +161,16 @@ def test_a_checkpoint_that_leaves_nothing_to_train_is_refused_with_the_budget_th
         run("name=other", "checkpoint.resume=runs/test/checkpoints/step_00000012")
 
 
+@pytest.mark.parametrize(("local_rank", "told"), [("0", 1), ("1", 0)])
+def test_the_first_process_of_each_host_tells_what_is_wrong(corpus, monkeypatch, local_rank, told):
+    for key, value in (("RANK", "3"), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", "4")):
+        monkeypatch.setenv(key, value)
+    process = start(*SMALL, "precision=fp8")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert errors.count("error: precision must be one of") == told
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_before_it_reaches_the_weights(corpus):
     with pytest.raises(
         FloatingPointError,

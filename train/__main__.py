@@ -26,6 +26,7 @@ WANTS_TRACEBACK = "HYDRA_FULL_ERROR" in os.environ
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def main(cfg: DictConfig) -> None:
     rank = int(os.environ.get("RANK", "0"))
+    is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
     # data preparation says what it does; once, not once a process
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("data").setLevel(logging.INFO if rank == 0 else logging.ERROR)
@@ -41,8 +42,9 @@ def main(cfg: DictConfig) -> None:
     except (ValueError, FloatingPointError, MemoryError, OSError) as error:
         if WANTS_TRACEBACK:
             raise
-        # every process finds the same mistake in the configuration; other errors have a rank of their own
-        if rank == 0 or not isinstance(error, ValueError):
+        # a mistake in the configuration or in a host's files is found by every process of the host; other
+        # errors have a rank of their own
+        if is_first_here or not isinstance(error, ValueError):
             print(f"error: {error}\n(HYDRA_FULL_ERROR=1 shows the traceback)", file=sys.stderr, flush=True)
         _end(EXIT_REFUSED)
 

@@ -105,10 +105,11 @@ def join_processes(device: str) -> Iterator[Processes]:
     if device == "cuda":
         if not torch.cuda.is_available():
             raise ValueError("device=cuda, but torch sees no GPU: use device=cpu where it is an argument")
-        if local_rank >= torch.cuda.device_count():
+        # found by each of them, and not by those without a GPU alone: the rest would wait for these
+        n_here, n_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        if n_here > n_gpus:
             raise ValueError(
-                f"local rank {local_rank} has no GPU, this host has {torch.cuda.device_count()}: "
-                f"use --nproc-per-node={torch.cuda.device_count()}"
+                f"{n_here} processes on a host with {n_gpus} GPUs: use --nproc-per-node={n_gpus}"
             )
         own_device = torch.device("cuda", local_rank)
         torch.cuda.set_device(own_device)

@@ -40,6 +40,10 @@ def stream(
     """
     batch, prompt_len = tokens.shape
     _check(model, prompt_len, n_new, temperature, top_k, top_p)
+    if lengths is not None and (
+        lengths.shape != (batch,) or bool(((lengths < 1) | (lengths > prompt_len)).any())
+    ):
+        raise ValueError(f"lengths must be ({batch},), each from 1 to {prompt_len}, got {lengths.tolist()}")
     was_training = model.training
     model.eval()
     try:

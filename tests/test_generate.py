@@ -155,6 +155,9 @@ def test_generation_leaves_the_training_mode_as_it_was(gpt):
         ({"n_new": 1, "temperature": -1.0}, "temperature must be at least 0"),
         ({"n_new": 1, "top_k": 0}, "top_k must be at least 1"),
         ({"n_new": 1, "top_p": 0.0}, r"top_p must be in \(0, 1\]"),
+        ({"n_new": 1, "lengths": torch.tensor([0])}, r"lengths must be \(1,\), each from 1 to 5, got \[0\]"),
+        ({"n_new": 1, "lengths": torch.tensor([6])}, r"each from 1 to 5, got \[6\]"),
+        ({"n_new": 1, "lengths": torch.tensor([5, 5])}, r"lengths must be \(1,\)"),
     ],
 )
 def test_impossible_requests_are_refused(gpt, arguments, message):

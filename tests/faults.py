@@ -12,6 +12,7 @@ import resource
 import sys
 import time
 import traceback
+import weakref
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,6 +23,7 @@ from safetensors.torch import load_file
 
 import data.loader
 import model.gpt
+import train.loop
 import train.saving
 from train.checkpoint import list_checkpoints, read_checkpoint
 from train.config import Config, parse
@@ -284,6 +286,21 @@ def poison(
         return loss * factor
 
     model.gpt.GPT.forward = poisoned
+
+
+def watch_weights(rank: int, fault) -> None:
+    """Says, when a run builds its weights anew, whether those of before are gone; fault(rank) too."""
+    fault(rank)
+    build, before = train.loop.build_weights, []
+
+    def watched(*given):
+        if before:
+            print("the old weights are", "here" if before[-1]() else "gone")
+        weights = build(*given)
+        before.append(weakref.ref(weights))
+        return weights
+
+    train.loop.build_weights = watched
 
 
 def _at_each_batch(function) -> None:

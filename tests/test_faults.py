@@ -374,6 +374,13 @@ def test_a_skipped_step_is_left_out_on_all_ranks_and_counted(gradient_only):
     assert counts == [0] * 6 + [1] * 5 + [2] * 9
 
 
+def test_the_old_weights_are_gone_before_a_rollback_makes_new_ones():
+    config = small_config("run", 30, "spikes.action=rollback", "spikes.window=8", "distributed=fsdp")
+    poison = partial(faults.poison, batches=(22,), factor=50.0)
+    log = complete(config, 2, partial(faults.watch_weights, fault=poison)).log()
+    assert log.index("spike at step 23") < log.index("the old weights are gone")
+
+
 def test_gradients_that_are_not_finite_stop_the_run_and_no_checkpoint_holds_them():
     config = small_config("run", 20, "checkpoint.every_steps=1")
     attempt = Attempt(config, 1, partial(faults.poison, batches=(7,), factor=math.nan, gradient_only=True))

@@ -1,5 +1,6 @@
 """The training loop: one code path for a laptop CPU, one GPU, and many."""
 
+import gc
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -72,6 +73,8 @@ def train(config: Config) -> float:
                         write_left_out(folder, left_out)
                     # a run that was new has checkpoints now
                     resume = "auto" if resume == "never" else resume
+                # FSDP's modules refer to each other: the old weights go before there are new ones
+                gc.collect()
 
 
 def _train(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from data.tokenizer import Tokenizer
-from model import GPT
+from model import GPT, ModelConfig
 from model.generate import stream
 
 # what a decoder gives for bytes that are not yet a whole character
@@ -58,15 +58,10 @@ def stream_text(
     positions. config.prompt is not read. Raises ValueError for prompts that the model has no positions for.
     """
     device = model.token_embedding.weight.device
-    # a document of the training text begins after the end of the one before
-    ids = [[tokenizer.end_of_text, *map(int, tokenizer.encode(prompt))] for prompt in prompts]
+    ids = [prompt_ids(tokenizer, prompt, model.config) for prompt in prompts]
     lengths = [len(row) for row in ids]
     longest = max(lengths)
     n_new = min(config.tokens, model.config.max_seq_len - longest)
-    if n_new < 0:
-        raise ValueError(
-            f"the prompt has {longest} tokens, the model {model.config.max_seq_len} positions: shorten it"
-        )
     padded = [row + [tokenizer.end_of_text] * (longest - len(row)) for row in ids]
     stops = {tokenizer.end_of_text, *stop_tokens}
     new_tokens = stream(
@@ -93,6 +88,17 @@ def stream_text(
     for number, text in enumerate(texts):
         if rest := text.rest():
             yield number, rest
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str, model: ModelConfig) -> list[int]:
+    """The tokens that a continuation of this text begins with. Raises ValueError beyond the positions."""
+    # a document of the training text begins after the end of the one before
+    ids = [tokenizer.end_of_text, *map(int, tokenizer.encode(prompt))]
+    if len(ids) > model.max_seq_len:
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens, the model {model.max_seq_len} positions: shorten it"
+        )
+    return ids
 
 
 class GrowingText:

@@ -49,7 +49,13 @@ class AttentionConfig:
                     f"attention.patterns={self.patterns} needs attention.implementation=flash or reference, "
                     "got sdpa, which computes every block"
                 )
-            if pattern != DENSE and not block_masks.parse(pattern, 1).causal:
+            if pattern == DENSE:
+                continue
+            try:
+                causal = block_masks.parse(pattern, 1).causal
+            except ValueError as error:
+                raise ValueError(f"attention.patterns: {pattern}: {error}") from error
+            if not causal:
                 raise ValueError(f"attention.patterns: {pattern} sees keys behind the query: add & causal()")
 
     @property

@@ -107,6 +107,8 @@ def test_the_run_is_rounded_up_to_whole_steps():
         ("device=tpu", "device must be one of cuda, cpu, got 'tpu'"),
         ("precision=fp8", "precision must be one of bf16, fp16, fp32, got 'fp8'"),
         ("attention.implementation=fast", "attention.implementation must be one of flash, sdpa, reference"),
+        ("seed=-1", "seed must be at least 0, got -1"),
+        ("attention.patterns=['window(0)']", r"attention.patterns: window\(0\): n must be at least 1, got 0"),
         ("total_tokens=0", "total_tokens must be at least 1, got 0"),
         ("name=a/b", "name must be a plain folder name, got 'a/b'"),
         ("optim.schedule=linear", "optim.schedule must be one of cosine, wsd, got 'linear'"),
@@ -168,6 +170,15 @@ def test_a_model_for_another_vocabulary_is_refused():
     message = "model.vocab_size=50257, but data.tokenizer=bytes has 257 tokens: use model.vocab_size=257"
     with pytest.raises(ValueError, match=message):
         check_machine(config)
+
+
+def test_a_prompt_beyond_the_positions_is_refused_before_the_run_and_not_after_it():
+    given = ["experiment=laptop", "data.tokenizer=bytes", "model.vocab_size=257", "seq_len=32"]
+    given += ["tokens_per_step=512", "tokens_per_microbatch=512", f"sample.prompt={'a' * 32}"]
+    message = "sample.prompt: the prompt has 33 tokens, the model 32 positions: shorten it, or use sample.to"
+    with pytest.raises(ValueError, match=message):
+        check_machine(parse(composed(*given)))
+    check_machine(parse(composed(*given, "sample.tokens=0")))
 
 
 def test_a_written_config_parses_to_the_same_run(tmp_path):

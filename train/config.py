@@ -20,7 +20,7 @@ from train.logger import LoggingConfig, WandbConfig
 from train.optim import OptimConfig
 from train.overrides import unknown_key
 from train.parallel import STRATEGIES
-from train.sample import SampleConfig
+from train.sample import SampleConfig, prompt_ids
 from train.step import DTYPES
 from train.weights import StartConfig, start_model
 
@@ -104,8 +104,9 @@ class Config:
                 f"distributed={self.distributed}: use shard_processes=null for all processes"
             )
         one_of("on_bad_step", self.on_bad_step, BAD_STEP_ACTIONS)
-        if self.hang_seconds < 0:
-            raise ValueError(f"hang_seconds must be at least 0, got {self.hang_seconds}")
+        for name in ("seed", "hang_seconds"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         for field in (
             "seq_len",
             "tokens_per_step",
@@ -246,7 +247,8 @@ def check_machine(config: Config) -> None:
     if config.export:
         # rather now than at the end
         family_of(config.model)
-    vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    vocab_size = tokenizer.vocab_size
     if config.start.weights is not None and config.model.vocab_size < vocab_size:
         raise ValueError(
             f"{config.start.weights} has {config.model.vocab_size} tokens, "
@@ -259,6 +261,11 @@ def check_machine(config: Config) -> None:
             f"model.vocab_size={config.model.vocab_size}, but data.tokenizer={config.data.tokenizer} has "
             f"{vocab_size} tokens: use model.vocab_size={vocab_size}"
         )
+    if config.sample.tokens:
+        try:
+            prompt_ids(tokenizer, config.sample.prompt, config.model)
+        except ValueError as error:
+            raise ValueError(f"sample.prompt: {error}, or use sample.tokens=0 for no sample") from error
 
 
 def write_config(config: Config, folder: Path, first_step: int) -> None:

@@ -101,6 +101,8 @@ def test_the_run_is_rounded_up_to_whole_steps():
     [
         ("+colour=red", "colour is no key: python -m train --help lists them"),
         ("+model.n_layers=3", r"model.n_layers is no key; did you mean model.n_layer\?"),
+        ("data.paths=my_text", r"data.paths must be a list: write 'data.paths=\[my_text\]'"),
+        ("experiment=finetune_long", "start.weights must name a Hugging Face folder, runs/NAME or a checkpoint"),
         ("seq_len=long", "seq_len: Value 'long' of type 'str' could not be converted to Integer"),
         ("model.n_layer=1.5", "model.n_layer: Value '1.5' of type 'float' could not be converted to Integer"),
         ("data=text", "data.paths must name files or folders"),
@@ -128,6 +130,7 @@ def test_the_run_is_rounded_up_to_whole_steps():
         ("start.positions=stretch", "start.positions must be one of none, linear, ntk, yarn, repeat, interp"),
         ("start.rotary_base=0", "start.rotary_base must be at least 1 or null, got 0"),
         ("model.max_seq_len=512", "seq_len=1024 exceeds the model's positions, model.max_seq_len=512"),
+        ("seq_len=65536", "the nearest is tokens_per_microbatch=65536"),
         (
             "tokens_per_microbatch=5000",
             "tokens_per_microbatch=5000 must be a multiple of seq_len=1024: "

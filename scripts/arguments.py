@@ -11,6 +11,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
+from train.overrides import wrong_value
+
 Arguments = TypeVar("Arguments")
 
 
@@ -83,8 +85,7 @@ def run_script(
         guess = f"did you mean {near[0]}? " if near else ""
         refuse(f"{error.full_key} is no argument: {guess}--help lists them")
     except OmegaConfBaseException as error:
-        reason = str(error.msg or error).splitlines()[0]
-        refuse(f"{error.full_key}: {reason}: --help lists the arguments")
+        refuse(f"{wrong_value(error, given)}: --help lists the arguments")
     except YAMLError as error:
         refuse(f"{' '.join(str(error).split())}: lists are in YAML, what has brackets in them in quotes")
     except (ValueError, OSError) as error:

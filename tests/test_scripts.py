@@ -46,6 +46,7 @@ def test_help_lists_the_arguments_of_every_script(name):
         (["loss.png"], "error: arguments are key=value, got 'loss.png'"),
         (["runs=[a=[b],c]"], "error: while parsing a flow sequence"),
         (["runs=[missing]"], "error: runs: missing holds no metrics.jsonl"),
+        (["runs=a"], "error: runs must be a list: write 'runs=[a]': --help lists"),
         ([], "error: runs is empty"),
     ],
 )
@@ -53,6 +54,12 @@ def test_a_wrong_argument_ends_with_one_clear_error(arguments, message):
     done = call("plot_run", *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith(message)
+
+
+def test_an_argument_that_must_be_given_is_named():
+    done = call("evaluate_context", "data=somewhere")
+    assert done.returncode == 2
+    assert done.stderr == "error: model must be given, as model=VALUE: --help lists the arguments\n"
 
 
 def test_plot_run_draws_runs_and_measures_how_far_they_differ(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from train.checkpoint import CheckpointConfig
 from train.evaluate import EvaluationConfig
 from train.logger import LoggingConfig, WandbConfig
 from train.optim import OptimConfig
-from train.overrides import unknown_key
+from train.overrides import unknown_key, wrong_value
 from train.parallel import STRATEGIES
 from train.sample import SampleConfig, prompt_ids
 from train.step import DTYPES
@@ -215,9 +215,7 @@ def parse(cfg: DictConfig) -> Config:
     except ConfigKeyError as error:
         raise ValueError(unknown_key(error.full_key, Config)) from error
     except OmegaConfBaseException as error:
-        key = error.full_key or "configuration"
-        reason = str(error.msg or error).splitlines()[0]
-        raise ValueError(f"{key}: {reason}") from error
+        raise ValueError(wrong_value(error, cfg)) from error
     if config.start.weights is not None:
         config.model = start_model(
             config.start, max(config.seq_len, config.pose_seq_len or 0), config.model.dropout
@@ -228,14 +226,14 @@ def parse(cfg: DictConfig) -> Config:
 
 def check_machine(config: Config) -> None:
     """Refuses what this machine or the tokenizer cannot do, before any long work starts."""
+    # sdpa knows no block masks
+    instead = "reference" if config.attention.sparse else "sdpa"
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
-            "device=cuda, but torch sees no GPU: use experiment=laptop, "
-            "or device=cpu attention.implementation=sdpa"
+            "device=cuda, but torch sees no GPU: use experiment=laptop, or device=cpu precision=fp32 "
+            f"compile=false fused_loss=false attention.implementation={instead}"
         )
     if config.attention.implementation == "flash" and config.device != "cuda":
-        # sdpa knows no block masks
-        instead = "reference" if config.attention.sparse else "sdpa"
         raise ValueError(
             f"attention.implementation=flash runs on a GPU, got device={config.device}: "
             f"use attention.implementation={instead}"
@@ -286,7 +284,5 @@ def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 def _check_divides(name: str, value: int, divisor_name: str, divisor: int) -> None:
     if value % divisor:
         below, above = value // divisor * divisor, math.ceil(value / divisor) * divisor
-        nearest = f"{name}={above}" if below == 0 else f"{name}={below} or {name}={above}"
-        raise ValueError(
-            f"{name}={value} must be a multiple of {divisor_name}={divisor}: the nearest are {nearest}"
-        )
+        nearest = f"nearest is {name}={above}" if below == 0 else f"nearest are {name}={below} or {name}={above}"
+        raise ValueError(f"{name}={value} must be a multiple of {divisor_name}={divisor}: the {nearest}")

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import get_args
 
 from hydra.errors import MissingConfigException, OverrideParseException
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
@@ -49,6 +55,16 @@ def unknown_key(key: str, schema: type) -> str:
         if near:
             break
     return f"{key} is no key{_guess(near, ': python -m train --help lists them')}"
+
+
+def wrong_value(error: OmegaConfBaseException, given: DictConfig) -> str:
+    """Why a value of another type than its key's is refused; given: the configuration that holds it."""
+    key, reason = error.full_key or "configuration", str(error.msg or error).splitlines()[0]
+    if isinstance(error, MissingMandatoryValue):
+        return f"{key} must be given, as {key}=VALUE"
+    if "is not a ListConfig" in reason:
+        return f"{key} must be a list: write '{key}=[{OmegaConf.select(given, key)}]'"
+    return f"{key}: {reason}"
 
 
 def _keys(schema: type, group: str = "") -> Iterator[str]:

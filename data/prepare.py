@@ -287,4 +287,7 @@ def _plan(source: Source, config: DataConfig) -> Plan:
         raise ValueError(
             f"{place} holds no text, left out: {dict(counts) or 'nothing'}; name files with text in UTF-8"
         )
-    return plan_validation(chain([first], documents), config.validation_fraction, config.seed)
+    try:
+        return plan_validation(chain([first], documents), config.validation_fraction, config.seed)
+    except ValueError as error:
+        raise ValueError(f"{error}; left out: {dict(counts) or 'nothing'}") from error

@@ -235,6 +235,15 @@ def test_an_empty_corpus_is_refused_and_leaves_nothing(config, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"text", "empty"}
 
 
+def test_a_corpus_of_copies_of_one_document_is_refused_with_what_was_left_out(config, tmp_path):
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    for name in ("a.txt", "b.txt"):
+        (copies / name).write_text("the same")
+    with pytest.raises(ValueError, match=r"at least 2, got 1: .*; left out: {'duplicate': 1}"):
+        prepare(replace(config, paths=[str(copies)]))
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [

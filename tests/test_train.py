@@ -138,17 +138,20 @@ def test_a_resumed_run_ends_with_the_same_weights_and_metrics_as_one_that_was_no
         assert torch.equal(weights("resumed", 12)[key], value), key
 
 
-def test_a_finished_run_is_not_trained_further(corpus):
+def test_a_finished_run_is_not_trained_further_and_says_so(corpus, capsys):
     first = run()
     before = weights("test", 12)
+    capsys.readouterr()
     assert run() == pytest.approx(first)
+    assert "all 12 steps are done already: raise total_tokens to go on, or choose" in capsys.readouterr().out
     assert all(torch.equal(weights("test", 12)[key], value) for key, value in before.items())
     assert len(losses()) == 12
 
 
-def test_a_raised_budget_continues_a_finished_run(corpus):
+def test_a_raised_budget_continues_a_finished_run_and_tells_of_other_settings(corpus, capsys):
     run()
     run("total_tokens=7168")
+    assert "continues after step 12 with other settings, runs/test/config_from_s" in capsys.readouterr().out
     assert len(losses()) == 14
 
 

@@ -16,7 +16,7 @@ from model.recompute import RECOMPUTE
 from train.bad_steps import BAD_STEP_ACTIONS, SpikeConfig
 from train.checkpoint import CheckpointConfig
 from train.evaluate import EvaluationConfig
-from train.logger import LoggingConfig, WandbConfig
+from train.logger import LoggingConfig, WandbConfig, counted
 from train.optim import OptimConfig
 from train.overrides import unknown_key, wrong_value
 from train.parallel import STRATEGIES
@@ -181,7 +181,7 @@ class Config:
         ):
             if size is not None and world_size % size:
                 raise ValueError(
-                    f"{name}={size} must divide the {world_size} processes: "
+                    f"{name}={size} must divide the {counted(world_size, 'process')}: "
                     f"start a multiple of {size} of them, or lower {name}"
                 )
 
@@ -266,13 +266,17 @@ def check_machine(config: Config) -> None:
             raise ValueError(f"sample.prompt: {error}, or use sample.tokens=0 for no sample") from error
 
 
-def write_config(config: Config, folder: Path, first_step: int) -> None:
-    """Writes folder/config.yaml, or beside it config_from_step_<first_step>.yaml if a resumed run differs."""
+def write_config(config: Config, folder: Path, first_step: int) -> Path:
+    """Writes folder/config.yaml, or beside it config_from_step_<first_step>.yaml if a resumed run differs.
+
+    Returns the file.
+    """
     text = OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
     path = folder / "config.yaml"
     if first_step > 0 and path.exists() and path.read_text() != text:
         path = folder / f"config_from_step_{first_step}.yaml"
     path.write_text(text)
+    return path
 
 
 def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -284,5 +288,7 @@ def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 def _check_divides(name: str, value: int, divisor_name: str, divisor: int) -> None:
     if value % divisor:
         below, above = value // divisor * divisor, math.ceil(value / divisor) * divisor
-        nearest = f"nearest is {name}={above}" if below == 0 else f"nearest are {name}={below} or {name}={above}"
+        nearest = (
+            f"nearest is {name}={above}" if below == 0 else f"nearest are {name}={below} or {name}={above}"
+        )
         raise ValueError(f"{name}={value} must be a multiple of {divisor_name}={divisor}: the {nearest}")

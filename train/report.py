@@ -36,7 +36,7 @@ def open_run(
 ) -> RunLogger:
     """Creates the run folder, says on the terminal what will be trained, and opens the metrics."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_config(config, folder, first_step)
+    written = write_config(config, folder, first_step)
     world_size, steps = processes.world_size, config.steps
     accumulation = config.accumulation(world_size)
     tokens = steps * config.tokens_per_step
@@ -50,8 +50,14 @@ def open_run(
         f"{counted(config.microbatch, 'sequence')} x {counted(config.seq_len, 'token')}; "
         f"{readable(tokens)} tokens, {epochs:.2f} epochs of {config.data.source}"
     )
-    if first_step:
-        print(f"continues after step {first_step}")
+    if first_step == steps:
+        print(
+            f"all {counted(steps, 'step')} are done already: raise total_tokens to go on, or choose another "
+            "name= for a new run"
+        )
+    elif first_step:
+        changed = "" if written.name == "config.yaml" else f" with other settings, {written}"
+        print(f"continues after step {first_step}{changed}")
     if config.compile:
         print("compiling the model: the first step takes a minute or two", flush=True)
     return RunLogger(folder, config.name, steps, first_step, asdict(config), config.wandb)

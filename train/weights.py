@@ -21,7 +21,9 @@ class StartConfig:
 
     def __post_init__(self):
         if self.weights == "":
-            raise ValueError("start.weights must name a Hugging Face folder, runs/NAME or a checkpoint, got ''")
+            raise ValueError(
+                "start.weights must name a Hugging Face folder, runs/NAME or a checkpoint, got ''"
+            )
         choices = (*ROTARY_METHODS, *EXTENSIONS)
         if self.positions not in choices:
             raise ValueError(f"start.positions must be one of {', '.join(choices)}, got {self.positions!r}")

@@ -119,6 +119,14 @@ def test_never_refuses_a_folder_that_holds_a_run(tmp_path):
         refuse_other_run(tmp_path, "never", CONFIG)
 
 
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_finished_run_without_its_checkpoints_is_not_written_over(tmp_path, resume):
+    refuse_other_run(tmp_path / "checkpoints", resume, CONFIG)
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(ValueError, match="summary.json is of a finished run whose checkpoints are gone"):
+        refuse_other_run(tmp_path / "checkpoints", resume, CONFIG)
+
+
 @pytest.mark.parametrize("own", ["auto", "elsewhere"])
 def test_going_back_below_later_checkpoints_of_another_attempt_is_refused(tmp_path, own):
     """They would count as newer than what the run saves from there on, which would be removed."""
@@ -187,7 +195,10 @@ def test_weights_load_without_the_optimizer_and_from_any_safetensors_writer(tmp_
 @pytest.mark.parametrize("same_run", [True, False])
 def test_another_model_size_is_refused_by_each_key_that_differs(tmp_path, same_run):
     path = write(tmp_path, 1)
-    message = "model.n_layer is 2 in the checkpoint and 12 in the configuration"
+    # no way of going on is offered that would be refused too
+    message = (
+        "model.n_layer is 2 in the checkpoint and 12 in the configuration: .* the checkpoint's own values$"
+    )
     with pytest.raises(ValueError, match=message):
         check_fits(read_checkpoint(path), path, changed("model", "n_layer", 12), same_run=same_run)
 
@@ -199,7 +210,8 @@ def test_another_model_size_is_refused_by_each_key_that_differs(tmp_path, same_r
 def test_another_stream_of_tokens_is_refused_unless_asked_for_by_path(tmp_path, group, key, value):
     path = write(tmp_path, 1)
     config = changed(group, key, value)
-    with pytest.raises(ValueError, match=f"{key} is .* in the checkpoint and {value} in the configuration"):
+    message = f"{key} is .* in the checkpoint and {value} in the configuration: .*checkpoint.resume={path}"
+    with pytest.raises(ValueError, match=message):
         refuse_other_run(tmp_path, "auto", config)
     refuse_other_run(tmp_path / "elsewhere", str(path), config)
 

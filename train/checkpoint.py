@@ -116,6 +116,11 @@ def refuse_other_run(folder: Path, resume: str, config: dict) -> None:
             f"checkpoint.resume=never, but {folder} holds {len(finished)} checkpoints: "
             "choose another name=, or checkpoint.resume=auto to continue"
         )
+    if not list_checkpoints(folder) and (summary := folder.parent / "summary.json").exists():
+        raise ValueError(
+            f"{summary} is of a finished run whose checkpoints are gone, and a new one would write over its "
+            "files: choose another name=, or move the folder away"
+        )
     found = readable_checkpoints(folder)
     if resume not in ("auto", "never"):
         info = read_checkpoint(Path(resume))
@@ -216,20 +221,22 @@ def check_fits(info: dict, path: Path, config: dict, *, same_run: bool) -> None:
     """
     # checkpoints without this key are of a time when there was one algorithm
     saved = info["config"] | {"optim": {"algorithm": "adamw", **info["config"]["optim"]}}
-    compared = [("model", key) for key in config["model"] if key not in FREE_MODEL_KEYS]
-    compared += [("data", "tokenizer"), ("optim", "algorithm")]
+    always = [("model", key) for key in config["model"] if key not in FREE_MODEL_KEYS]
+    always += [("data", "tokenizer"), ("optim", "algorithm")]
+    compared = list(always)
     if same_run:
         compared += [("", key) for key in STREAM_KEYS]
         compared += [("data", key) for key in config["data"] if key not in (*FREE_DATA_KEYS, "tokenizer")]
-    differences = []
+    differences, fits_by_path = [], same_run
     for group, key in compared:
         old = (saved[group] if group else saved).get(key)
         new = (config[group] if group else config)[key]
         if old != new:
             name = f"{group}.{key}" if group else key
             differences.append(f"{name} is {old} in the checkpoint and {new} in the configuration")
+            fits_by_path &= (group, key) not in always
     if differences:
         way_out = "choose another name= for a new run, or the checkpoint's own values"
-        if same_run:
+        if fits_by_path:
             way_out += f", or checkpoint.resume={path} to go on with other data on purpose"
         raise ValueError(f"{path} does not fit this run: {'; '.join(differences)}: {way_out}")

@@ -102,7 +102,10 @@ def test_the_run_is_rounded_up_to_whole_steps():
         ("+colour=red", "colour is no key: python -m train --help lists them"),
         ("+model.n_layers=3", r"model.n_layers is no key; did you mean model.n_layer\?"),
         ("data.paths=my_text", r"data.paths must be a list: write 'data.paths=\[my_text\]'"),
-        ("experiment=finetune_long", "start.weights must name a Hugging Face folder, runs/NAME or a checkpoint"),
+        (
+            "experiment=finetune_long",
+            "start.weights must name a Hugging Face folder, runs/NAME or a checkpoint",
+        ),
         ("seq_len=long", "seq_len: Value 'long' of type 'str' could not be converted to Integer"),
         ("model.n_layer=1.5", "model.n_layer: Value '1.5' of type 'float' could not be converted to Integer"),
         ("data=text", "data.paths must name files or folders"),

@@ -58,6 +58,7 @@ def run_script(
             value = "(required)" if default == "???" else f"[{default}]"
             print(f"  {item.name:<16} {item.metadata['meaning']} {value}")
         return
+    given = OmegaConf.create()
     try:
         bare = [word for word in sys.argv[1:] if "=" not in word]
         if bare and words is None:

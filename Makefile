@@ -1,5 +1,5 @@
 # Every target sets up .venv by itself; nothing is installed outside it.
-#   make train NGPU=8 ARGS="seq_len=8192 model=gpt2_medium"
+#   make train NGPU=4 ARGS="seq_len=8192 model=gpt2_medium"
 
 PYTHON ?= python3
 NGPU ?= 1

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Several nodes under Slurm, one torchrun a node:
-#   sbatch --nodes=2 scripts/slurm.sh model=gpt2_xl data=fineweb_edu seq_len=2048
+#   sbatch --nodes=2 scripts/slurm.sh model=gpt2_xl data=fineweb_edu seq_len=2048 tokens_per_step=524288
 # Prepare the text first, on one node: python -m scripts.prepare_data data=fineweb_edu
 # The nodes share this folder: every process writes its shard of a checkpoint into runs/.
 #SBATCH --job-name=nanoflash

@@ -8,7 +8,7 @@ from test_config import composed
 
 from train import __main__ as command
 from train.config import Config
-from train.overrides import explain, unknown_key
+from train.overrides import explain, refuse_model_overrides, unknown_key
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,13 @@ def test_what_hydra_refuses_is_told_in_one_line_with_the_change_to_make(override
 )
 def test_a_key_is_guessed_from_its_last_word_its_initials_and_its_likeness(key, meant):
     assert unknown_key(key, Config) == f"{key} is no key; did you mean {meant}?"
+
+
+@pytest.mark.parametrize("word", ["model.n_layer=2", "model=llama", "+model.qk_norm=true"])
+def test_a_model_beside_weights_is_refused_in_place_of_being_ignored(word):
+    refuse_model_overrides([word], None)
+    with pytest.raises(ValueError, match="has no effect with start.weights=runs/a, whose model is taken"):
+        refuse_model_overrides(["model.dropout=0.1", "seq_len=64", word], "runs/a")
 
 
 def test_a_wrong_override_ends_the_command_with_one_line_and_exit_code_2(monkeypatch, capsys):

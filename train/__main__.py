@@ -11,13 +11,14 @@ import sys
 from typing import NoReturn
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from train.config import Config, parse
 from train.interruption import EXIT_INTERRUPTED, Interrupted
 from train.loop import train
-from train.overrides import CONF, explain
+from train.overrides import CONF, explain, refuse_model_overrides
 
 EXIT_REFUSED = 2
 WANTS_TRACEBACK = "HYDRA_FULL_ERROR" in os.environ
@@ -31,7 +32,9 @@ def main(cfg: DictConfig) -> None:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("data").setLevel(logging.INFO if rank == 0 else logging.ERROR)
     try:
-        train(parse(cfg))
+        config = parse(cfg)
+        refuse_model_overrides(HydraConfig.get().overrides.task, config.start.weights)
+        train(config)
     except Interrupted as interrupted:
         if rank == 0:
             print(f"{interrupted} (exit code {EXIT_INTERRUPTED})", file=sys.stderr, flush=True)

@@ -57,6 +57,16 @@ def unknown_key(key: str, schema: type) -> str:
     return f"{key} is no key{_guess(near, ': python -m train --help lists them')}"
 
 
+def refuse_model_overrides(words: list[str], weights: str | None) -> None:
+    """Raises ValueError for KEY=VALUE that start.weights would leave without effect."""
+    for word in words if weights is not None else []:
+        key = word.lstrip("+~").partition("=")[0]
+        if key == "model" or (key.startswith("model.") and key != "model.dropout"):
+            raise ValueError(
+                f"{word} has no effect with start.weights={weights}, whose model is taken: leave it out"
+            )
+
+
 def wrong_value(error: OmegaConfBaseException, given: DictConfig) -> str:
     """Why a value of another type than its key's is refused; given: the configuration that holds it."""
     key, reason = error.full_key or "configuration", str(error.msg or error).splitlines()[0]

@@ -1,6 +1,6 @@
 """Measures what a model gains from its context.
 
-    python -m scripts.evaluate_context model=runs/NAME data=data/NAME
+    python -m scripts.evaluate_context model=runs/NAME data=datasets/NAME
 
 model is a run of ours, a checkpoint, or a Hugging Face folder; data a folder that training or
 scripts.prepare_data has prepared, of which the validation split is read. Writes one JSON file of rows and a
@@ -17,7 +17,7 @@ import torch
 
 from data.loader import TokenLoader
 from data.manifest import read_manifest
-from data.tokenizer import load_tokenizer
+from data.tokenizer import TOKENIZERS, load_tokenizer, shard_mark
 from model import GPT
 from scripts.arguments import argument, run_script
 from scripts.inference import check_inference
@@ -33,7 +33,7 @@ from train.context import (
 from train.plot_context import draw_context
 from train.results import write_result
 from train.step import autocast_context
-from train.weights import load_model, run_attention
+from train.weights import load_model, run_attention, tokenizer_name
 
 
 @dataclass
@@ -63,6 +63,13 @@ def main(arguments: Arguments) -> None:
     manifest = read_manifest(Path(arguments.data))
     name = manifest["config"]["tokenizer"]
     model = load_model(arguments.model, run_attention(arguments.model, arguments.attention))
+    own = tokenizer_name(arguments.model)
+    # a Hugging Face folder may lack its tokenizer
+    if (own in TOKENIZERS or Path(own, "tokenizer.json").is_file()) and shard_mark(own) != shard_mark(name):
+        raise ValueError(
+            f"data={arguments.data} is in tokens of {name}, the model reads those of {own}: prepare the text "
+            f"with data.tokenizer={own}"
+        )
     if manifest["vocab_size"] > model.config.vocab_size:
         raise ValueError(
             f"data={arguments.data} has {manifest['vocab_size']} tokens, of tokenizer {name}, the model "

@@ -44,7 +44,12 @@ def main(arguments: Arguments) -> None:
     if bool(arguments.run) == bool(arguments.checkpoint):
         raise ValueError("give either run=runs/NAME or checkpoint=FOLDER")
     source = arguments.run or arguments.checkpoint
-    tokenizer = load_tokenizer(arguments.tokenizer or tokenizer_name(source))
+    name = arguments.tokenizer or tokenizer_name(source)
+    if name == source and not Path(source, "tokenizer.json").is_file():
+        raise ValueError(
+            f"{source} has no tokenizer.json: give tokenizer=gpt2, bytes or a folder that has one"
+        )
+    tokenizer = load_tokenizer(name)
     prompt = Path(arguments.prompt_file).read_text() if arguments.prompt_file else arguments.prompt
     check_inference(arguments.device, arguments.precision, arguments.attention)
     try:

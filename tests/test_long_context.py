@@ -1,6 +1,7 @@
 """The third use from end to end: train short, export, go on with longer sequences, measure, export again."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -66,6 +67,13 @@ def test_a_model_is_taken_to_longer_sequences_and_out_again(shape, method, tmp_p
         evaluate_context, "model=runs/long", f"data={folder}", "sequences=2", "scored=8",
         "lengths=[64]", "depths=[0.5]", "prompts=2", "attention=sdpa", "out=context.json",
     )  # fmt: skip
+    other = Path(shutil.copytree(folder, "other"))
+    manifest = (other / "manifest.json").read_text().replace('"tokenizer": "bytes"', '"tokenizer": "gpt2"')
+    (other / "manifest.json").write_text(manifest)
+    with pytest.raises(ValueError, match="data=other is in tokens of gpt2, the model reads those of bytes"):
+        evaluate_context.main(evaluate_context.Arguments(model="runs/long", data="other"))
+    with pytest.raises(ValueError, match="long has no tokenizer.json: give tokenizer=gpt2, bytes or a fol"):
+        sample.main(sample.Arguments(checkpoint="long"))
     rows = json.loads(Path("context.json").read_text())["rows"]
     kinds = {row["kind"] for row in rows}
     assert kinds == {"position", "context", "effective_context", "passkey", "key_value"}

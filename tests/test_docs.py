@@ -42,6 +42,9 @@ def trainings() -> list:
                 overrides = words[words.index("scripts/slurm.sh") + 1 :]
             else:
                 overrides = words[words.index("train") + 1 :]
+            if "--multirun" in overrides:
+                # the first run of the sweep
+                overrides = [word.split(",")[0] for word in overrides if word != "--multirun"]
             found.append(pytest.param(processes, overrides, id=f"{page.name}: {' '.join(words)[:80]}"))
     return found
 

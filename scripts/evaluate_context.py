@@ -60,6 +60,8 @@ def main(arguments: Arguments) -> None:
     for key in ("sequences", "scored", "prompts"):
         if getattr(arguments, key) < 1:
             raise ValueError(f"{key} must be at least 1, got {getattr(arguments, key)}")
+    if not all(0.0 <= depth <= 1.0 for depth in arguments.depths):
+        raise ValueError(f"depths must be from 0 to 1, got {arguments.depths}")
     manifest = read_manifest(Path(arguments.data))
     name = manifest["config"]["tokenizer"]
     model = load_model(arguments.model, run_attention(arguments.model, arguments.attention))

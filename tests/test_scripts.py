@@ -165,6 +165,11 @@ def test_scripts_that_run_a_model_refuse_what_they_cannot_do(script):
             script.main(script.Arguments(**needed, **arguments))
 
 
+def test_needles_lie_inside_their_prompt():
+    with pytest.raises(ValueError, match=r"depths must be from 0 to 1, got \[0.5, 2.0\]"):
+        evaluate_context.main(evaluate_context.Arguments(model="a", data="b", depths=[0.5, 2.0]))
+
+
 def test_sample_needs_a_run_or_a_checkpoint(tmp_path):
     assert "give either run=" in call("sample").stderr
     assert "nor a checkpoint" in call("sample", f"run={tmp_path}").stderr

@@ -49,10 +49,10 @@ def main(arguments: Arguments) -> None:
         raise ValueError(
             f"{source} has no tokenizer.json: give tokenizer=gpt2, bytes or a folder that has one"
         )
-    tokenizer = load_tokenizer(name)
     prompt = Path(arguments.prompt_file).read_text() if arguments.prompt_file else arguments.prompt
     check_inference(arguments.device, arguments.precision, arguments.attention)
     try:
+        tokenizer = load_tokenizer(name)
         config = SampleConfig(
             prompt=prompt,
             tokens=arguments.tokens,
@@ -62,7 +62,7 @@ def main(arguments: Arguments) -> None:
         )
     except ValueError as error:
         # here the keys have no group
-        raise ValueError(str(error).removeprefix("sample.")) from error
+        raise ValueError(str(error).removeprefix("sample.").removeprefix("data.")) from error
     model = load_model(source, run_attention(source, arguments.attention))
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(

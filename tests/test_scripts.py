@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from model import GPT, AttentionConfig, ModelConfig
 from scripts import benchmark_generate, evaluate_context, plot_run, sample
 from scripts.arguments import argument, command_line, run_script
 
@@ -168,6 +169,18 @@ def test_scripts_that_run_a_model_refuse_what_they_cannot_do(script):
 def test_needles_lie_inside_their_prompt():
     with pytest.raises(ValueError, match=r"depths must be from 0 to 1, got \[0.5, 2.0\]"):
         evaluate_context.main(evaluate_context.Arguments(model="a", data="b", depths=[0.5, 2.0]))
+
+
+def test_sample_refuses_a_tokenizer_that_the_model_does_not_know(monkeypatch):
+    sizes = {"n_layer": 1, "n_head": 1, "n_embd": 8, "vocab_size": 100, "max_seq_len": 8, "dropout": 0.0}
+    attention = AttentionConfig(implementation="sdpa")
+    monkeypatch.setattr(sample, "run_attention", lambda *_: attention)
+    monkeypatch.setattr(sample, "load_model", lambda *_: GPT(ModelConfig(**sizes), attention))
+    given = {"run": "missing", "device": "cpu", "precision": "fp32", "attention": "sdpa"}
+    with pytest.raises(ValueError, match="tokenizer=bytes has 257 tokens, the model 100: leave tokenizer"):
+        sample.main(sample.Arguments(**given, tokenizer="bytes"))
+    with pytest.raises(ValueError, match="^tokenizer must be one of .* got 'missing'"):
+        sample.main(sample.Arguments(**given, tokenizer="missing"))
 
 
 def test_sample_needs_a_run_or_a_checkpoint(tmp_path):

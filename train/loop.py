@@ -86,6 +86,10 @@ def _train(
     resume: str,
     left_out: list[int],
 ) -> float:
+    """One attempt of train: from a checkpoint or the start to the end, an Interrupted or a RollBack.
+
+    resume: as checkpoint.resume. left_out: the numbers of the batches that are passed over.
+    """
     device, is_main = processes.device, processes.is_main
     accumulation = config.accumulation(processes.world_size)
     checkpoints = folder / "checkpoints"

@@ -94,7 +94,7 @@ def _read_config(folder: Path) -> tuple[Family, ModelConfig]:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{path}: no such file; a Hugging Face model is a folder with config.json in it")
-    theirs = json.loads(path.read_text())
+    theirs = _read_json(path)
     names = theirs.get("architectures") or ["none"]
     if names[0] not in FAMILIES:
         raise ValueError(f"{path}: architecture {names[0]} is not supported: {', '.join(FAMILIES)} are")
@@ -108,8 +108,7 @@ def _read_config(folder: Path) -> tuple[Family, ModelConfig]:
 def _find_tensors(folder: Path, family: Family) -> dict[str, Path]:
     """Full name of each tensor, and the file that holds it."""
     if (folder / INDEX).is_file():
-        files = json.loads((folder / INDEX).read_text())["weight_map"]
-        files = {name: folder / file for name, file in files.items()}
+        files = {name: folder / file for name, file in _read_json(folder / INDEX)["weight_map"].items()}
     elif (folder / WEIGHTS).is_file():
         with _open(folder / WEIGHTS) as file:
             files = dict.fromkeys(file.keys(), folder / WEIGHTS)
@@ -142,6 +141,13 @@ def _check_names(folder: Path, family: Family, config: ModelConfig, files: dict[
         )
 
 
+def _read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): copy it anew from its model") from error
+
+
 def _open(path: Path):
     try:
         return safe_open(path, framework="pt")
@@ -153,7 +159,10 @@ def _read(path: Path, name: str, family: Family) -> Tensor:
     with _open(path) as file:
         if name not in file.keys():  # noqa: SIM118, the file is no mapping
             name = name.removeprefix(family.prefix)
-        return file.get_tensor(name)
+        try:
+            return file.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{path} lacks {name}, which {INDEX} places there: copy both anew") from error
 
 
 def _write_tensors(folder: Path, tensors: dict[str, Tensor], max_shard_bytes: int) -> None:

@@ -192,6 +192,24 @@ def test_folders_without_a_model_are_refused(folder, tmp_path):
         load_pretrained(folder, REFERENCE)
 
 
+@pytest.mark.parametrize("kind", ["gpt2"], indirect=True)
+def test_json_that_is_damaged_or_wrong_is_named_with_its_file(folder, tmp_path):
+    export_pretrained(load_pretrained(folder, REFERENCE), tmp_path / "out", max_shard_bytes=20_000)
+    index = tmp_path / "out" / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    files = content["weight_map"]
+    files["transformer.wpe.weight"] = next(
+        file for file in files.values() if file != files["transformer.wpe.weight"]
+    )
+    index.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="lacks wpe.weight, which model.safetensors.index.json"):
+        load_pretrained(tmp_path / "out", REFERENCE)
+    for name in ("model.safetensors.index.json", "config.json"):
+        (tmp_path / "out" / name).write_text("{")
+        with pytest.raises(ValueError, match=f"{name} is not JSON"):
+            load_pretrained(tmp_path / "out", REFERENCE)
+
+
 @pytest.mark.parametrize("kind", ["llama2"], indirect=True)
 def test_export_overwrites_nothing_and_names_what_fits_no_family(folder, tmp_path):
     ours = load_pretrained(folder, REFERENCE)

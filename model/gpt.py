@@ -159,7 +159,8 @@ class GPT(nn.Module):
         """
         if tokens.shape[1] > self.config.max_seq_len:
             raise ValueError(
-                f"tokens: {tokens.shape[1]} positions, but model.max_seq_len={self.config.max_seq_len}"
+                f"tokens: {tokens.shape[1]} positions, but model.max_seq_len={self.config.max_seq_len}: "
+                "use shorter sequences"
             )
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)

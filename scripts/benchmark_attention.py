@@ -36,6 +36,11 @@ from scripts.timing import capture, median_ms
 from train.results import write_result
 
 NAMES = ("ours", "hopper", "portable", "cudnn", "fa2", "flex", "fa4", "eager")
+# who is measured with what; the others would run without it, and their rows would say that they had it
+ABLE = {
+    "window": ("ours", "hopper", "portable", "flex", "eager"),
+    "dropout_p": ("ours", "hopper", "portable", "fa2"),
+}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,8 +55,8 @@ class Arguments:
     width: int = argument(2048, "H * D")
     gpt2: bool = argument(True, "GPT-2's own shape as well")
     dtype: str = argument("bf16", "bf16 or fp16")
-    window: int | None = argument(None, "keys that a query sees; ours and flex only")
-    dropout_p: float = argument(0.0, "ours and fa2 only")
+    window: int | None = argument(None, f"keys that a query sees; {' '.join(ABLE['window'])} only")
+    dropout_p: float = argument(0.0, f"{' '.join(ABLE['dropout_p'])} only")
     repeats: int = argument(5, "turns of each implementation")
     plot: bool = argument(True, "also draw the results, as OUT with the ending .png")
     out: str = argument("attention.json", "result file")
@@ -76,6 +81,15 @@ GPT2 = Shape(32, 1024, 12, 64, True, True)
 
 
 def main(arguments: Arguments) -> None:
+    for key, able in ABLE.items():
+        unable = [name for name in arguments.implementations if name not in able]
+        if getattr(arguments, key) and unable:
+            raise ValueError(
+                f"{key}={getattr(arguments, key)} is measured with {' '.join(able)} only: leave "
+                f"{' '.join(unable)} out of implementations"
+            )
+    if arguments.window is not None and False in arguments.causal:
+        raise ValueError(f"window={arguments.window} looks back only: use causal=[true]")
     if not torch.cuda.is_available():
         raise ValueError("benchmark_attention needs a CUDA GPU; none was found")
     if arguments.dtype not in DTYPES:
@@ -187,8 +201,6 @@ def build(name: str, causal: bool, window: int | None, dropout_p: float, seq_len
     if name == "flex":
         return compiled_flex(block_mask(seq_len, window) if causal else None)
     if name == "fa4":
-        if window is not None or dropout_p > 0.0:
-            raise ValueError("fa4 is measured without window and dropout: leave it out of implementations")
         from flash_attn.cute import flash_attn_func
 
         return lambda q, k, v: flash_attn_func(q, k, v, causal=causal)[0]

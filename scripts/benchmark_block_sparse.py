@@ -72,6 +72,8 @@ DIRECTIONS = ("forward", "backward")
 
 
 def main(arguments: Arguments) -> None:
+    if arguments.dropout_p and "flex" in arguments.implementations:
+        raise ValueError(f"dropout_p={arguments.dropout_p}: flex has none, leave it out of implementations")
     if not torch.cuda.is_available():
         raise ValueError("benchmark_block_sparse needs a CUDA GPU; none was found")
     names = ("ours", *IMPLEMENTATIONS, "flex")

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from model import GPT, AttentionConfig, ModelConfig
-from scripts import benchmark_generate, evaluate_context, plot_run, sample
+from scripts import (
+    benchmark_attention,
+    benchmark_block_sparse,
+    benchmark_generate,
+    evaluate_context,
+    plot_run,
+    sample,
+)
 from scripts.arguments import argument, command_line, run_script
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -169,6 +176,21 @@ def test_scripts_that_run_a_model_refuse_what_they_cannot_do(script):
 def test_needles_lie_inside_their_prompt():
     with pytest.raises(ValueError, match=r"depths must be from 0 to 1, got \[0.5, 2.0\]"):
         evaluate_context.main(evaluate_context.Arguments(model="a", data="b", depths=[0.5, 2.0]))
+
+
+@pytest.mark.parametrize(
+    ("given", "unable"), [({"window": 1024}, "cudnn fa2 fa4"), ({"dropout_p": 0.1}, "cudnn flex fa4")]
+)
+def test_benchmark_attention_measures_nobody_without_what_its_rows_say(given, unable):
+    with pytest.raises(ValueError, match=f"only: leave {unable} out of implementations"):
+        benchmark_attention.main(benchmark_attention.Arguments(**given))
+
+
+def test_benchmarks_refuse_a_window_that_looks_ahead_and_a_dropout_that_flex_has_not():
+    with pytest.raises(ValueError, match=r"window=64 looks back only: use causal=\[true\]"):
+        benchmark_attention.main(benchmark_attention.Arguments(window=64, implementations=["ours"]))
+    with pytest.raises(ValueError, match="dropout_p=0.1: flex has none, leave it out of implementations"):
+        benchmark_block_sparse.main(benchmark_block_sparse.Arguments(dropout_p=0.1))
 
 
 def test_sample_refuses_a_tokenizer_that_the_model_does_not_know(monkeypatch):

@@ -103,7 +103,7 @@ def measure(arguments: Arguments, kernel: str, head_dim: int, causal: bool, tile
         "kernel": kernel,
         "head_dim": head_dim,
         "causal": causal,
-        "window": arguments.window,
+        "window": arguments.window if causal else None,
         "pattern": arguments.pattern,
         "block_size": arguments.block_size if arguments.pattern else None,
         "dropout_p": arguments.dropout_p,

@@ -10,8 +10,8 @@ from train.distributed import Processes
 
 @dataclass(kw_only=True, slots=True)
 class EvaluationConfig:
-    # validation tokens, the same ones each time; rounded down to micro-batches of all processes, at least one,
-    # and fewer if the validation split is smaller
+    # validation tokens, the same ones each time: as many whole micro-batches of all processes as fit into
+    # this number and into the validation split, at least one
     tokens: int
     # steps between evaluations; the run's last step is always evaluated; 0 for the last one only
     every_steps: int

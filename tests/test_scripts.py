@@ -201,8 +201,8 @@ def test_sample_refuses_a_tokenizer_that_the_model_does_not_know(monkeypatch):
     given = {"run": "missing", "device": "cpu", "precision": "fp32", "attention": "sdpa"}
     with pytest.raises(ValueError, match="tokenizer=bytes has 257 tokens, the model 100: leave tokenizer"):
         sample.main(sample.Arguments(**given, tokenizer="bytes"))
-    with pytest.raises(ValueError, match="^tokenizer must be one of .* got 'missing'"):
-        sample.main(sample.Arguments(**given, tokenizer="missing"))
+    with pytest.raises(ValueError, match="^tokenizer must be one of .* got 'nowhere'"):
+        sample.main(sample.Arguments(**given, tokenizer="nowhere"))
 
 
 def test_sample_needs_a_run_or_a_checkpoint(tmp_path):

@@ -175,6 +175,12 @@ class BlockMask:
         dense = unpack(words).flatten(-2)[..., : self.seq_k]
         return dense.view(self.n_batch, self.n_head, len(rows), self.seq_k)
 
+    def __repr__(self) -> str:
+        sizes = f"{self.seq_q} queries, {self.seq_k} keys, n_batch={self.n_batch}, n_head={self.n_head}"
+        of_all = self.n_batch * self.n_head * self.n_rows * self.n_columns
+        blocks = f"{len(self.keys)} of {of_all} blocks of {self.block_size}"
+        return f"BlockMask({sizes}, {blocks}, causal={self.causal}, {self.keys.device})"
+
     def density(self) -> float:
         """The share of blocks that are kept, among all, or, of a causal mask, among those of causal ones."""
         n_all = self.n_rows * self.n_columns

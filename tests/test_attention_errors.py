@@ -15,6 +15,7 @@ X = torch.zeros(2, 8, 4, 16, device=DEVICE)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"k": X.tolist()}, "k must be a tensor, got list"),
         ({"q": X[0]}, r"q must have 4 dimensions.*\(8, 4, 16\)"),
         ({"q": X.double(), "k": X.double(), "v": X.double()}, "q must be bfloat16.*float64"),
         ({"k": X.half()}, "one dtype.*float32.*float16"),

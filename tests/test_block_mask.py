@@ -150,6 +150,11 @@ def test_density_counts_kept_blocks_over_causal_ones():
     assert block_masks.butterfly(4096).density() == pytest.approx(6 / 32)
 
 
+def test_a_mask_tells_its_size_instead_of_its_tensors():
+    text = repr(block_masks.window(1000, 128))
+    assert "1000 queries, 1000 keys, n_batch=1, n_head=1, 15 of 64 blocks of 128, causal=True, cpu" in text
+
+
 def test_reach_is_that_of_the_paper_and_warns_below_all():
     butterfly = block_masks.butterfly(16 * 128)
     assert butterfly.reach(4) == 1.0

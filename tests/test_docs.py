@@ -5,8 +5,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from test_config import composed
 
+from tests.test_config import composed
 from train.config import parse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,10 +17,10 @@ GPUS_PER_NODE = 8
 
 def commands(page: Path) -> list[list[str]]:
     """The words of every line in a fenced block, and of every text between backticks."""
-    text = page.read_text().replace("\\\n", " ")
-    inline, *fenced = [part for i in (0, 1) for part in [" \n".join(text.split("```")[i::2])]]
-    lines = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", inline)]
-    lines += [line for block in fenced for line in block.splitlines()]
+    parts = page.read_text().replace("\\\n", " ").split("```")
+    prose, blocks = "\n".join(parts[::2]), parts[1::2]
+    lines = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+    lines += [line for block in blocks for line in block.splitlines()]
     return [
         shlex.split(line, comments=True)
         for line in lines

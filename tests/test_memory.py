@@ -8,12 +8,12 @@ from pathlib import Path
 import faults
 import pytest
 import torch
-from test_config import composed
 
 import model.gpt
 from model import GPT, AttentionConfig
 from scripts import benchmark_training, plan
 from scripts.plan import Arguments, choose_rates, compare, measured
+from tests.test_config import composed
 from train.config import parse
 from train.memory import count_weights, largest_microbatch, microbatches, peak_bytes
 from train.out_of_memory import EXIT_OUT_OF_MEMORY, way_out

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 from hydra.errors import HydraException
-from test_config import composed
 
+from tests.test_config import composed
 from train import __main__ as command
 from train.config import Config
 from train.overrides import explain, refuse_model_overrides, unknown_key

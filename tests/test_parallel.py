@@ -4,11 +4,11 @@ from pathlib import Path
 import faults
 import pytest
 import torch
-from test_config import composed
 from together import run_together
 from torch.profiler import ProfilerActivity, profile
 
 from model import GPT, AttentionConfig, ModelConfig
+from tests.test_config import composed
 from train.build import build_step_model
 from train.config import Config, parse
 from train.context_parallel import ContextGroups

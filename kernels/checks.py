@@ -11,7 +11,8 @@ from kernels.block_mask import BlockMask
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# tensor -> the version whose values were found right, so that a mask is read once and not in every layer
+# tensor -> the version whose values were found right, and for how many tokens: a mask is read once, not in
+# every layer
 CHECKED = WeakIdKeyDictionary()
 
 
@@ -108,12 +109,12 @@ def check_document_ids(document_ids: Tensor, q: Tensor, k: Tensor) -> None:
     check_index_tensor("document_ids", document_ids, q)
     if q.shape[1] > k.shape[1]:
         raise ValueError(f"document_ids need Tq <= Tk, got Tq {q.shape[1]} and Tk {k.shape[1]}")
-    if may_read(document_ids):
+    if is_unchecked(document_ids, k.shape[1]):
         if bool((document_ids[:, 1:] < document_ids[:, :-1]).any()):
             raise ValueError(
                 "document_ids must not decrease along a row: number the documents in their order"
             )
-        CHECKED[document_ids] = document_ids._version
+        remember(document_ids, k.shape[1])
 
 
 def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor) -> None:
@@ -145,7 +146,7 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, x: Tensor) -> None:
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"{name} must have shape (n_sequences + 1,), got {tuple(cu_seqlens.shape)}")
     check_index_tensor(name, cu_seqlens, x)
-    if may_read(cu_seqlens):
+    if is_unchecked(cu_seqlens, x.shape[0]):
         starts = cu_seqlens.tolist()
         if starts[0] != 0:
             raise ValueError(f"{name} must start at 0, got {starts[0]}")
@@ -153,7 +154,7 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, x: Tensor) -> None:
             raise ValueError(f"{name} must end at the total number of tokens, {x.shape[0]}, got {starts[-1]}")
         if any(a > b for a, b in pairwise(starts)):
             raise ValueError(f"{name} must not decrease, got {starts if len(starts) < 20 else '...'}")
-        CHECKED[cu_seqlens] = cu_seqlens._version
+        remember(cu_seqlens, x.shape[0])
 
 
 def check_same_total(q: Tensor, k: Tensor) -> None:
@@ -176,7 +177,16 @@ def check_index_tensor(name: str, x: Tensor, q: Tensor) -> None:
 
 
 def may_read(x: Tensor) -> bool:
-    """Whether the values of x are still to be checked, and can be without breaking a graph."""
-    if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return False
-    return CHECKED.get(x) != x._version
+    """Whether the values of x can be read without breaking a graph."""
+    return not torch.compiler.is_compiling() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def is_unchecked(x: Tensor, n_tokens: int) -> bool:
+    """Whether the values of x, for so many tokens, are still to be checked, and can be."""
+    # what inference_mode makes counts no versions: it is read every time
+    return may_read(x) and (x.is_inference() or CHECKED.get(x) != (x._version, n_tokens))
+
+
+def remember(x: Tensor, n_tokens: int) -> None:
+    if not x.is_inference():
+        CHECKED[x] = x._version, n_tokens

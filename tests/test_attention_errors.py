@@ -80,6 +80,23 @@ def test_changed_document_ids_are_checked_again():
         flash_attention(x, x, x, document_ids=ids)
 
 
+def test_lengths_that_were_right_are_checked_again_for_other_tokens():
+    cu_seqlens = torch.tensor([0, 5, 8], dtype=torch.int32, device=DEVICE)
+    flash_attention_varlen(X[0], X[0], X[0], cu_seqlens)
+    longer = torch.cat([X[0], X[0]])
+    with pytest.raises(ValueError, match="cu_seqlens must end at the total number of tokens, 16, got 8"):
+        flash_attention_varlen(longer, longer, longer, cu_seqlens)
+
+
+def test_masks_made_in_inference_mode_are_checked_too():
+    with torch.inference_mode():
+        ids = torch.zeros(2, 8, dtype=torch.int32, device=DEVICE)
+        flash_attention(X, X, X, document_ids=ids)
+        ids[:, 0] = 1
+        with pytest.raises(ValueError, match="document_ids must not decrease"):
+            flash_attention(X, X, X, document_ids=ids)
+
+
 def test_without_a_gpu_the_error_says_what_to_do():
     program = (
         "import torch; from kernels.flash_attention import flash_attention; x = torch.zeros(1, 8, 1, 16)\n"

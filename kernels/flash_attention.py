@@ -49,7 +49,10 @@ def flash_attention(
     q, k, v = checks.autocast(q, k, v)
     checks.check_tensors(q, k, v, n_dims=4)
     checks.check_options(q, causal, softmax_scale, window, dropout_p, dropout_seed)
-    causal = check_block_mask(block_mask, causal, window, q, k)
+    if block_mask is not None:
+        checks.check_block_mask(block_mask, q, k)
+        # its own tiles cut at the diagonal
+        causal = causal and not (block_mask.causal and window is None)
     key_bounds = query_bounds = None
     if document_ids is not None:
         checks.check_document_ids(document_ids, q, k)
@@ -104,7 +107,8 @@ def flash_attention_varlen(
     else:
         checks.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k)
         checks.check_same_count(cu_seqlens, cu_seqlens_k)
-    causal = check_block_mask(block_mask, causal, window, q, k)
+    if block_mask is not None:
+        checks.check_block_mask(block_mask, q, k)
     key_bounds, query_bounds = varlen_bounds(
         cu_seqlens, cu_seqlens_k, q.shape[0], k.shape[0], causal=causal, window=window
     )
@@ -124,16 +128,6 @@ def flash_attention_varlen(
         block_mask,
     )
     return (out[0], lse[0]) if return_lse else out[0]
-
-
-def check_block_mask(
-    block_mask: BlockMask | None, causal: bool, window: int | None, q: Tensor, k: Tensor
-) -> bool:
-    """Checks the block mask; returns whether the kernels have to cut at the diagonal themselves."""
-    if block_mask is None:
-        return causal
-    checks.check_block_mask(block_mask, q, k)
-    return causal and not (block_mask.causal and window is None)
 
 
 def attend(

@@ -14,7 +14,7 @@ from kernels.operators import attention_backward, attention_forward, use_impleme
 from kernels.portable.dkdv import dkdv_kernel
 from kernels.portable.dq import dq_kernel
 from kernels.portable.forward import forward_kernel
-from kernels.reference import attention_reference
+from kernels.reference import attention_reference, visible_keys
 from scripts import benchmark_block_sparse as benchmark
 from tests.accuracy import assert_as_accurate_as_torch, random_qkv, run
 
@@ -93,6 +93,27 @@ def test_queries_and_keys_may_differ_in_number(seq_q, seq_k, causal, device):
     q, k, v = random_qkv(1, seq_q, seq_k, 2, 2, 16, torch.float32, device)
     mask = holes(1, 1, seq_q, seq_k, device)
     assert_as_accurate_as_torch(flash_attention, q, k, v, block_mask=mask, causal=causal)
+
+
+def test_a_causal_block_mask_leaves_packed_sequences_causal(device):
+    # one sequence of more queries than keys, one of more keys: causal in all is not causal in each
+    cu_seqlens, cu_seqlens_k = (
+        torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 60, 80], [0, 20, 80])
+    )
+    q, k, v = (x[0].detach() for x in random_qkv(1, 80, 80, 1, 1, 16, torch.float32, device))
+    mask = block_masks.window(80, 50, block_size=64, device=device)
+    out = flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens_k=cu_seqlens_k, block_mask=mask)
+    visible = torch.zeros(80, 80, dtype=torch.bool, device=device)
+    visible[:60, :20] = visible_keys(60, 20, causal=True, device=device)[0, 0]
+    visible[60:, 20:] = visible_keys(20, 60, causal=True, device=device)[0, 0]
+    expected = attention_reference(
+        q[None],
+        k[None],
+        v[None],
+        causal=False,
+        block_mask=mask & block_masks.from_dense(visible, block_size=64),
+    )
+    torch.testing.assert_close(out, expected[0], rtol=1e-5, atol=1e-5)
 
 
 def test_packed_sequences_take_a_block_mask_of_all_their_tokens(device):

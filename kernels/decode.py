@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kernels.block_mask import BlockMask
 from kernels.problem import dot_precision
+from kernels.registration import on_its_gpu
 from kernels.tiles import choose_tile, padded_head_dim
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -181,6 +182,7 @@ def decode_attention(
 
 
 @torch.library.custom_op("nanoflash::decode_attention", mutates_args=())
+@on_its_gpu
 def _decode(
     q: Tensor,
     k: Tensor,
@@ -217,6 +219,7 @@ def _decode(
 
 
 @torch.library.custom_op("nanoflash::append_keys", mutates_args=("k_cache", "v_cache"))
+@on_its_gpu
 def append_keys(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
     """Writes token lengths[b] - 1 of each sequence to its place, that number modulo capacity, in the caches.
 

@@ -5,12 +5,27 @@ three times as long through it, in Python, without the work itself.
 """
 
 from collections.abc import Callable
+from functools import wraps
 
 import torch
 
 LIBRARY = torch.library.Library("nanoflash", "FRAGMENT")
 # kernels read what they are given by its strides; Inductor must not have other ones for it
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+
+def on_its_gpu(function: Callable) -> Callable:
+    """A decorator: runs a function of tensors while the GPU of the first is the current one.
+
+    Triton launches on the current GPU, where PyTorch's own operators go to that of their arguments.
+    """
+
+    @wraps(function)
+    def run(tensor, *arguments):
+        with torch.cuda.device_of(tensor):
+            return function(tensor, *arguments)
+
+    return run
 
 
 def operator(fake: Callable) -> Callable[[Callable], torch._ops.OpOverload]:
@@ -24,7 +39,7 @@ def operator(fake: Callable) -> Callable[[Callable], torch._ops.OpOverload]:
         name = function.__name__
         LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()), tags=TAGS)
         for device in ("CPU", "CUDA"):
-            LIBRARY.impl(name, function, device)
+            LIBRARY.impl(name, on_its_gpu(function), device)
         torch.library.register_fake(f"nanoflash::{name}", fake, lib=LIBRARY)
         return getattr(torch.ops.nanoflash, name).default
 

@@ -37,6 +37,13 @@ def test_every_head_dim(head_dim, dtype, device):
     assert_as_accurate_as_torch(flash_attention, q, k, v)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_need_not_be_on_the_current_gpu():
+    q, k, v = random_qkv(1, 129, 129, 2, 1, 64, torch.bfloat16, "cuda:1")
+    assert_as_accurate_as_torch(flash_attention, q, k, v)
+    assert torch.cuda.current_device() == 0
+
+
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(

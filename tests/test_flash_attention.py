@@ -102,6 +102,19 @@ def test_gradients_are_the_same_bits_in_every_run(device):
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
+def test_kernels_run_on_the_gpu_of_their_tensors(device, monkeypatch):
+    entered = []
+
+    class DeviceOf(torch.cuda.device_of):
+        def __enter__(self):
+            entered.append(self.idx)
+
+    monkeypatch.setattr(torch.cuda, "device_of", DeviceOf)
+    q, k, v = random_qkv(1, 8, 8, 1, 1, 16, torch.float32, device)
+    flash_attention(q, k, v).sum().backward()
+    assert entered == [q.get_device()] * 2
+
+
 def test_operators_keep_the_contract_of_torch_library(device):
     q, k, v = random_qkv(1, 40, 40, 2, 1, 16, torch.float32, device)
     options = (None, None, None, [], 0.25, True, None, 0.0, False)

@@ -6,6 +6,7 @@ import torch
 
 from kernels import block_masks, hopper
 from kernels.flash_attention import flash_attention
+from kernels.hopper.prologue import prepare_kernel
 from kernels.hopper.tiles import division
 from kernels.operators import use_implementation
 from kernels.problem import Problem
@@ -86,6 +87,31 @@ def test_refuses_what_it_does_not_cover_and_says_why():
     assert "compute capability 9.0" in reason
     with pytest.raises(ValueError, match="does not take this problem"):
         hopper.attention_forward(problem(), q, q, q)
+
+
+def test_leaves_more_heads_than_a_grid_has_to_the_portable_kernels(monkeypatch):
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
+    monkeypatch.setattr(hopper, "build_error", lambda: None)
+    q = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16).expand(2**13, 1, 8, 64)
+    assert "at most 65535 heads over all batches, not 65536" in hopper.refusal(problem(), q, q, q)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's test")
+def test_heads_of_a_gradient_may_begin_behind_two_billion_elements():
+    """A head-major gradient of a million tokens; most of its memory is never touched."""
+    distance, (seq_len, n_head, head_dim) = 2**30, (8, 3, 64)
+    dout = torch.empty(2 * distance + seq_len * head_dim, dtype=torch.float16)
+    dout = dout.as_strided((1, seq_len, n_head, head_dim), (n_head * distance, head_dim, distance, 1))
+    dout.copy_(torch.randn(dout.shape))
+    out, lse = torch.randn(dout.shape).half(), torch.randn(1, n_head, seq_len)
+    minus_lse, minus_delta = torch.empty(2, n_head, 128)
+    prepare_kernel[(1, n_head)](
+        out, dout, lse, lse, minus_lse, minus_delta, minus_lse, torch.empty(1, dtype=torch.int32),
+        *out.stride()[:3], *dout.stride()[:3], n_head, seq_len, 128, 0.125,
+        HEAD_DIM=head_dim, BLOCK_M=128, HAS_DLSE=False, SUMS_DQ=False,
+    )  # fmt: skip
+    expected = -(out.float() * dout.float()).sum(-1)[0].T
+    torch.testing.assert_close(minus_delta[:, :seq_len], expected)
 
 
 def test_says_once_that_the_installed_triton_cannot_build_it(monkeypatch):

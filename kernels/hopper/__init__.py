@@ -13,6 +13,8 @@ HEAD_DIMS = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
 # row and tile numbers are int32 in the kernels
 MOST_ROWS = 2**30
+# of all batches: grids have them in a second or third dimension
+MOST_HEADS = 2**16 - 1
 
 
 def refusal(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -34,6 +36,8 @@ def refusal(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"divides by softmax_scale, which is {problem.softmax_scale}"
     if min(batch, seq_q, k.shape[1]) == 0 or batch * n_head * (max(seq_q, k.shape[1]) + 128) > MOST_ROWS:
         return f"takes 1 to {MOST_ROWS} rows over all heads"
+    if batch * n_head > MOST_HEADS:
+        return f"takes at most {MOST_HEADS} heads over all batches, not {batch * n_head}"
     if not all(is_readable(x) for x in (q, k, v)):
         return "reads tensors whose rows are unbroken and whose start and strides are multiples of 16 bytes"
     return build_error()

@@ -20,7 +20,7 @@ def prepare_kernel(
     if (head == 0) & (tl.program_id(0) == 0):
         tl.store(counter_ptr, 0)
     b = (head // n_head).to(tl.int64)
-    h = head % n_head
+    h = (head % n_head).to(tl.int64)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, HEAD_DIM)
     inside = rows < seq_q
@@ -59,7 +59,7 @@ def round_kernel(
     """
     head = tl.program_id(1)
     b = (head // n_head).to(tl.int64)
-    h = head % n_head
+    h = (head % n_head).to(tl.int64)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, HEAD_DIM)
     first = (head.to(tl.int64) * padded + tl.program_id(0) * BLOCK_M) * HEAD_DIM

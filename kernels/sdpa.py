@@ -45,7 +45,10 @@ def sdpa_forward(
     *,
     scale: float | None = None,
 ):
-    """aten::_scaled_dot_product_flash_attention, (B, H, T, D); our seed takes the generator state's place."""
+    """aten::_scaled_dot_product_flash_attention, (B, H, T, D).
+
+    Our seed is the first of the two words of the generator's state that PyTorch keeps for the backward pass.
+    """
     if return_debug_mask:
         raise ValueError("return_debug_mask must be False: nanoflash stores no mask")
     if is_causal and query.shape[2] != key.shape[2]:
@@ -53,14 +56,17 @@ def sdpa_forward(
             f"is_causal needs as many queries as keys, got {query.shape[2]} and {key.shape[2]}: "
             "PyTorch aligns their starts and nanoflash their ends; call flash_attention"
         )
-    seed = torch.zeros(1, dtype=torch.int64, device=query.device)
+    if scale is not None and not 0.0 < scale < float("inf"):
+        raise ValueError(f"scale must be positive and finite, got {scale}: negate the query instead")
+    seed = torch.zeros(2, dtype=torch.int64, device=query.device).view(torch.uint64)
     if dropout_p > 0.0:
-        seed.random_(2**62)
+        seed.view(torch.int64).random_(2**62)
     q, k, v = heads_last(query, key, value)
     out, lse = attention_forward(q, k, v, *options(query, seed, dropout_p, is_causal, scale))
     unused = torch.empty(0, dtype=query.dtype, device=query.device)
-    offset = torch.zeros((), dtype=torch.int64, device=query.device)
-    return out.transpose(1, 2), lse, None, None, query.shape[2], key.shape[2], seed, offset, unused
+    offset = torch.zeros((), dtype=torch.uint64, device=query.device)
+    out = laid_out_as(query, out.transpose(1, 2))
+    return out, lse, None, None, query.shape[2], key.shape[2], seed, offset, unused
 
 
 def sdpa_backward(
@@ -86,20 +92,26 @@ def sdpa_backward(
     gradients = attention_backward(
         dout, None, q, k, v, out, logsumexp, *options(query, seed, dropout_p, is_causal, scale)
     )
-    return heads_last(*gradients)
+    return tuple(map(laid_out_as, (query, key, value), heads_last(*gradients)))
 
 
 def options(query: Tensor, seed: Tensor, dropout_p: float, is_causal: bool, scale: float | None) -> tuple:
     """The operators' arguments behind q, k, v."""
     softmax_scale = query.shape[-1] ** -0.5 if scale is None else scale
     deterministic = torch.are_deterministic_algorithms_enabled()
-    seed = seed if dropout_p > 0.0 else None
+    seed = seed.view(torch.int64)[:1] if dropout_p > 0.0 else None
     return None, None, seed, [], softmax_scale, is_causal, None, dropout_p, deterministic
 
 
 def heads_last(*tensors: Tensor) -> tuple[Tensor, ...]:
     """(B, H, T, D) as (B, T, H, D), and back, without a copy."""
     return tuple(x.transpose(1, 2) for x in tensors)
+
+
+def laid_out_as(like: Tensor, x: Tensor) -> Tensor:
+    """x with the strides of torch.empty_like(like), which torch.compile takes for granted; mostly no copy."""
+    strides = torch.empty_like(like, device="meta").stride()
+    return x if x.stride() == strides else torch.empty_like(like).copy_(x)
 
 
 register_flash_attention_impl("nanoflash", register_fn=activate)

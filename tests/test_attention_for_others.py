@@ -10,7 +10,7 @@ from torch.nn.attention import (
     sdpa_kernel,
 )
 
-import kernels.sdpa  # noqa: F401  registers "nanoflash"
+import kernels.sdpa
 from kernels import hugging_face
 from kernels.reference import attention_reference
 from tests.accuracy import assert_as_accurate_as_torch, random_qkv
@@ -59,6 +59,47 @@ def test_hugging_face_models_agree_with_sdpa(name, padding, device):
 def test_hugging_face_masks_with_holes_are_refused():
     with pytest.raises(ValueError, match="one unbroken run"):
         hugging_face.document_ids(torch.tensor([[1, 0, 1]]), None, torch.zeros(1, 1, 3, 8))
+
+
+def test_hugging_face_sequences_are_kept_apart_by_their_lengths(device):
+    q, k, v = (torch.randn(1, n, 40, 16, device=device) for n in (4, 2, 2))
+    ids = torch.tensor([[0] * 10 + [1] * 30], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, 10, 40], device=device)
+    module = torch.nn.Module()
+    out, _ = hugging_face.attention_forward(
+        module, q, k, v, None, is_causal=False, cu_seq_lens_q=starts, cu_seq_lens_k=starts
+    )
+    expected = attention_reference(*(x.transpose(1, 2) for x in (q, k, v)), causal=False, document_ids=ids)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_hugging_face_windows_that_look_ahead_are_refused(device):
+    module, x = torch.nn.Module(), torch.zeros(1, 1, 8, 16, device=device)
+    with pytest.raises(ValueError, match="sliding_window looks back only, got 4"):
+        hugging_face.attention_forward(module, x, x, x, None, is_causal=False, sliding_window=4)
+    hugging_face.attention_forward(module, x, x, x, None, is_causal=False, sliding_window=8)
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_scaled_dot_product_attention_gives_what_the_compiler_expects(heads_first, device):
+    q, k, v = (torch.randn(2, n, 40, 16, device=device).half() for n in (4, 2, 2))
+    if not heads_first:
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    out, lse, *_, seed, offset, _ = ours = kernels.sdpa.sdpa_forward(q, k, v, 0.1)
+    expected = torch.ops.aten._scaled_dot_product_flash_attention(*(x.to("meta") for x in (q, k, v)), 0.1)
+    assert [describe(x) for x in ours] == [describe(x) for x in expected]
+    gradients = kernels.sdpa.sdpa_backward(q, q, k, v, out, lse, None, None, 40, 40, 0.1, False, seed, offset)
+    assert [describe(x) for x in gradients] == [describe(torch.empty_like(x)) for x in (q, k, v)]
+
+
+def describe(x):
+    return (x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x
+
+
+def test_scaled_dot_product_attention_refuses_a_negative_scale(device):
+    x = torch.zeros(1, 1, 8, 16, device=device)
+    with pytest.raises(ValueError, match="scale must be positive and finite, got -1.0"):
+        kernels.sdpa.sdpa_forward(x, x, x, scale=-1.0)
 
 
 @pytest.mark.gpu

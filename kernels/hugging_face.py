@@ -1,13 +1,14 @@
 """Hugging Face models on these kernels: attn_implementation="nanoflash", after register().
 
-Padding masks of shape (B, T), packed position_ids, sliding windows, grouped heads and dropout are taken over;
-what these kernels do not compute (soft caps, sinks, attention weights) is refused. Only `register` imports
-transformers.
+Padding masks of shape (B, T), packed position_ids or cu_seq_lens, sliding windows, grouped heads and dropout
+are taken over; what these kernels do not compute (soft caps, sinks, attention weights, windows that look
+ahead) is refused. Only `register` imports transformers.
 """
 
 import torch
 from torch import Tensor
 
+from kernels.checks import may_read
 from kernels.flash_attention import flash_attention, flash_attention_varlen
 
 NAME = "nanoflash"
@@ -47,6 +48,8 @@ def attention_forward(
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """What transformers calls: query (B, H, Tq, D), key and value (B, Hkv, Tk, D); out (B, Tq, H, D)."""
@@ -54,17 +57,25 @@ def attention_forward(
         if kwargs.get(refused) is not None and kwargs[refused] is not False:
             raise ValueError(f"{refused} is not computed by nanoflash: use attn_implementation='eager'")
     causal = module.is_causal if is_causal is None else is_causal
-    out = flash_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        causal=causal,
-        softmax_scale=scaling,
-        # a window as long as the keys hides nothing
-        window=sliding_window if causal and sliding_window and sliding_window < key.shape[2] else None,
-        document_ids=document_ids(attention_mask, position_ids, key),
-        dropout_p=dropout,
-    )
+    # a window as long as the keys hides nothing
+    window = sliding_window if sliding_window and sliding_window < key.shape[2] else None
+    if window is not None and not causal:
+        raise ValueError(
+            f"sliding_window looks back only, got {window} without a causal mask: use "
+            "attn_implementation='eager'"
+        )
+    options = {"causal": causal, "softmax_scale": scaling, "window": window, "dropout_p": dropout}
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if attention_mask is None and cu_seq_lens_q is not None:
+        # sequences one behind the other, in a batch of one
+        packed = (x.flatten(0, 1) for x in (q, k, v))
+        out = flash_attention_varlen(
+            *packed, cu_seq_lens_q.int(), cu_seqlens_k=cu_seq_lens_k.int(), **options
+        ).view(q.shape)
+    else:
+        out = flash_attention(
+            q, k, v, document_ids=document_ids(attention_mask, position_ids, key), **options
+        )
     return out, None
 
 
@@ -76,13 +87,13 @@ def document_ids(attention_mask: Tensor | None, position_ids: Tensor | None, key
         mask = attention_mask.bool()
         # text and padding take turns: each run is a document
         ids = (mask[:, 1:] != mask[:, :-1]).cumsum(1)
-        if not torch.compiler.is_compiling() and bool((ids + mask[:, :1] > 2).any()):
+        if may_read(ids) and bool((ids + mask[:, :1] > 2).any()):
             raise ValueError("attention_mask must keep one unbroken run of tokens in each row")
         return torch.nn.functional.pad(ids, (1, 0)).int()
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != key.shape[2]:
         return None
     starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    if not torch.compiler.is_compiling() and not bool(starts.any()):
+    if may_read(starts) and not bool(starts.any()):
         return None
     ids = torch.nn.functional.pad(starts.cumsum(1), (1, 0)).int()
     return ids.expand(key.shape[0], -1)

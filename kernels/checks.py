@@ -16,15 +16,16 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CHECKED = WeakIdKeyDictionary()
 
 
-def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v in the dtype of an active autocast, as PyTorch's own attention casts them."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
+def autocast(**tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype of an active autocast, as PyTorch's own attention casts them."""
+    for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(x).__name__}: torch.as_tensor makes one")
-    if not torch.is_autocast_enabled(q.device.type):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+    device_type = next(iter(tensors.values())).device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tuple(tensors.values())
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(x.to(dtype) for x in tensors.values())
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, n_dims: int) -> None:

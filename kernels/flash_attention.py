@@ -46,7 +46,7 @@ def flash_attention(
     dtype. Raises ValueError for anything else, before anything is launched. Source: FlashAttention-2,
     arXiv:2307.08691.
     """
-    q, k, v = checks.autocast(q, k, v)
+    q, k, v = checks.autocast(q=q, k=k, v=v)
     checks.check_tensors(q, k, v, n_dims=4)
     checks.check_options(q, causal, softmax_scale, window, dropout_p, dropout_seed)
     if block_mask is not None:
@@ -97,7 +97,7 @@ def flash_attention_varlen(
     Returns (total_q, H, D), and with return_lse also (H, total_q). A new set of lengths never recompiles a
     kernel.
     """
-    q, k, v = checks.autocast(q, k, v)
+    q, k, v = checks.autocast(q=q, k=k, v=v)
     checks.check_tensors(q, k, v, n_dims=3)
     checks.check_options(q, causal, softmax_scale, window, dropout_p, dropout_seed)
     checks.check_cu_seqlens("cu_seqlens", cu_seqlens, q)

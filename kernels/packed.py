@@ -97,6 +97,7 @@ def flash_attention_packed(
 
     qkv: (B, T, 3, H, D) contiguous. Arguments, result and errors are flash_attention's.
     """
+    (qkv,) = checks.autocast(qkv=qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv must have shape (B, T, 3, H, D), got {tuple(qkv.shape)}")
     if not qkv.is_contiguous():

@@ -27,6 +27,14 @@ def test_results_and_gradients_are_those_of_the_parts(device, causal, documents)
     assert torch.equal(gradient, torch.autograd.grad(expected, qkv, dout)[0])
 
 
+def test_autocast_casts_the_packed_tensor(device):
+    qkv = packed(device)
+    with torch.autocast(device.type, dtype=torch.float16):
+        expected, actual = flash_attention(*qkv.unbind(2)), flash_attention_packed(qkv)
+    assert actual.dtype == torch.float16
+    assert torch.equal(actual, expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("seq_len", [1, 100, 1024])

@@ -35,6 +35,9 @@ def from_intervals(
     for name, bound in (("first", first), ("end", end)):
         if bool((bound.diff() < 0).any()):
             raise ValueError(f"{name} must not decrease from one query to the next: use from_dense or |")
+        lowest, highest = int(bound.min()), int(bound.max())
+        if not 0 <= lowest <= highest <= seq_k:
+            raise ValueError(f"{name} must be from 0 to seq_k, {seq_k}, got {lowest} to {highest}: clamp it")
     first, end = (x.view(-1, x.shape[-1]) for x in (first, end.maximum(first)))
     n_batch, seq_q = first.shape
     n_rows, n_columns = n_blocks(seq_q, block_size), n_blocks(seq_k, block_size)
@@ -60,13 +63,15 @@ def from_intervals(
 def from_dense(mask: Tensor, *, block_size: int = 128) -> BlockMask:
     """The same mask as a (Tq, Tk), or (B or 1, H or 1, Tq, Tk), bool tensor, which must fit in memory."""
     check_block_size(block_size)
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask must be bool, True where a query sees a key, got {mask.dtype}")
     mask = mask.view(*(1,) * (4 - mask.dim()), *mask.shape)
     n_batch, n_head, seq_q, seq_k = mask.shape
     behind = torch.ones(seq_q, seq_k, dtype=torch.bool, device=mask.device).triu(1 + seq_k - seq_q)
     causal = not bool((mask & behind).any())
     n_rows, n_columns = n_blocks(seq_q, block_size), n_blocks(seq_k, block_size)
     padding = (0, n_columns * block_size - seq_k, 0, n_rows * block_size - seq_q)
-    blocks = F.pad(mask, padding).view(-1, n_rows, block_size, n_columns, block_size)
+    blocks = F.pad(mask, padding).reshape(-1, n_rows, block_size, n_columns, block_size)
     blocks = blocks.transpose(2, 3).flatten(0, 2)
     keys = blocks.flatten(1).any(1).nonzero().flatten()
     bits = torch.cat([full_tile(block_size, mask.device), pack(blocks[keys])])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.block_constructors import from_blocks, from_dense, from_intervals, listed_blocks
 from kernels.block_mask import BlockMask, n_blocks
+from kernels.intervals import document_bounds
 
 __all__ = [
     "bigbird",
@@ -136,7 +137,7 @@ def fixed(seq_len: int, n_group: int, *, block_size: int = 128, device="cpu") ->
     n = n_blocks(seq_len, block_size)
     row = torch.arange(n, device=device)[:, None]
     own = row // n_group * n_group + torch.arange(n_group, device=device)
-    summaries = torch.arange(n_group - 1, n, n_group, device=device).expand(n, -1)
+    summaries = torch.arange(n // n_group, device=device).expand(n, -1) * n_group + n_group - 1
     return _causal_blocks(seq_len, row, torch.cat([own, summaries], 1), block_size)
 
 
@@ -172,10 +173,13 @@ def bigbird(
 
 
 def documents(document_ids: Tensor, *, block_size: int = 128) -> BlockMask:
-    """A token sees its own document, before and behind it; document_ids: (B, T), non-decreasing."""
-    ids = document_ids.contiguous()
-    first, end = torch.searchsorted(ids, ids), torch.searchsorted(ids, ids, right=True)
-    return from_intervals(first, end, ids.shape[1], block_size=block_size)
+    """A token sees its own document, before and behind it.
+
+    document_ids: (B, T), non-decreasing; a negative id is padding, which sees nothing and nothing sees.
+    """
+    seq_len = document_ids.shape[1]
+    key_bounds, _ = document_bounds(document_ids, seq_len, causal=False, window=None)
+    return from_intervals(*key_bounds.unbind(1), seq_len, block_size=block_size)
 
 
 def top_k(q: Tensor, k: Tensor, n: int, *, causal: bool = True, block_size: int = 128) -> BlockMask:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kernels import bit_tiles, block_masks
 from kernels.block_mask import BlockMask, reach
+from kernels.reference import visible_keys
 
 SHAPES = [(50, 64), (256, 64), (300, 64), (500, 128)]
 
@@ -120,6 +121,21 @@ def test_each_head_may_have_its_own_pattern():
         assert torch.equal(stacked.to_dense()[:, head], mask.to_dense()[:, 0])
 
 
+def test_padding_sees_nothing_in_a_mask_of_documents():
+    ids = torch.tensor([[-1] * 70 + [0] * 30, [0] * 60 + [1] * 40])
+    expected = visible_keys(100, 100, causal=False, document_ids=ids)
+    assert_is(block_masks.documents(ids, block_size=64), expected)
+
+
+def test_a_group_may_be_longer_than_the_sequence():
+    assert_is(block_masks.fixed(100, 5, block_size=64), visible_keys(100, 100, causal=True))
+
+
+def test_a_dense_mask_may_be_a_view():
+    mask = torch.rand(2, 1, 256, 128).lt(0.5).transpose(2, 3).expand(2, 3, 128, 256)
+    assert_is(block_masks.from_dense(mask), mask)
+
+
 def test_top_k_keeps_the_blocks_that_score_best():
     q, k = torch.zeros(1, 256, 2, 4), torch.zeros(1, 256, 1, 4)
     q[..., 0] = 1
@@ -204,6 +220,15 @@ def test_sums_that_collide_do_not_merge_different_rows(monkeypatch):
             lambda: block_masks.from_intervals(torch.tensor([1, 0]), torch.tensor([2, 2]), 2),
             "first must not decrease",
         ),
+        (
+            lambda: block_masks.from_intervals(torch.tensor([0, 0]), torch.tensor([1, 300]), 2),
+            "end must be from 0 to seq_k, 2, got 1 to 300",
+        ),
+        (
+            lambda: block_masks.from_intervals(torch.tensor([-1, 0]), torch.tensor([1, 2]), 2),
+            "first must be from 0 to seq_k, 2, got -1 to 0",
+        ),
+        (lambda: block_masks.from_dense(torch.ones(2, 2)), "mask must be bool.*float32"),
         (
             lambda: block_masks.causal(100) | block_masks.causal(101),
             "must have one seq_q, got 100 and 101",

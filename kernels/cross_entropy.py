@@ -85,7 +85,7 @@ def linear_cross_entropy_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The mean loss, and the gradients of the losses' sum by hidden and weight: empty without gradient."""
     n_rows = hidden.shape[0]
-    cast = weight.to(hidden.dtype)
+    cast, targets = weight.to(hidden.dtype), targets.contiguous()
     losses = torch.empty(n_rows, dtype=torch.float32, device=hidden.device)
     dhidden, dweight = _gradients(hidden, weight, with_gradient)
     buffer = torch.empty(min(chunk, n_rows), weight.shape[0], dtype=hidden.dtype, device=hidden.device)
@@ -140,8 +140,23 @@ def linear_cross_entropy(
 ) -> Tensor:
     """The mean cross-entropy in nats, () float32, of targets (N,) int64 under logits hidden weight^T.
 
-    hidden: (N, C); weight: (V', C), usually float32, rows from vocab_size on pad it; the products run in
-    hidden's dtype, the gradient of weight is summed in weight's.
+    hidden: (N, C), N at least 1; weight: (V', C), usually float32, rows from vocab_size on pad it; the
+    products run in hidden's dtype, the gradient of weight is summed in weight's. Targets must be from 0 to
+    vocab_size - 1, which is not checked. Raises ValueError for other shapes.
     """
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or hidden.shape[0] == 0:
+        raise ValueError(
+            "hidden must be (N, C), N at least 1, and weight (V', C), got "
+            f"{tuple(hidden.shape)} and {tuple(weight.shape)}"
+        )
+    if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
+        raise ValueError(
+            f"targets must be one int64 for each of the {hidden.shape[0]} rows of hidden, got "
+            f"{tuple(targets.shape)} {targets.dtype}"
+        )
+    if not 0 < vocab_size <= weight.shape[0]:
+        raise ValueError(
+            f"vocab_size must be from 1 to the {weight.shape[0]} rows of weight, got {vocab_size}"
+        )
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return linear_cross_entropy_forward(hidden, weight, targets, vocab_size, chunk, with_gradient)[0]

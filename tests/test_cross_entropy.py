@@ -50,6 +50,30 @@ def test_large_logits_do_not_overflow(device):
     torch.testing.assert_close(loss, expected(hidden * 100, weight, targets, 300).float())
 
 
+def test_targets_may_be_a_view(device):
+    hidden, weight, targets = inputs(device)
+    strided = torch.stack([targets, targets * 0], 1)[:, 0]
+    loss = linear_cross_entropy(hidden, weight, strided, 300)
+    torch.testing.assert_close(loss, expected(hidden, weight, targets, 300).float())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": torch.zeros(0, 16)}, r"N at least 1, and weight \(V', C\), got \(0, 16\)"),
+        ({"weight": torch.zeros(384, 8)}, r"got \(37, 16\) and \(384, 8\)"),
+        ({"targets": torch.zeros(36).long()}, r"each of the 37 rows of hidden, got \(36,\)"),
+        ({"targets": torch.zeros(37)}, "one int64.*float32"),
+        ({"vocab_size": 385}, "from 1 to the 384 rows of weight, got 385"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    hidden, weight, targets = inputs("cpu")
+    arguments = {"hidden": hidden, "weight": weight, "targets": targets, "vocab_size": 300} | change
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(**arguments)
+
+
 def test_the_operator_keeps_pytorchs_rules(device):
     hidden, weight, targets = inputs(device, n_rows=4)
     torch.library.opcheck(

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import checks
 from kernels.block_mask import BlockMask
 from kernels.problem import dot_precision
 from kernels.registration import on_its_gpu
@@ -33,6 +34,8 @@ MAX_SPLITS = 128
 MAX_ROWS = 128
 # of a matrix unit
 MIN_ROWS = 16
+# a grid has no more in its second dimension
+MAX_HEADS = 2**16 - 1
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -260,25 +263,25 @@ def padded_rows(n_rows: int) -> int:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, block_mask: BlockMask | None) -> None:
-    batch, n_query, n_head, head_dim = q.shape
-    if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != head_dim or n_head % k.shape[2]:
-        raise ValueError(
-            f"q must be (B, Tq, H, D) and k, v (B, capacity, Hkv, D) with H a multiple of Hkv, got "
-            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-        )
-    if {q.stride(3), k.stride(3), v.stride(3)} != {1} or len({q.dtype, k.dtype, v.dtype}) > 1:
-        raise ValueError(
-            f"q, k and v must have one dtype and contiguous channels, got {q.dtype}, {k.dtype}, {v.dtype}"
-        )
+    checks.check_tensors(q, k, v, n_dims=4)
+    batch, n_query, n_head, _ = q.shape
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.stride(3) != 1:
+            raise ValueError(f"{name} must have contiguous channels, got strides {x.stride()}")
     if n_query * (n_head // k.shape[2]) > MAX_ROWS:
         raise ValueError(
             f"q has {n_query} queries for each of {n_head // k.shape[2]} heads that share keys, at most "
             f"{MAX_ROWS} together: use flash_attention for so many"
         )
+    if batch * k.shape[2] > MAX_HEADS:
+        raise ValueError(f"k must have at most {MAX_HEADS} heads over all batches, got {batch * k.shape[2]}")
     if lengths.shape != (batch,) or lengths.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"lengths must be ({batch},) int32 or int64, got {tuple(lengths.shape)} {lengths.dtype}"
         )
+    for name, x in (("lengths", lengths), ("block_mask", None if block_mask is None else block_mask.bits)):
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{name} must be on {q.device}, got {x.device}")
     if block_mask is None:
         return
     sizes = block_mask.seq_q, block_mask.seq_k, block_mask.n_batch, block_mask.n_head

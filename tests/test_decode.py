@@ -88,8 +88,12 @@ def test_there_are_splits_enough_for_the_gpu_and_never_more_than_tiles():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"q": torch.zeros(1, 1, 3, 64)}, "H a multiple of Hkv, got"),
-        ({"q": torch.zeros(1, 1, 2, 64).half()}, "one dtype and contiguous channels"),
+        ({"q": torch.zeros(1, 1, 3, 64)}, "3 heads of q must be a multiple of those of k and v, got 2"),
+        ({"q": torch.zeros(1, 1, 2, 64).half()}, "one dtype, got q torch.float16 and k torch.float32"),
+        ({"q": torch.zeros(1, 2, 64)}, "q must have 4 dimensions"),
+        ({"q": torch.zeros(1, 1, 64, 2).mT}, "contiguous channels, got strides"),
+        ({"lengths": torch.zeros(1, dtype=torch.int32, device="meta")}, "lengths must be on .*, got meta"),
+        ({"lengths": torch.zeros(1)}, r"int32 or int64, got \(1,\) torch.float32"),
         ({"q": torch.zeros(1, 129, 2, 64)}, "129 queries for each of 1 heads.*use flash_attention"),
         ({"lengths": torch.zeros(2, dtype=torch.int32)}, r"lengths must be \(1,\) int32 or int64"),
         ({"block_mask": block_masks.causal(100)}, "block_mask must be of 200 queries and keys"),

@@ -89,6 +89,16 @@ def test_refuses_what_it_does_not_cover_and_says_why():
         hopper.attention_forward(problem(), q, q, q)
 
 
+def test_an_amd_gpu_of_version_nine_is_no_hopper(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    hopper.is_hopper.cache_clear()
+    assert hopper.is_hopper(torch.device("cuda", 99))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    hopper.is_hopper.cache_clear()
+    assert not hopper.is_hopper(torch.device("cuda", 99))
+    hopper.is_hopper.cache_clear()
+
+
 def test_leaves_more_heads_than_a_grid_has_to_the_portable_kernels(monkeypatch):
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
     monkeypatch.setattr(hopper, "build_error", lambda: None)

@@ -63,7 +63,12 @@ def is_readable(x: Tensor) -> bool:
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    # AMD's gfx90a says 9.0 as well
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) == (9, 0)
+    )
 
 
 @cache

@@ -81,6 +81,20 @@ def test_head_major_tensors_are_read_in_place(device):
     assert_as_accurate_as_torch(flash_attention, q, k, v)
 
 
+def test_tokens_may_lie_far_apart_in_memory(device):
+    # 64 of them over more than 2**31 elements, of which hardly any memory is touched
+    distance = 2**25 + 2**20
+    far = torch.empty(63 * distance + 16, dtype=torch.float16, device=device)
+    far = far.as_strided((1, 64, 1, 16), (16, distance, 16, 1)).copy_(torch.randn(1, 64, 1, 16))
+    near = far.contiguous()
+    results = []
+    for x in (far, near):
+        inputs = [x.detach().requires_grad_() for _ in range(3)]
+        out = flash_attention(*inputs)
+        results.append((out, *torch.autograd.grad(out, inputs, x)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_nothing_is_left_unwritten(device):
     torch.use_deterministic_algorithms(True)
     try:

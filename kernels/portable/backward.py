@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.portable.block_lists import n_programs
 from kernels.portable.dkdv import dkdv_kernel
 from kernels.portable.dq import dq_kernel
-from kernels.portable.tile_io import head_descriptor, load_tile, tma_reads
+from kernels.portable.tile_io import head_descriptor, in_reach, load_tile, tma_reads
 from kernels.problem import Problem, dot_precision, list_strides
 from kernels.tiles import Tile, choose_tile, padded_head_dim
 
@@ -78,6 +78,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shape and dtype of q, k, v, contiguous or in `gradients`, of which dk and dv have the
     same strides. dlse: (B, H, Tq) float32 or None."""
+    dout, q, k, v, out = map(in_reach, (dout, q, k, v, out))
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
     dq, dk, dv = gradients or (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))

@@ -35,7 +35,7 @@ from kernels.portable.block_lists import (
 )
 from kernels.portable.dropout import keep_tile
 from kernels.portable.masks import keys_of_queries
-from kernels.portable.tile_io import head_descriptor, load_tile, store_tile, tma_reads
+from kernels.portable.tile_io import head_descriptor, in_reach, load_tile, store_tile, tma_reads
 from kernels.problem import Problem, dot_precision, list_strides
 from kernels.tiles import choose_tile, padded_head_dim
 
@@ -163,6 +163,7 @@ def forward_kernel(
 
 def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out (B, Tq, H, D) in q's dtype and lse (B, H, Tq) float32, natural log."""
+    q, k, v = map(in_reach, (q, k, v))
     batch, seq_q, n_head, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, n_head, seq_q, dtype=torch.float32, device=q.device)

@@ -13,6 +13,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 # of addresses and strides, in bytes
 TMA_ALIGNMENT = 16
+# of a tile: rows, and channels of one
+MAX_EXTENT = 256
 
 
 @triton.jit
@@ -20,7 +22,7 @@ def tile_pointers(ptr, first_row, stride_t, stride_d, ROWS: tl.constexpr, BLOCK_
     """Pointers to rows first_row ... first_row + ROWS - 1 of the head that ptr points to."""
     rows = tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, BLOCK_D)[None, :]
-    # only the start of a tile can lie beyond 2**31 elements
+    # only the start of a tile can lie beyond 2**31 elements, see in_reach
     return (
         ptr + tl.cast(first_row, tl.int64) * stride_t + rows * stride_t + columns * stride_d
     )  # (ROWS, BLOCK_D)
@@ -66,6 +68,11 @@ def store_tile(
     pointers = tile_pointers(ptr, first_row, stride_t, stride_d, ROWS, BLOCK_D)
     inside = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :] & (first_row + tl.arange(0, ROWS) < n_rows)[:, None]
     tl.store(pointers, tile.to(ptr.dtype.element_ty), mask=inside)
+
+
+def in_reach(x: Tensor) -> Tensor:
+    """x (B, T, H, D), or a copy if it lies so far apart that offsets within a tile would pass 2**31."""
+    return x if max(x.stride(1), x.stride(3)) < 2**31 // MAX_EXTENT else x.contiguous()
 
 
 def tma_reads(*tensors: Tensor) -> bool:

@@ -11,6 +11,9 @@ from kernels.block_mask import BlockMask
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+# the kernels add a window to a position in 32 bits
+MOST_TOKENS = 2**30
+
 # tensor -> the version whose values were found right, and for how many tokens: a mask is read once, not in
 # every layer
 CHECKED = WeakIdKeyDictionary()
@@ -80,9 +83,10 @@ def check_options(
     if softmax_scale is not None and not 0.0 < softmax_scale < float("inf"):
         raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale}: negate q instead")
     if window is not None:
-        if window < 1:
+        if not 1 <= window < MOST_TOKENS:
             raise ValueError(
-                f"window must be at least 1, the token itself, got {window}: None means no window"
+                f"window must be at least 1, the token itself, and below {MOST_TOKENS}, got {window}: "
+                "None means no window"
             )
         if not causal:
             raise ValueError(

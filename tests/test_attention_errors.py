@@ -28,6 +28,7 @@ X = torch.zeros(2, 8, 4, 16, device=DEVICE)
         ({"k": X[:, :, :3], "v": X[:, :, :3]}, "4 heads of q must be a multiple.*3"),
         ({"softmax_scale": 0.0}, "softmax_scale must be positive.*0.0"),
         ({"window": 0}, "window must be at least 1.*got 0"),
+        ({"window": 2**31 - 1}, "window must be .* below 1073741824, got 2147483647"),
         ({"window": 4, "causal": False}, "window=4 with causal=False"),
         ({"dropout_p": 1.0}, "dropout_p must be at least 0 and below 1, got 1.0"),
         ({"dropout_p": -0.1}, "dropout_p"),

@@ -11,7 +11,7 @@ from kernels.reference import attention_reference, visible_keys
 from tests.accuracy import assert_as_accurate_as_torch, random_qkv, run
 
 
-@pytest.mark.parametrize("window", [1, 7, 32, 64, 1000])
+@pytest.mark.parametrize("window", [1, 7, 32, 64, 1000, 2**30 - 1])
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(100, 100), (40, 97), (97, 40)])
 def test_window_keeps_the_last_keys(window, seq_q, seq_k, device):
     q, k, v = random_qkv(1, seq_q, seq_k, 1, 1, 16, torch.float32, device)

@@ -22,13 +22,17 @@ CHECKED = WeakIdKeyDictionary()
 def autocast(**tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the dtype of an active autocast, as PyTorch's own attention casts them."""
     for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(x).__name__}: torch.as_tensor makes one")
+        check_is_tensor(name, x)
     device_type = next(iter(tensors.values())).device.type
     if not torch.is_autocast_enabled(device_type):
         return tuple(tensors.values())
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(x.to(dtype) for x in tensors.values())
+
+
+def check_is_tensor(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(x).__name__}: torch.as_tensor makes one")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, n_dims: int) -> None:
@@ -106,6 +110,7 @@ def check_options(
 
 def check_document_ids(document_ids: Tensor, q: Tensor, k: Tensor) -> None:
     """Shape and order of document_ids; the order is not read while compiling or capturing."""
+    check_is_tensor("document_ids", document_ids)
     expected = (k.shape[0], k.shape[1])
     if tuple(document_ids.shape) != expected:
         raise ValueError(
@@ -148,6 +153,7 @@ def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor) -> None:
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, x: Tensor) -> None:
     """Shape and values of cu_seqlens; the values are not read while compiling or capturing."""
+    check_is_tensor(name, cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"{name} must have shape (n_sequences + 1,), got {tuple(cu_seqlens.shape)}")
     check_index_tensor(name, cu_seqlens, x)

@@ -172,10 +172,10 @@ def decode_attention(
     """Causal attention of the last Tq tokens of each sequence to all of its keys, (B, Tq, H, D) in q's dtype.
 
     q: (B, Tq, H, D), Tq H / Hkv at most 128; k, v: (B, capacity, Hkv, D), channels contiguous, of which the
-    first lengths[b] are filled, the new tokens' own among them, or all if lengths[b] is larger; lengths:
-    (B,) int32 or int64 on q's device. A sequence of length 0 gives zeros. block_mask: of capacity queries and
-    keys, one for all batches and heads, with Tq = 1. Not differentiable. Raises ValueError for other shapes.
-    Source: Flash-Decoding.
+    first lengths[b] are filled, the new tokens' own among them, or, with Tq = 1, all if lengths[b] is larger;
+    lengths: (B,) int32 or int64 on q's device. A sequence of length 0 gives zeros. block_mask: of capacity
+    queries and keys, one for all batches and heads, with Tq = 1. Not differentiable. Raises ValueError for
+    other shapes. Source: Flash-Decoding.
     """
     _check(q, k, v, lengths, block_mask)
     if softmax_scale is None:

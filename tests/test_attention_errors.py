@@ -38,6 +38,7 @@ X = torch.zeros(2, 8, 4, 16, device=DEVICE)
             "dropout_seed.*one element",
         ),
         ({"block_mask": object()}, "block_mask"),
+        ({"document_ids": [[0] * 8] * 2}, "document_ids must be a tensor, got list"),
         (
             {"document_ids": torch.zeros(2, 7, dtype=torch.int32, device=DEVICE)},
             r"document_ids.*\(2, 8\).*\(2, 7\)",
@@ -71,6 +72,11 @@ def test_flash_attention_varlen_names_what_is_wrong(cu_seqlens, cu_seqlens_k, me
     cu_seqlens_k = None if cu_seqlens_k is None else torch.tensor(cu_seqlens_k).int().to(DEVICE)
     with pytest.raises(ValueError, match=message):
         flash_attention_varlen(x, x, x, torch.tensor(cu_seqlens).int().to(DEVICE), cu_seqlens_k=cu_seqlens_k)
+
+
+def test_lengths_must_be_a_tensor():
+    with pytest.raises(ValueError, match="cu_seqlens must be a tensor, got list"):
+        flash_attention_varlen(X[0], X[0], X[0], [0, 8])
 
 
 def test_changed_document_ids_are_checked_again():

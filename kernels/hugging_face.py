@@ -64,7 +64,13 @@ def attention_forward(
             f"sliding_window looks back only, got {window} without a causal mask: use "
             "attn_implementation='eager'"
         )
-    options = {"causal": causal, "softmax_scale": scaling, "window": window, "dropout_p": dropout}
+    options = {
+        "causal": causal,
+        "softmax_scale": scaling,
+        "window": window,
+        "dropout_p": dropout,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if attention_mask is None and cu_seq_lens_q is not None:
         # sequences one behind the other, in a batch of one

@@ -73,6 +73,21 @@ def test_hugging_face_sequences_are_kept_apart_by_their_lengths(device):
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_hugging_face_models_are_deterministic_where_pytorch_is_asked_to_be(device, monkeypatch):
+    asked = []
+
+    def attention(q, k, v, deterministic, **options):
+        asked.append(deterministic)
+        return q
+
+    monkeypatch.setattr(hugging_face, "flash_attention", attention)
+    x = torch.zeros(1, 1, 8, 16, device=device)
+    for wanted in (True, False):
+        torch.use_deterministic_algorithms(wanted)
+        hugging_face.attention_forward(torch.nn.Module(), x, x, x, None, is_causal=True)
+    assert asked == [True, False]
+
+
 def test_hugging_face_windows_that_look_ahead_are_refused(device):
     module, x = torch.nn.Module(), torch.zeros(1, 1, 8, 16, device=device)
     with pytest.raises(ValueError, match="sliding_window looks back only, got 4"):

@@ -26,8 +26,8 @@ WORD = 0xFFFFFFFF
 
 
 def keep_threshold(dropout_p: float) -> int:
-    """The number below which a 32-bit word means "keep"."""
-    return round((1.0 - dropout_p) * 2**32)
+    """The number below which a 32-bit word means "keep", itself such a word."""
+    return min(round((1.0 - dropout_p) * 2**32), WORD)
 
 
 def philox(seed: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, ...]:

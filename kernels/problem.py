@@ -74,7 +74,7 @@ class Problem:
     @property
     def signed_threshold(self) -> int:
         """keep_threshold, moved into the range of an int32."""
-        return min(keep_threshold(self.dropout_p), 2**32 - 1) - 2**31
+        return keep_threshold(self.dropout_p) - 2**31
 
 
 def list_strides(lists: tuple[Tensor | None, ...]) -> tuple[int, int]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import tiles
-from kernels.dropout import dropout_keep_mask, philox
+from kernels.dropout import dropout_keep_mask, keep_threshold, philox
 from kernels.flash_attention import flash_attention
 from tests.accuracy import assert_as_accurate_as_torch, random_qkv
 
@@ -67,6 +67,12 @@ def test_the_keep_rate_is_exact(dropout_p):
     deviation = (n * dropout_p * (1 - dropout_p)) ** 0.5
     # words are shared: their decisions add up to a little more than independent ones would
     assert abs(int(keep.sum()) - n * (1 - dropout_p)) < 4 * deviation
+
+
+def test_the_threshold_is_a_word_for_any_rate():
+    assert keep_threshold(1e-300) == keep_threshold(1e-12) == 2**32 - 1
+    assert keep_threshold(0.5) == 2**31
+    assert keep_threshold(1.0 - 2**-32) == 1
 
 
 def test_heads_batches_rows_and_seeds_are_independent():

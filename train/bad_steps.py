@@ -10,6 +10,8 @@ from statistics import fmean, pstdev
 import torch
 from torch import Tensor
 
+from train.whole_file import write_whole
+
 BAD_STEP_ACTIONS = ("stop", "skip")
 LEFT_OUT = "left_out.json"
 WAY_OUT = (
@@ -168,6 +170,4 @@ def read_left_out(folder: Path) -> list[int]:
 
 def write_left_out(folder: Path, left_out: list[int]) -> None:
     """Keeps those numbers, whole or not at all: a run that is killed later leaves out the same batches."""
-    partial = folder / f"{LEFT_OUT}.partial"
-    partial.write_text(json.dumps(left_out) + "\n")
-    partial.replace(folder / LEFT_OUT)
+    write_whole(folder / LEFT_OUT, json.dumps(left_out) + "\n")

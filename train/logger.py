@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from train.whole_file import write_whole
+
 WANDB_MODES = ("offline", "online", "disabled")
 
 
@@ -46,10 +48,7 @@ class RunLogger:
         self._steps = steps
         path = folder / "metrics.jsonl"
         kept = read_metrics(path) if start_step and path.exists() else []
-        # rewritten under another name first: a crash leaves the old file or the new one
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept if line["step"] <= start_step))
-        partial.replace(path)
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept if line["step"] <= start_step))
         self._file = path.open("ab", buffering=0)
         self._size = path.stat().st_size
         self._unwritten = b""

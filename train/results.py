@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from train.whole_file import write_whole
+
 
 def write_result(path: Path, rows: list[dict], n_gpus: int = 1) -> dict:
     """Writes and returns the rows under "rows", with what `provenance` tells of their origin."""
@@ -18,13 +20,6 @@ def write_result(path: Path, rows: list[dict], n_gpus: int = 1) -> dict:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(result, indent=1) + "\n")
     return result
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes the file at once: who reads it, or ends this process, finds the old text or the new one."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text)
-    partial.replace(path)
 
 
 def provenance(n_gpus: int) -> dict:

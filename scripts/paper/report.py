@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 from scripts.paper.verdict import NOT_MEASURED, NOT_REACHED, REACHED, Verdict
-from train.results import write_whole
+from train.whole_file import write_whole
 
 MARKS = {REACHED: "**reached**", NOT_REACHED: "**not reached**", NOT_MEASURED: "not measured"}
 

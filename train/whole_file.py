@@ -1,0 +1,11 @@
+"""Files that a process which ends at any moment leaves whole: the old text or the new one."""
+
+import os
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes the text beside path first, and then gives it that name."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text)
+    partial.replace(path)

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from data.manifest import read_manifest
 from data.prepare import DataConfig, prepare
 from scripts.arguments import refuse
 from train.logger import counted
-from train.overrides import CONF, explain, unknown_key
+from train.overrides import CONF, checked, explain
 
 
 @dataclass
@@ -52,12 +51,7 @@ def parse(overrides: list[str]) -> DataConfig:
             raise ValueError(f"{override!r} is no argument of this script: use data=NAME and data.KEY=VALUE")
     with initialize_config_dir(str(CONF), version_base="1.3"):
         data = compose("config", overrides).data
-    try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), data))
-    except ConfigKeyError as error:
-        raise ValueError(unknown_key(f"data.{error.full_key}", Arguments)) from error
-    except OmegaConfBaseException as error:
-        raise ValueError(f"data.{error.full_key}: {str(error).splitlines()[0]}") from error
+    return checked(OmegaConf.create({"data": data}), Arguments).data
 
 
 if __name__ == "__main__":

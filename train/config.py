@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from data.prepare import DataConfig
 from data.tokenizer import load_tokenizer
@@ -18,7 +17,7 @@ from train.checkpoint import CheckpointConfig
 from train.evaluate import EvaluationConfig
 from train.logger import LoggingConfig, WandbConfig, counted
 from train.optim import OptimConfig
-from train.overrides import unknown_key, wrong_value
+from train.overrides import checked
 from train.parallel import STRATEGIES
 from train.sample import SampleConfig, prompt_ids
 from train.step import DTYPES
@@ -210,12 +209,7 @@ def parse(cfg: DictConfig) -> Config:
     Raises ValueError that names the key, its value and the change to make: unknown keys, wrong types,
     missing values, and whatever the dataclasses refuse.
     """
-    try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), cfg))
-    except ConfigKeyError as error:
-        raise ValueError(unknown_key(error.full_key, Config)) from error
-    except OmegaConfBaseException as error:
-        raise ValueError(wrong_value(error, cfg)) from error
+    config = checked(cfg, Config)
     if config.start.weights is not None:
         config.model = start_model(
             config.start, max(config.seq_len, config.pose_seq_len or 0), config.model.dropout

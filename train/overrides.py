@@ -18,6 +18,16 @@ from omegaconf.errors import (
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
 
+def checked(given: DictConfig, schema: type):
+    """The values as an object of the dataclass `schema`. Raises ValueError for other keys and wrong types."""
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), given))
+    except ConfigKeyError as error:
+        raise ValueError(unknown_key(error.full_key, schema)) from error
+    except OmegaConfBaseException as error:
+        raise ValueError(wrong_value(error, given)) from error
+
+
 def explain(error: Exception, schema: type) -> str:
     """What Hydra found wrong. schema: the dataclass of the whole configuration."""
     if isinstance(error, OverrideParseException):

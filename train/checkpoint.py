@@ -111,12 +111,13 @@ def find_checkpoint(folder: Path, resume: str) -> Path | None:
 
 def refuse_other_run(folder: Path, resume: str, config: dict) -> None:
     """Raises ValueError, before any long work, if a run in this folder would be another run's, or undo it."""
-    if resume == "never" and (finished := list_checkpoints(folder)):
+    finished = list_checkpoints(folder)
+    if resume == "never" and finished:
         raise ValueError(
             f"checkpoint.resume=never, but {folder} holds {len(finished)} checkpoints: "
             "choose another name=, or checkpoint.resume=auto to continue"
         )
-    if not list_checkpoints(folder) and (summary := folder.parent / "summary.json").exists():
+    if not finished and (summary := folder.parent / "summary.json").exists():
         raise ValueError(
             f"{summary} is of a finished run whose checkpoints are gone, and a new one would write over its "
             "files: choose another name=, or move the folder away"

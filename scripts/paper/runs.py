@@ -22,8 +22,8 @@ def train(runs: dict[str, list[str]]) -> Iterator[tuple[str, Path]]:
         shutil.rmtree(folder, ignore_errors=True)
     # the runs need the memory that this process has kept
     free_memory()
-    train = [sys.executable, "-m", "train", "checkpoint.resume=never"]
-    commands = {name: [*train, f"name={name}", *overrides] for name, overrides in runs.items()}
+    start = [sys.executable, "-m", "train", "checkpoint.resume=never"]
+    commands = {name: [*start, f"name={name}", *overrides] for name, overrides in runs.items()}
     failed = []
     for name, code, _ in run_side_by_side(commands, places()):
         if code:

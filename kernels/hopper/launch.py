@@ -25,6 +25,7 @@ from kernels.hopper.tiles import (
     head_descriptor,
     order_arguments,
     section_heads,
+    sums_dq,
 )
 from kernels.problem import Problem, list_strides
 
@@ -45,6 +46,14 @@ def list_arguments(lists: tuple[Tensor | None, ...], nothing: Tensor) -> tuple[T
     if lists[0] is None:
         return nothing, nothing, nothing, 0, 0
     return *lists, *list_strides(lists)
+
+
+def has_dq_kernel(problem: Problem, head_dim: int) -> bool:
+    """Whether dq.py makes dq: for the same bits in every run, and where lists are short."""
+    if problem.deterministic or not problem.blocks:
+        return problem.deterministic
+    spans, entries, _ = problem.row_lists
+    return not sums_dq(head_dim, len(entries) / spans.shape[:3].numel())
 
 
 def attention_forward(
@@ -105,9 +114,9 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, contiguous or in `gradients`, in three launches.
 
-    lse and delta; the gradients; dq rounded. If deterministic: lse and delta; dk and dv; dq.
+    lse and delta; the gradients; dq rounded. With dq.py: lse and delta; dk and dv; dq.
     """
-    sums_dq = not problem.deterministic
+    sums_dq = not has_dq_kernel(problem, q.shape[3])
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
     group = n_head // n_kv_head

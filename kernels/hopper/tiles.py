@@ -57,6 +57,15 @@ def backward_tile(head_dim: int, sums_dq: bool = True) -> BackwardTile:
     return BackwardTile(2, 1, 2, 1, 240, 0, 24)
 
 
+def sums_dq(head_dim: int, blocks_per_line: float) -> bool:
+    """Whether dq is summed in float32 beside dk and dv, or made by dq.py.
+
+    The sum costs 12 D bytes a query, to zero, add to and round, however few blocks there are; dq.py two products
+    more for each block. By calculation, not measured: see docs/block_sparse.md.
+    """
+    return blocks_per_line > (5 if head_dim == 64 else 10)
+
+
 class DqTile(NamedTuple):
     """consumers: warpgroups of 64 query rows; stages: buffers in the rings of K and V."""
 

@@ -92,6 +92,7 @@ def dq_configuration(head_dim: int, dtype: str, mask: str, seq_q: int) -> tuple:
     descriptors = {name: descriptor(dtype, 1, 1, n, head_dim) for name, n in rows.items()}
     constants = {
         "MASK": mask,
+        "HAS_DLSE": True,
         "BLOCK_N": tile.block_n,
         "HEAD_DIM": head_dim,
         "CONSUMERS": tile.consumers,
@@ -120,7 +121,11 @@ def compile_kernel(kernel: str, head_dim: int, dtype: str, mask: str, seq_q: int
         elif name in descriptors:
             signature[name] = descriptors[name]
         elif name.endswith("_ptr"):
-            signature[name] = "*i32" if name in INTEGERS else "*fp32"
+            pointed = "i32" if name in INTEGERS else dtype if name == "out_ptr" else "fp32"
+            signature[name] = f"*{pointed}"
+            attributes[index,] = [["tt.divisibility", 16]]
+        elif name.startswith("stride_o"):
+            signature[name] = "i32"
             attributes[index,] = [["tt.divisibility", 16]]
         elif name.startswith("by_"):
             signature[name] = "i64"

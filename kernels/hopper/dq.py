@@ -1,10 +1,11 @@
 """dq on sm_90 in an order of its own, in Gluon: dq = dS k, dS = P * (dP - delta), P = exp(S - lse).
 
-For deterministic=True, where backward.py and backward_64.py leave dq out: they would add it to its sum in any
-order. Tiles, roles and rings are those of forward.py: a block is persistent, one warp fills rings of q, dout,
-k and v tiles by bulk copies, and CONSUMERS warpgroups own 64 query rows each, whose dq stays in registers.
-dS is the left operand of its product without leaving the registers. q and dout are left operands of a whole
-tile: heads of 64 have registers for them, so they are read from shared memory once.
+For deterministic=True and for short lists of blocks, where backward.py and backward_64.py leave dq out: they
+would add it to its sum in any order, and the sum takes 16 D bytes a query. This kernel runs before them, and
+makes lse and delta as they read them. Tiles, roles and rings are those of forward.py: a block is persistent,
+one warp fills rings of q, dout, k and v tiles by bulk copies, and CONSUMERS warpgroups own 64 query rows each,
+whose dq stays in registers. dS is the left operand of its product without leaving the registers. q and dout
+are left operands of a whole tile: in shared memory, for ptxas would give their registers away in the loop.
 
 Sources: FlashAttention-2 (arXiv:2307.08691), FlashAttention-3 (arXiv:2407.08608).
 """
@@ -42,7 +43,13 @@ class Tiles:
     mask: Mask
     n_head: gl.tensor
     by_n_head: gl.tensor
-    minus_lse_ptr: gl.tensor  # (B * H, padded) float32, see prologue.prepare_kernel
+    out_ptr: gl.tensor  # (B, Tq, H, D)
+    stride_ob: gl.tensor
+    stride_ot: gl.tensor
+    stride_oh: gl.tensor
+    lse_ptr: gl.tensor  # (B, H, Tq) float32
+    dlse_ptr: gl.tensor
+    minus_lse_ptr: gl.tensor  # (B * H, padded) float32
     minus_delta_ptr: gl.tensor
     padded: gl.tensor
     scale_log2: gl.tensor
@@ -50,6 +57,7 @@ class Tiles:
     BLOCK_N: gl.constexpr
     HEAD_DIM: gl.constexpr
     CONSUMERS: gl.constexpr
+    HAS_DLSE: gl.constexpr
 
 
 @gluon.jit
@@ -78,6 +86,36 @@ def produce(tiles, q_desc, dout_desc, k_desc, v_desc, group):
                     first = [batch, head, row + c * ROWS, 0]
                     tma.async_copy_global_to_shared(q_desc, first, full, tiles.q.index(c))
                     tma.async_copy_global_to_shared(dout_desc, first, full, tiles.dout.index(c))
+
+
+@gluon.jit
+def load_out(tiles, batch, head, row):
+    """out (ROWS, D) of one warpgroup, 0 behind the last row."""
+    COLUMNS: gl.constexpr = tiles.HEAD_DIM // 8
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // COLUMNS, COLUMNS], [4, 1], [1, 0])
+    rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, tiles.HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT))
+    start = tiles.out_ptr + (batch.to(gl.int64) * tiles.stride_ob + head.to(gl.int64) * tiles.stride_oh)
+    offsets = gl.expand_dims(rows.to(gl.int64) * tiles.stride_ot, 1) + gl.expand_dims(columns, 0)
+    return gl.load(start + offsets, mask=gl.expand_dims(rows < tiles.mask.seq_q, 1), other=0.0)
+
+
+@gluon.jit
+def lse_and_delta(tiles, out, dout, line, rows):
+    """-lse / softmax_scale and dlse - rowsum(out * dout) of rows of head `line`, kept for dk and dv too.
+
+    A row that does not exist, or sees nothing, gets -inf, and so the probability 0.
+    """
+    inside = rows < tiles.mask.seq_q
+    lse = gl.load(tiles.lse_ptr + line * tiles.mask.seq_q + rows, mask=inside, other=float("-inf"))
+    minus_lse = gl.where(lse == float("-inf"), float("-inf"), -lse / tiles.softmax_scale)
+    delta = gl.sum(out.to(gl.float32) * dout.load(out.type.layout).to(gl.float32), 1)
+    minus_delta = -gl.convert_layout(delta, rows.type.layout)
+    if tiles.HAS_DLSE:
+        minus_delta += gl.load(tiles.dlse_ptr + line * tiles.mask.seq_q + rows, mask=inside, other=0.0)
+    gl.store(tiles.minus_lse_ptr + line * tiles.padded + rows, minus_lse)
+    gl.store(tiles.minus_delta_ptr + line * tiles.padded + rows, minus_delta)
+    return minus_lse, minus_delta
 
 
 @gluon.jit
@@ -132,20 +170,22 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
         row += part * ROWS
         if KIND == "causal":
             _, whole_begin, whole_end, own_end = places(tiles, batch, head, row, ROWS)
-        tiles.q_ring.take(turn)
         if row >= 0:
+            # asked for before the queries, to arrive beside them
+            out = load_out(tiles, batch, head, row)
             rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
-            line = (batch * tiles.n_head + head) * tiles.padded + rows
-            minus_lse = gl.load(tiles.minus_lse_ptr + line) * tiles.scale_log2
-            minus_delta = gl.load(tiles.minus_delta_ptr + line)
+            tiles.q_ring.take(turn)
+            q = tiles.q.index(part).reshape([ROWS, tiles.HEAD_DIM])
+            dout = tiles.dout.index(part).reshape([ROWS, tiles.HEAD_DIM])
+            line = batch * tiles.n_head + head
+            minus_lse, minus_delta = lse_and_delta(tiles, out, dout, line, rows)
+            minus_lse *= tiles.scale_log2
             if KIND == "blocks":
                 # what a tile of bits shows takes the place of an interval: each query's line in it
                 key_first = rows % BLOCK_SIZE
                 key_end = key_first
             else:
                 key_first, key_end = tiles.mask.keys_of(batch, rows)
-            q = tiles.q.index(part).reshape([ROWS, tiles.HEAD_DIM])
-            dout = tiles.dout.index(part).reshape([ROWS, tiles.HEAD_DIM])
             dq = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, DQ_LAYOUT)
             for place in range(begin, own_end):
                 masked = (place < whole_begin) | (place >= whole_end)
@@ -157,6 +197,7 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
             copy_out(dq_desc, [batch, head, row, 0], dq * tiles.softmax_scale, tiles.dq.index(INDEX), 0)
         else:
             own_end = begin
+            tiles.q_ring.take(turn)
             tiles.q_ring.release(turn)
         for skipped in range(own_end - begin, end - begin):
             skip(tiles, n + skipped)
@@ -172,11 +213,12 @@ NOT_SPECIALIZED = [
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def dq_kernel(
-    q_desc, dout_desc, k_desc, v_desc, dq_desc, minus_lse_ptr, minus_delta_ptr, bounds_ptr,
+    q_desc, dout_desc, k_desc, v_desc, dq_desc, out_ptr, stride_ob, stride_ot, stride_oh,
+    lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, counter_ptr, bounds_ptr,
     spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head,
     n_batch, n_head, group, seq_q, seq_k, window, section,
     by_section_tiles, by_section, by_last_section, by_n_head, padded, scale_log2, softmax_scale,
-    MASK: gl.constexpr,
+    MASK: gl.constexpr, HAS_DLSE: gl.constexpr,
     BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -196,8 +238,12 @@ def dq_kernel(
         make_ring(STAGES, CONSUMERS),
         make_ring(STAGES, CONSUMERS),
         order, Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK), n_head, by_n_head,
-        minus_lse_ptr, minus_delta_ptr, padded, scale_log2, softmax_scale, BLOCK_N, HEAD_DIM, CONSUMERS,
+        out_ptr, stride_ob, stride_ot, stride_oh, lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, padded,
+        scale_log2, softmax_scale, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_DLSE,
     )  # fmt: skip
+    # tiles of keys handed out, see backward_64.produce
+    if gl.program_id(0) == 0:
+        gl.store(counter_ptr, 0)
     fence_async_shared()
     if CONSUMERS == 2:
         gl.warp_specialize(

@@ -112,16 +112,18 @@ def attention_backward(
     tile: BackwardTile | None = None,
     gradients: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, contiguous or in `gradients`, in three launches.
+    """dq, dk, dv, contiguous or in `gradients`.
 
-    lse and delta; the gradients; dq rounded. With dq.py: lse and delta; dk and dv; dq.
+    In three launches: lse and delta; the gradients; dq rounded. Or in two: lse, delta and dq; dk and dv.
     """
     sums_dq = not has_dq_kernel(problem, q.shape[3])
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
     group = n_head // n_kv_head
     tile = tile or backward_tile(head_dim, sums_dq)
-    padded = triton.cdiv(seq_q, PREPARE_ROWS) * PREPARE_ROWS
+    # dq.py writes lse and delta of whole blocks: those of a list have 128 rows, those of an interval 64
+    rows = PREPARE_ROWS if sums_dq or problem.blocks else ROWS.value
+    padded = triton.cdiv(seq_q, rows) * rows
     minus_lse, minus_delta = torch.empty(
         2, batch * n_head * padded, dtype=torch.float32, device=q.device
     ).unbind()
@@ -131,29 +133,36 @@ def attention_backward(
         dq_sum = torch.empty(batch * n_head * padded, head_dim, dtype=torch.float32, device=q.device)
     # tiles handed out, see backward_64.produce
     counter = torch.empty(1, dtype=torch.int32, device=q.device)
+    if dlse is not None:
+        dlse = dlse.contiguous()
     dq, dk, dv = gradients or (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     rows_grid = (padded // PREPARE_ROWS, batch * n_head)
-    prepare_kernel[rows_grid](
-        out,
-        dout,
-        lse,
-        lse if dlse is None else dlse.contiguous(),
-        minus_lse,
-        minus_delta,
-        dq_sum,
-        counter,
-        *out.stride()[:3],
-        *dout.stride()[:3],
-        n_head,
-        seq_q,
-        padded,
-        problem.softmax_scale,
-        HEAD_DIM=head_dim,
-        BLOCK_M=PREPARE_ROWS,
-        HAS_DLSE=dlse is not None,
-        SUMS_DQ=sums_dq,
-        num_warps=4,
-    )
+    if sums_dq:
+        prepare_kernel[rows_grid](
+            out,
+            dout,
+            lse,
+            lse if dlse is None else dlse,
+            minus_lse,
+            minus_delta,
+            dq_sum,
+            counter,
+            *out.stride()[:3],
+            *dout.stride()[:3],
+            n_head,
+            seq_q,
+            padded,
+            problem.softmax_scale,
+            HEAD_DIM=head_dim,
+            BLOCK_M=PREPARE_ROWS,
+            HAS_DLSE=dlse is not None,
+            num_warps=4,
+        )
+    else:
+        launch_dq(
+            problem, dout, dlse, q, k, v, out, lse, dq, minus_lse, minus_delta, counter,
+            dq_tile(head_dim, mask_kind(problem))
+        )  # fmt: skip
     descriptors = (
         head_descriptor(q, BACKWARD_ROWS.value),
         head_descriptor(dout, BACKWARD_ROWS.value),
@@ -208,36 +217,38 @@ def attention_backward(
             num_warps=4,
             maxnreg=REGISTERS[CONSUMERS.value],
         )
-    if not sums_dq:
-        launch_dq(problem, dout, q, k, v, dq, minus_lse, minus_delta, dq_tile(head_dim, mask_kind(problem)))
-        return dq, dk, dv
-    round_kernel[rows_grid](
-        dq_sum,
-        dq,
-        *dq.stride()[:3],
-        n_head,
-        seq_q,
-        padded,
-        problem.softmax_scale,
-        HEAD_DIM=head_dim,
-        BLOCK_M=PREPARE_ROWS,
-        num_warps=4,
-    )
+    if sums_dq:
+        round_kernel[rows_grid](
+            dq_sum,
+            dq,
+            *dq.stride()[:3],
+            n_head,
+            seq_q,
+            padded,
+            problem.softmax_scale,
+            HEAD_DIM=head_dim,
+            BLOCK_M=PREPARE_ROWS,
+            num_warps=4,
+        )
     return dq, dk, dv
 
 
 def launch_dq(
     problem: Problem,
     dout: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    out: Tensor,
+    lse: Tensor,
     dq: Tensor,
     minus_lse: Tensor,
     minus_delta: Tensor,
+    counter: Tensor,
     tile: DqTile,
 ) -> None:
-    """Writes dq (B, Tq, H, D); minus_lse, minus_delta: (B * H * padded,), see prologue.prepare_kernel."""
+    """Writes dq (B, Tq, H, D), minus_lse and minus_delta (B * H * padded,), and 0 into counter."""
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
     group = n_head // n_kv_head
@@ -250,8 +261,13 @@ def launch_dq(
         head_descriptor(k, tile.block_n),
         head_descriptor(v, tile.block_n),
         head_descriptor(dq, ROWS.value),
+        out,
+        *out.stride()[:3],
+        lse,
+        lse if dlse is None else dlse,
         minus_lse,
         minus_delta,
+        counter,
         minus_lse if problem.key_bounds is None else problem.key_bounds,
         *list_arguments(problem.row_lists, minus_lse),
         batch,
@@ -266,6 +282,7 @@ def launch_dq(
         problem.softmax_scale * LOG2E,
         problem.softmax_scale,
         MASK=mask_kind(problem),
+        HAS_DLSE=dlse is not None,
         BLOCK_N=tile.block_n,
         HEAD_DIM=head_dim,
         CONSUMERS=tile.consumers,

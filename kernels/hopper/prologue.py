@@ -9,9 +9,9 @@ def prepare_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, dq_sum_ptr, counter_ptr,
     stride_ob, stride_ot, stride_oh, stride_db, stride_dt, stride_dh,
     n_head, seq_q, padded, softmax_scale,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, HAS_DLSE: tl.constexpr, SUMS_DQ: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows: -lse / softmax_scale, dlse - rowsum(out * dout), and with SUMS_DQ zeros.
+    """One block of rows: -lse / softmax_scale, dlse - rowsum(out * dout), and zeros for the sum of dq.
 
     A row that does not exist, or sees nothing, gets -inf, and so the probability 0. counter_ptr: how many
     tiles backward_64.py has handed out.
@@ -43,9 +43,8 @@ def prepare_kernel(
     padded_line = head.to(tl.int64) * padded + rows
     tl.store(minus_lse_ptr + padded_line, minus_lse)
     tl.store(minus_delta_ptr + padded_line, minus_delta)
-    if SUMS_DQ:
-        zeros = tl.zeros((BLOCK_M, HEAD_DIM), dtype=tl.float32)
-        tl.store(dq_sum_ptr + padded_line[:, None] * HEAD_DIM + columns[None, :], zeros)
+    zeros = tl.zeros((BLOCK_M, HEAD_DIM), dtype=tl.float32)
+    tl.store(dq_sum_ptr + padded_line[:, None] * HEAD_DIM + columns[None, :], zeros)
 
 
 @triton.jit

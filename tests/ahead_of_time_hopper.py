@@ -20,7 +20,7 @@ from kernels.hopper.backward import backward_kernel
 from kernels.hopper.backward_64 import backward_64_kernel
 from kernels.hopper.dq import dq_kernel
 from kernels.hopper.forward import ROWS, forward_kernel
-from kernels.hopper.launch import REGISTERS
+from kernels.hopper.launch import registers
 from kernels.hopper.tiles import backward_tile, dq_tile, forward_tile
 
 INTEGERS = ("bounds_ptr", "counter_ptr", "spans_ptr", "entries_ptr", "bits_ptr")
@@ -48,10 +48,11 @@ def forward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int) -> t
         "CONSUMERS": tile.consumers,
         "Q_STAGES": tile.q_stages,
         "STAGES": tile.stages,
+        "BLOCKS": tile.blocks,
         "CONSUMER_REGISTERS": tile.consumer_registers,
         "PRODUCER_REGISTERS": tile.producer_registers,
     }
-    return forward_kernel, descriptors, constants, REGISTERS[tile.consumers]
+    return forward_kernel, descriptors, constants, registers(tile.consumers, tile.blocks)
 
 
 def backward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int, sums_dq: bool = True) -> tuple:
@@ -70,14 +71,14 @@ def backward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int, sum
         "PRODUCER_REGISTERS": tile.producer_registers,
     }
     if head_dim != 64:
-        return backward_kernel, descriptors, constants | {"HEAD_DIM": head_dim}, REGISTERS[2]
+        return backward_kernel, descriptors, constants | {"HEAD_DIM": head_dim}, registers(2)
     constants |= {
         "KV_STAGES": tile.kv_stages,
         "DS_STAGES": tile.ds_stages,
         "DQ_STAGES": tile.dq_stages,
         "REDUCER_REGISTERS": tile.reducer_registers,
     }
-    return backward_64_kernel, descriptors, constants, REGISTERS[3 if sums_dq else 2]
+    return backward_64_kernel, descriptors, constants, registers(3 if sums_dq else 2)
 
 
 def dkdv_configuration(head_dim: int, dtype: str, mask: str, seq_q: int) -> tuple:
@@ -100,7 +101,7 @@ def dq_configuration(head_dim: int, dtype: str, mask: str, seq_q: int) -> tuple:
         "CONSUMER_REGISTERS": tile.consumer_registers,
         "PRODUCER_REGISTERS": tile.producer_registers,
     }
-    return dq_kernel, descriptors, constants, REGISTERS[tile.consumers]
+    return dq_kernel, descriptors, constants, registers(tile.consumers)
 
 
 KERNELS = {

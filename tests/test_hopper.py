@@ -22,6 +22,7 @@ SPILLED = {
     **{("backward", 64, mask): 8 for mask in ("full", "causal", "window", "intervals")},
     ("backward", 64, "blocks"): 16,
     ("backward", 128, "intervals"): 8,
+    ("dq", 128, "causal"): 4,
 }
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"

@@ -2,8 +2,8 @@
 
 For deterministic=True and for short lists of blocks, where backward.py and backward_64.py leave dq out: they
 would add it to its sum in any order, and the sum takes 16 D bytes a query. This kernel runs before them, and
-makes lse and delta as they read them. Tiles, roles and rings are those of forward.py: a block is persistent,
-one warp fills rings of q, dout, k and v tiles by bulk copies, and CONSUMERS warpgroups own 64 query rows each,
+makes lse and delta as they read them. Tiles, roles and rings are forward.py's: a block is persistent, one
+warp fills rings of q, dout, k and v tiles by bulk copies, and CONSUMERS warpgroups own 64 query rows each,
 whose dq stays in registers. dS is the left operand of its product without leaving the registers. q and dout
 are left operands of a whole tile: in shared memory, for ptxas would give their registers away in the loop.
 
@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import BLOCK_SIZE, BlockLists, hide_unseen
-from kernels.hopper.keys import ROWS, locate, places
+from kernels.hopper.keys import ROWS, key_block, locate, places, words_at
 from kernels.hopper.primitives import Ring, copy_out, make_ring, record
 from kernels.hopper.schedule import Mask, TileOrder
 from kernels.hopper.softmax import hide
@@ -69,8 +69,7 @@ def produce(tiles, q_desc, dout_desc, k_desc, v_desc, group):
         begin, _, _, end = places(tiles, batch, head, row, tiles.CONSUMERS * ROWS)
         kv_head = head // group
         for place in range(begin, end):
-            block = tiles.mask.lists.block(place) if tiles.mask.KIND == "blocks" else place
-            coordinates = [batch, kv_head, block * tiles.BLOCK_N, 0]
+            coordinates = [batch, kv_head, key_block(tiles, place) * tiles.BLOCK_N, 0]
             stage, full = tiles.k_ring.fill(n)
             mbarrier.expect(full, k_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(k_desc, coordinates, full, tiles.k.index(stage))
@@ -133,7 +132,7 @@ def step(tiles, q, dout, dq, n, place, masked, first, end, minus_lse, minus_delt
     # behind the exponentials: the assembler moves no wait across a branch, and dP runs beside them
     if masked:
         if tiles.mask.KIND == "blocks":
-            p = hide_unseen(p, tiles.mask.lists.words(place, first, 0, p), 0.0)
+            p = hide_unseen(p, words_at(tiles, place, first, p), 0.0)
         else:
             p = hide(p, first, end, place, 0.0, tiles.mask.KIND)
     dp = warpgroup_mma_wait(0, deps=[dp])

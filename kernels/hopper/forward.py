@@ -19,9 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import BLOCK_SIZE, BlockLists, hide_unseen
-from kernels.hopper.keys import ROWS, locate, places
+from kernels.hopper.keys import ROWS, key_block, locate, places, words_at
 from kernels.hopper.primitives import Ring, make_ring, pack_pairs, record
 from kernels.hopper.schedule import Mask, TileOrder
+from kernels.hopper.short_steps import consume_short
 from kernels.hopper.softmax import hide, partial_sum, row_maximum
 from kernels.hopper.steps import finish, pass_turn, products, skip, store, take_turn, walk
 
@@ -68,10 +69,7 @@ def produce(tiles, q_desc, k_desc, v_desc, group):
             tma.async_copy_global_to_shared(q_desc, [batch, head, row + c * ROWS, 0], full, buffer)
         n_q += 1  # noqa: SIM113
         for j in range(end - begin):
-            block = end - 1 - j
-            if tiles.mask.KIND == "blocks":
-                block = tiles.mask.lists.block(block)
-            block *= tiles.BLOCK_N
+            block = key_block(tiles, end - 1 - j) * tiles.BLOCK_N
             stage, full = tiles.k_ring.fill(n)
             mbarrier.expect(full, k_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(k_desc, [batch, kv_head, block, 0], full, tiles.k.index(stage))
@@ -140,7 +138,7 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
                 # what a tile of bits shows takes the place of an interval: each query's line in it
                 key_first = rows % BLOCK_SIZE
                 key_end = key_first
-                words = tiles.mask.lists.words(own_end - 1, key_first, 0, nothing)
+                words = words_at(tiles, own_end - 1, key_first, nothing)
             else:
                 key_first, key_end = tiles.mask.keys_of(batch, rows)
             q = tiles.q.index(q_stage * tiles.CONSUMERS + part).reshape([ROWS, tiles.HEAD_DIM])
@@ -219,7 +217,7 @@ def forward_kernel(
     by_section_tiles, by_section, by_last_section, by_n_head, scale_log2,
     MASK: gl.constexpr,
     BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr,
-    Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
@@ -249,7 +247,17 @@ def forward_kernel(
         CONSUMERS,
     )
     fence_async_shared()
-    if CONSUMERS == 2:
+    if BLOCKS == 2:
+        gl.warp_specialize(
+            [
+                (consume_short, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(0))),
+                (consume_short, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(1))),
+                (produce, (tiles, q_desc, k_desc, v_desc, group)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    elif CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (consume, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(0))),

@@ -30,11 +30,36 @@ def locate(tiles, turn):
 
 @gluon.jit
 def places(tiles, batch, head, row, N_ROWS: gl.constexpr):
-    """The ranges of places that N_ROWS rows from `row` visit, as blocks_between gives them."""
+    """The ranges of places that N_ROWS rows from `row` visit, as blocks_between gives them.
+
+    A place is a block of BLOCK_N keys, or as much of a listed one.
+    """
     if tiles.mask.KIND == "blocks":
-        ranges = tiles.mask.lists.places(batch, head, row // BLOCK_SIZE)
+        PARTS: gl.constexpr = BLOCK_SIZE // tiles.BLOCK_N
+        begin, whole_begin, whole_end, end = tiles.mask.lists.places(batch, head, row // BLOCK_SIZE)
+        ranges = begin * PARTS, whole_begin * PARTS, whole_end * PARTS, end * PARTS
     else:
         first_of_first, end_of_first = tiles.mask.keys_of(batch, gl.maximum(row, 0))
         first_of_last, end_of_last = tiles.mask.keys_of(batch, gl.maximum(row + N_ROWS - 1, 0))
         ranges = blocks_between(first_of_first, end_of_first, first_of_last, end_of_last, tiles.BLOCK_N)
     return ranges
+
+
+@gluon.jit
+def key_block(tiles, place):
+    """The block of BLOCK_N keys at a place."""
+    if tiles.mask.KIND == "blocks":
+        PARTS: gl.constexpr = BLOCK_SIZE // tiles.BLOCK_N
+        part = place & (PARTS - 1)
+        block = tiles.mask.lists.block((place - part) // PARTS) * PARTS + part
+    else:
+        block = place
+    return block
+
+
+@gluon.jit
+def words_at(tiles, place, lines, x):
+    """The bits of the keys at a place, see block_lists.BlockLists.words."""
+    PARTS: gl.constexpr = BLOCK_SIZE // tiles.BLOCK_N
+    part = place & (PARTS - 1)
+    return tiles.mask.lists.words((place - part) // PARTS, lines, part * tiles.BLOCK_N, x)

@@ -32,8 +32,11 @@ from kernels.problem import Problem, list_strides
 LOG2E = 1.4426950408889634
 # rows of one program of the kernels before and behind, and what lse, delta and the sum of dq are padded to
 PREPARE_ROWS = 128
-# of one thread when all warpgroups start: 65536 over the consumers' threads and the producer's
-REGISTERS = {2: 168, 3: 128}
+
+
+def registers(consumers: int, blocks: int = 1) -> int:
+    """Of one thread when all warpgroups start: 65536 over the consumers' threads and the producer's."""
+    return 65536 // blocks // ((consumers + 1) * 128) // 8 * 8
 
 
 def mask_kind(problem: Problem) -> str:
@@ -69,7 +72,7 @@ def attention_forward(
     n_tiles = triton.cdiv(seq_q, tile.consumers * ROWS.value)
     section = section_heads(seq_k, head_dim, group, batch * n_head)
     n_sm = torch.cuda.get_device_properties(q.device).multi_processor_count
-    forward_kernel[(min(batch * n_head * n_tiles, n_sm),)](
+    forward_kernel[(min(batch * n_head * n_tiles, n_sm * tile.blocks),)](
         head_descriptor(q, ROWS.value),
         head_descriptor(k, tile.block_n),
         head_descriptor(v, tile.block_n),
@@ -92,10 +95,11 @@ def attention_forward(
         CONSUMERS=tile.consumers,
         Q_STAGES=tile.q_stages,
         STAGES=tile.stages,
+        BLOCKS=tile.blocks,
         CONSUMER_REGISTERS=tile.consumer_registers,
         PRODUCER_REGISTERS=tile.producer_registers,
         num_warps=4,
-        maxnreg=REGISTERS[tile.consumers],
+        maxnreg=registers(tile.consumers, tile.blocks),
     )
     return out, lse
 
@@ -201,7 +205,7 @@ def attention_backward(
             REDUCER_REGISTERS=tile.reducer_registers,
             PRODUCER_REGISTERS=tile.producer_registers,
             num_warps=4,
-            maxnreg=REGISTERS[CONSUMERS.value + sums_dq],
+            maxnreg=registers(CONSUMERS.value + sums_dq),
         )
     else:
         backward_kernel[(n_tiles, n_kv_head, batch)](
@@ -215,7 +219,7 @@ def attention_backward(
             CONSUMER_REGISTERS=tile.consumer_registers,
             PRODUCER_REGISTERS=tile.producer_registers,
             num_warps=4,
-            maxnreg=REGISTERS[CONSUMERS.value],
+            maxnreg=registers(CONSUMERS.value),
         )
     if sums_dq:
         round_kernel[rows_grid](
@@ -290,5 +294,5 @@ def launch_dq(
         CONSUMER_REGISTERS=tile.consumer_registers,
         PRODUCER_REGISTERS=tile.producer_registers,
         num_warps=4,
-        maxnreg=REGISTERS[tile.consumers],
+        maxnreg=registers(tile.consumers),
     )

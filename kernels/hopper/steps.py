@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import hide_unseen
-from kernels.hopper.keys import ROWS
+from kernels.hopper.keys import ROWS, words_at
 from kernels.hopper.primitives import (
     named_barrier_arrive,
     named_barrier_sync,
@@ -85,7 +85,7 @@ def step(
     LISTED: gl.constexpr = MASKED and tiles.mask.KIND == "blocks"
     if LISTED:
         # asked for before the products, to arrive beside them
-        words = tiles.mask.lists.words(place, first, 0, scores_of_nothing(tiles))
+        words = words_at(tiles, place, first, scores_of_nothing(tiles))
     s, o = products(tiles, q, p, o, n, n - 1, begun, True, INDEX)
     if LISTED:
         s = hide_unseen(s, words, float("-inf"))

@@ -16,7 +16,10 @@ FLOAT32_LAYOUTS = {
 
 
 class ForwardTile(NamedTuple):
-    """consumers: warpgroups of 64 query rows; stages: buffers in the rings of Q, and of K and V."""
+    """consumers: warpgroups of 64 query rows; stages: buffers in the rings of Q, and of K and V.
+
+    blocks: on one multiprocessor at a time.
+    """
 
     consumers: int
     block_n: int
@@ -24,12 +27,16 @@ class ForwardTile(NamedTuple):
     stages: int
     consumer_registers: int
     producer_registers: int
+    blocks: int = 1
 
 
 def forward_tile(head_dim: int, mask: str) -> ForwardTile:
     # a third warpgroup fills the gaps of two, but there are registers for it with heads of 64 only
     if head_dim == 64 and mask in ("full", "causal"):
         return ForwardTile(3, 128, 2, 3, 160, 32)
+    # a list serves 128 queries, so two warpgroups; another block fills their gaps
+    if head_dim == 64 and mask == "blocks":
+        return ForwardTile(2, 64, 2, 4, 104, 24, blocks=2)
     return ForwardTile(2, 128, 2, 3 if head_dim == 64 else 2, 240, 24)
 
 

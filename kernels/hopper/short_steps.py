@@ -1,0 +1,63 @@
+"""What a warpgroup of the forward kernel does where two blocks share a multiprocessor: one product at a time.
+
+Other warpgroups fill the gaps that steps.py fills with products of its own, and nothing waits from tile to
+tile: that leaves S (64 x 64), P and o in 104 registers. tiles: forward.Tiles.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
+
+from kernels.hopper.block_lists import hide_unseen
+from kernels.hopper.keys import ROWS, locate, places, words_at
+from kernels.hopper.softmax import partial_sum, softmax
+from kernels.hopper.steps import scores_of_nothing, store
+
+# a finite maximum for rows that have seen nothing, see forward.py
+LOWEST = gl.constexpr(-1.0e30)
+
+
+@gluon.jit
+def step(tiles, q, o, m_i, l_i, n, line, place, masked, scale_log2):
+    """One block of keys, in buffers number n; line: each query's line in tiles of bits."""
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
+    zeros = scores_of_nothing(tiles)
+    k = tiles.k.index(tiles.k_ring.take(n)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
+    s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (ROWS, BLOCK_N)
+    s = warpgroup_mma_wait(0, deps=[s])
+    tiles.k_ring.release(n)
+    if masked:
+        s = hide_unseen(s, words_at(tiles, place, line, s), float("-inf"))
+    p, alpha, m_i, l_i = softmax(s, m_i, l_i, scale_log2)
+    o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout)), 1)
+    p = gl.convert_layout(p.to(tiles.q.dtype), P_LAYOUT)
+    v = tiles.v.index(tiles.v_ring.take(n)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
+    o = warpgroup_mma(p, v, o, is_async=True)  # (ROWS, D)
+    o = warpgroup_mma_wait(0, deps=[o])
+    tiles.v_ring.release(n)
+    return o, m_i, l_i
+
+
+@gluon.jit
+def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
+    """Attention of 64 rows of every tile of this block, which walks lists."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.HEAD_DIM, 16])
+    n = gl.to_tensor(0)
+    for turn in range(tiles.order.turns()):
+        batch, head, row = locate(tiles, turn)
+        begin, _, whole_end, end = places(tiles, batch, head, row, tiles.CONSUMERS * ROWS)
+        row += INDEX * ROWS
+        line = INDEX * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
+        q_stage = tiles.q_ring.take(turn)
+        q = tiles.q.index(q_stage * tiles.CONSUMERS + INDEX).reshape([ROWS, tiles.HEAD_DIM])
+        o = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
+        m_i = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
+        l_i = partial_sum(scores_of_nothing(tiles))
+        for j in range(end - begin):
+            place = end - 1 - j
+            o, m_i, l_i = step(tiles, q, o, m_i, l_i, n + j, line, place, place >= whole_end, scale_log2)
+        tiles.q_ring.release(turn)
+        n += end - begin
+        store(tiles, out_desc, lse_ptr, o, m_i, l_i, batch * tiles.n_head + head, row, INDEX)
+    tma.store_wait(0)

@@ -89,7 +89,8 @@ def dkdv_configuration(head_dim: int, dtype: str, mask: str, seq_q: int) -> tupl
 def dq_configuration(head_dim: int, dtype: str, mask: str, seq_q: int) -> tuple:
     """The same, deterministic: dq."""
     tile = dq_tile(head_dim, mask)
-    rows = {"q_desc": 64, "dout_desc": 64, "dq_desc": 64, "k_desc": tile.block_n, "v_desc": tile.block_n}
+    rows = {"q_desc": 64, "dout_desc": 64, "out_desc": 64, "dq_desc": 64}
+    rows |= {"k_desc": tile.block_n, "v_desc": tile.block_n}
     descriptors = {name: descriptor(dtype, 1, 1, n, head_dim) for name, n in rows.items()}
     constants = {
         "MASK": mask,
@@ -97,6 +98,7 @@ def dq_configuration(head_dim: int, dtype: str, mask: str, seq_q: int) -> tuple:
         "BLOCK_N": tile.block_n,
         "HEAD_DIM": head_dim,
         "CONSUMERS": tile.consumers,
+        "Q_STAGES": tile.q_stages,
         "STAGES": tile.stages,
         "CONSUMER_REGISTERS": tile.consumer_registers,
         "PRODUCER_REGISTERS": tile.producer_registers,
@@ -122,11 +124,7 @@ def compile_kernel(kernel: str, head_dim: int, dtype: str, mask: str, seq_q: int
         elif name in descriptors:
             signature[name] = descriptors[name]
         elif name.endswith("_ptr"):
-            pointed = "i32" if name in INTEGERS else dtype if name == "out_ptr" else "fp32"
-            signature[name] = f"*{pointed}"
-            attributes[index,] = [["tt.divisibility", 16]]
-        elif name.startswith("stride_o"):
-            signature[name] = "i32"
+            signature[name] = "*i32" if name in INTEGERS else "*fp32"
             attributes[index,] = [["tt.divisibility", 16]]
         elif name.startswith("by_"):
             signature[name] = "i64"

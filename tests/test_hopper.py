@@ -23,6 +23,8 @@ SPILLED = {
     ("backward", 64, "blocks"): 16,
     ("backward", 128, "intervals"): 8,
     ("dq", 128, "causal"): 4,
+    ("dq", 128, "window"): 16,
+    ("dq", 128, "intervals"): 4,
 }
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"

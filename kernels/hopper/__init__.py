@@ -102,8 +102,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, contiguous or in `gradients`. Raises ValueError where `refusal` refuses."""
     check(problem, q, k, v)
-    if not is_readable(dout):
-        dout = dout.contiguous()
+    out, dout = (x if is_readable(x) else x.contiguous() for x in (out, dout))
     return import_module("kernels.hopper.launch").attention_backward(
         problem, dout, dlse, q, k, v, out, lse, gradients=gradients
     )

@@ -4,8 +4,9 @@ For deterministic=True and for short lists of blocks, where backward.py and back
 would add it to its sum in any order, and the sum takes 16 D bytes a query. This kernel runs before them, and
 makes lse and delta as they read them. Tiles, roles and rings are forward.py's: a block is persistent, one
 warp fills rings of q, dout, k and v tiles by bulk copies, and CONSUMERS warpgroups own 64 query rows each,
-whose dq stays in registers. dS is the left operand of its product without leaving the registers. q and dout
-are left operands of a whole tile: in shared memory, for ptxas would give their registers away in the loop.
+whose dq stays in registers. out, read once a tile, passes through the ring of k. dS is the left operand of
+its product without leaving the registers. q and dout are left operands of a whole tile: in shared memory, for
+ptxas would give their registers away in the loop.
 
 Sources: FlashAttention-2 (arXiv:2307.08691), FlashAttention-3 (arXiv:2407.08608).
 """
@@ -31,10 +32,11 @@ from kernels.hopper.softmax import hide
 class Tiles:
     """Shared memory and the work list, as every partition sees them."""
 
-    q: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, D)
+    q: gl.shared_memory_descriptor  # (Q_STAGES * CONSUMERS, 1, 1, ROWS, D)
     dout: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor  # (STAGES, 1, 1, BLOCK_N, D)
     v: gl.shared_memory_descriptor
+    out: gl.shared_memory_descriptor  # (STAGES * BLOCK_N / ROWS, 1, 1, ROWS, D), the memory of k
     dq: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, D)
     q_ring: Ring
     k_ring: Ring
@@ -43,10 +45,6 @@ class Tiles:
     mask: Mask
     n_head: gl.tensor
     by_n_head: gl.tensor
-    out_ptr: gl.tensor  # (B, Tq, H, D)
-    stride_ob: gl.tensor
-    stride_ot: gl.tensor
-    stride_oh: gl.tensor
     lse_ptr: gl.tensor  # (B, H, Tq) float32
     dlse_ptr: gl.tensor
     minus_lse_ptr: gl.tensor  # (B * H, padded) float32
@@ -58,19 +56,30 @@ class Tiles:
     HEAD_DIM: gl.constexpr
     CONSUMERS: gl.constexpr
     HAS_DLSE: gl.constexpr
+    OUT_STAGES: gl.constexpr  # buffers of k that out of a tile takes
 
 
 @gluon.jit
-def produce(tiles, q_desc, dout_desc, k_desc, v_desc, group):
-    """Fills the rings as they are emptied: k and v of each place, q and dout of a tile behind its first."""
+def produce(tiles, q_desc, dout_desc, out_desc, k_desc, v_desc, group):
+    """Fills the rings as they are emptied: out of a tile, k and v of each place, q and dout behind the first.
+
+    n counts blocks of keys, and so uses of the ring of v; out takes OUT_STAGES more of the ring of k a tile.
+    """
+    PARTS: gl.constexpr = tiles.BLOCK_N // ROWS
     n = 0
     for turn in range(tiles.order.turns()):
         batch, head, row = locate(tiles, turn)
         begin, _, _, end = places(tiles, batch, head, row, tiles.CONSUMERS * ROWS)
         kv_head = head // group
+        for i in gl.static_range(tiles.OUT_STAGES):
+            stage, full = tiles.k_ring.fill(n + turn * tiles.OUT_STAGES + i)
+            mbarrier.expect(full, k_desc.block_type.nbytes)
+            for c in gl.static_range(PARTS):
+                first = [batch, head, row + (i * PARTS + c) * ROWS, 0]
+                tma.async_copy_global_to_shared(out_desc, first, full, tiles.out.index(stage * PARTS + c))
         for place in range(begin, end):
             coordinates = [batch, kv_head, key_block(tiles, place) * tiles.BLOCK_N, 0]
-            stage, full = tiles.k_ring.fill(n)
+            stage, full = tiles.k_ring.fill(n + (turn + 1) * tiles.OUT_STAGES)
             mbarrier.expect(full, k_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(k_desc, coordinates, full, tiles.k.index(stage))
             stage, full = tiles.v_ring.fill(n)
@@ -79,24 +88,29 @@ def produce(tiles, q_desc, dout_desc, k_desc, v_desc, group):
             n += 1
             # the tile before leaves buffers of keys before that of its queries
             if place == begin:
-                _, full = tiles.q_ring.fill(turn)
+                stage, full = tiles.q_ring.fill(turn)
                 mbarrier.expect(full, 2 * tiles.CONSUMERS * q_desc.block_type.nbytes)
                 for c in gl.static_range(tiles.CONSUMERS):
                     first = [batch, head, row + c * ROWS, 0]
-                    tma.async_copy_global_to_shared(q_desc, first, full, tiles.q.index(c))
-                    tma.async_copy_global_to_shared(dout_desc, first, full, tiles.dout.index(c))
+                    buffer = stage * tiles.CONSUMERS + c
+                    tma.async_copy_global_to_shared(q_desc, first, full, tiles.q.index(buffer))
+                    tma.async_copy_global_to_shared(dout_desc, first, full, tiles.dout.index(buffer))
 
 
 @gluon.jit
-def load_out(tiles, batch, head, row):
-    """out (ROWS, D) of one warpgroup, 0 behind the last row."""
+def take_out(tiles, part, n):
+    """out (ROWS, D) of one warpgroup; hands back the buffers of k from number n that hold the tile's."""
+    PARTS: gl.constexpr = tiles.BLOCK_N // ROWS
     COLUMNS: gl.constexpr = tiles.HEAD_DIM // 8
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // COLUMNS, COLUMNS], [4, 1], [1, 0])
-    rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    columns = gl.arange(0, tiles.HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT))
-    start = tiles.out_ptr + (batch.to(gl.int64) * tiles.stride_ob + head.to(gl.int64) * tiles.stride_oh)
-    offsets = gl.expand_dims(rows.to(gl.int64) * tiles.stride_ot, 1) + gl.expand_dims(columns, 0)
-    return gl.load(start + offsets, mask=gl.expand_dims(rows < tiles.mask.seq_q, 1), other=0.0)
+    # every warpgroup waits for all of them: a buffer is handed back only once it has been filled
+    for i in gl.static_range(tiles.OUT_STAGES):
+        tiles.k_ring.take(n + i)
+    stage = (n + part // PARTS) % tiles.k_ring.STAGES
+    out = tiles.out.index(stage * PARTS + part % PARTS).reshape([ROWS, tiles.HEAD_DIM]).load(LAYOUT)
+    for i in gl.static_range(tiles.OUT_STAGES):
+        tiles.k_ring.release(n + i)
+    return out
 
 
 @gluon.jit
@@ -118,14 +132,14 @@ def lse_and_delta(tiles, out, dout, line, rows):
 
 
 @gluon.jit
-def step(tiles, q, dout, dq, n, place, masked, first, end, minus_lse, minus_delta):
-    """One block of keys, in buffers number n; minus_lse: (ROWS,) in base 2."""
+def step(tiles, q, dout, dq, n_k, n_v, place, masked, first, end, minus_lse, minus_delta):
+    """One block of keys, in buffers number n_k and n_v; minus_lse: (ROWS,) in base 2."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dq.type.layout, 2)
     zeros = gl.full([ROWS, tiles.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
-    k = tiles.k.index(tiles.k_ring.take(n)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
+    k = tiles.k.index(tiles.k_ring.take(n_k)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
     s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (ROWS, BLOCK_N)
-    v = tiles.v.index(tiles.v_ring.take(n)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
+    v = tiles.v.index(tiles.v_ring.take(n_v)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
     dp = warpgroup_mma(dout, v.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (ROWS, BLOCK_N)
     s = warpgroup_mma_wait(1, deps=[s])
     p = gl.exp2(s * tiles.scale_log2 + gl.expand_dims(minus_lse, 1))
@@ -136,21 +150,21 @@ def step(tiles, q, dout, dq, n, place, masked, first, end, minus_lse, minus_delt
         else:
             p = hide(p, first, end, place, 0.0, tiles.mask.KIND)
     dp = warpgroup_mma_wait(0, deps=[dp])
-    tiles.v_ring.release(n)
+    tiles.v_ring.release(n_v)
     ds = (p * (dp + gl.expand_dims(minus_delta, 1))).to(k.dtype)
     dq = warpgroup_mma(gl.convert_layout(ds, A_LAYOUT), k, dq, is_async=True)  # (ROWS, D)
     dq = warpgroup_mma_wait(0, deps=[dq])
-    tiles.k_ring.release(n)
+    tiles.k_ring.release(n_k)
     return dq
 
 
 @gluon.jit
-def skip(tiles, n):
+def skip(tiles, n_k, n_v):
     """Hands back a block of keys and values that these rows do not see, but others of the tile do."""
-    tiles.k_ring.take(n)
-    tiles.k_ring.release(n)
-    tiles.v_ring.take(n)
-    tiles.v_ring.release(n)
+    tiles.k_ring.take(n_k)
+    tiles.k_ring.release(n_k)
+    tiles.v_ring.take(n_v)
+    tiles.v_ring.release(n_v)
 
 
 @gluon.jit
@@ -169,13 +183,14 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
         row += part * ROWS
         if KIND == "causal":
             _, whole_begin, whole_end, own_end = places(tiles, batch, head, row, ROWS)
+        n_k = n + (turn + 1) * tiles.OUT_STAGES
+        q_stage = tiles.q_ring.take(turn)
+        out = take_out(tiles, part, n_k - tiles.OUT_STAGES)
         if row >= 0:
-            # asked for before the queries, to arrive beside them
-            out = load_out(tiles, batch, head, row)
             rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
-            tiles.q_ring.take(turn)
-            q = tiles.q.index(part).reshape([ROWS, tiles.HEAD_DIM])
-            dout = tiles.dout.index(part).reshape([ROWS, tiles.HEAD_DIM])
+            buffer = q_stage * tiles.CONSUMERS + part
+            q = tiles.q.index(buffer).reshape([ROWS, tiles.HEAD_DIM])
+            dout = tiles.dout.index(buffer).reshape([ROWS, tiles.HEAD_DIM])
             line = batch * tiles.n_head + head
             minus_lse, minus_delta = lse_and_delta(tiles, out, dout, line, rows)
             minus_lse *= tiles.scale_log2
@@ -188,18 +203,18 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
             dq = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, DQ_LAYOUT)
             for place in range(begin, own_end):
                 masked = (place < whole_begin) | (place >= whole_end)
+                j = place - begin
                 dq = step(
-                    tiles, q, dout, dq, n + place - begin, place, masked, key_first, key_end,
+                    tiles, q, dout, dq, n_k + j, n + j, place, masked, key_first, key_end,
                     minus_lse, minus_delta
                 )  # fmt: skip
             tiles.q_ring.release(turn)
             copy_out(dq_desc, [batch, head, row, 0], dq * tiles.softmax_scale, tiles.dq.index(INDEX), 0)
         else:
             own_end = begin
-            tiles.q_ring.take(turn)
             tiles.q_ring.release(turn)
         for skipped in range(own_end - begin, end - begin):
-            skip(tiles, n + skipped)
+            skip(tiles, n_k + skipped, n + skipped)
         n += end - begin
     tma.store_wait(0)
 
@@ -212,13 +227,13 @@ NOT_SPECIALIZED = [
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def dq_kernel(
-    q_desc, dout_desc, k_desc, v_desc, dq_desc, out_ptr, stride_ob, stride_ot, stride_oh,
-    lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, counter_ptr, bounds_ptr,
-    spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head,
-    n_batch, n_head, group, seq_q, seq_k, window, section,
+    q_desc, dout_desc, out_desc, k_desc, v_desc, dq_desc, lse_ptr, dlse_ptr,
+    minus_lse_ptr, minus_delta_ptr, counter_ptr, bounds_ptr, spans_ptr, entries_ptr, bits_ptr,
+    stride_list_batch, stride_list_head, n_batch, n_head, group, seq_q, seq_k, window, section,
     by_section_tiles, by_section, by_last_section, by_n_head, padded, scale_log2, softmax_scale,
     MASK: gl.constexpr, HAS_DLSE: gl.constexpr,
-    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr,
+    Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
@@ -227,18 +242,24 @@ def dq_kernel(
         n_batch * n_head, gl.cdiv(seq_q, CONSUMERS * ROWS), section,
         by_section_tiles, by_section, by_last_section, MASK != "full"
     )  # fmt: skip
+    PARTS: gl.constexpr = BLOCK_N // ROWS
+    OUT_STAGES: gl.constexpr = (CONSUMERS + PARTS - 1) // PARTS
+    # the first k of a tile is copied before its queries, and out handed back behind them: one buffer more
+    gl.static_assert(STAGES > OUT_STAGES)
+    k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
     tiles = Tiles(
-        gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout),
-        gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], dout_desc.layout),
-        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout),
+        gl.allocate_shared_memory(dtype, [Q_STAGES * CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout),
+        gl.allocate_shared_memory(dtype, [Q_STAGES * CONSUMERS, 1, 1, ROWS, HEAD_DIM], dout_desc.layout),
+        k,
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout),
+        k._reinterpret(dtype, [STAGES * PARTS, 1, 1, ROWS, HEAD_DIM], out_desc.layout),
         gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], dq_desc.layout),
-        make_ring(1, CONSUMERS),
+        make_ring(Q_STAGES, CONSUMERS),
         make_ring(STAGES, CONSUMERS),
         make_ring(STAGES, CONSUMERS),
         order, Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK), n_head, by_n_head,
-        out_ptr, stride_ob, stride_ot, stride_oh, lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, padded,
-        scale_log2, softmax_scale, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_DLSE,
+        lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, padded,
+        scale_log2, softmax_scale, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_DLSE, OUT_STAGES,
     )  # fmt: skip
     # tiles of keys handed out, see backward_64.produce
     if gl.program_id(0) == 0:
@@ -249,7 +270,7 @@ def dq_kernel(
             [
                 (consume, (tiles, dq_desc, gl.constexpr(0))),
                 (consume, (tiles, dq_desc, gl.constexpr(1))),
-                (produce, (tiles, q_desc, dout_desc, k_desc, v_desc, group)),
+                (produce, (tiles, q_desc, dout_desc, out_desc, k_desc, v_desc, group)),
             ],
             [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
@@ -259,7 +280,7 @@ def dq_kernel(
                 (consume, (tiles, dq_desc, gl.constexpr(0))),
                 (consume, (tiles, dq_desc, gl.constexpr(1))),
                 (consume, (tiles, dq_desc, gl.constexpr(2))),
-                (produce, (tiles, q_desc, dout_desc, k_desc, v_desc, group)),
+                (produce, (tiles, q_desc, dout_desc, out_desc, k_desc, v_desc, group)),
             ],
             [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip

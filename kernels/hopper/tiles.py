@@ -74,10 +74,11 @@ def sums_dq(head_dim: int, blocks_per_line: float) -> bool:
 
 
 class DqTile(NamedTuple):
-    """consumers: warpgroups of 64 query rows; stages: buffers in the rings of K and V."""
+    """consumers: warpgroups of 64 query rows; stages: buffers in the rings of Q and dout, and of K and V."""
 
     consumers: int
     block_n: int
+    q_stages: int
     stages: int
     consumer_registers: int
     producer_registers: int
@@ -86,8 +87,9 @@ class DqTile(NamedTuple):
 def dq_tile(head_dim: int, mask: str) -> DqTile:
     # blocks of 64 keys leave registers for a third warpgroup with heads of 64
     if head_dim == 64 and mask in ("full", "causal"):
-        return DqTile(3, 64, 4, 160, 32)
-    return DqTile(2, 128, 4 if head_dim == 64 else 2, 240, 24)
+        return DqTile(3, 64, 2, 4, 160, 32)
+    # shared memory holds the next tile's queries beside this one's with heads of 64 only
+    return DqTile(2, 128, 2, 4, 240, 24) if head_dim == 64 else DqTile(2, 128, 1, 2, 240, 24)
 
 
 def float32_descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:

@@ -237,7 +237,13 @@ def test_a_gpu_computes_everything_as_accurately_as_torch(options, block_size, h
 @on_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_hopper_kernels_walk_the_lists_as_accurately_as_torch(head_dim, dtype, device):
+@pytest.mark.parametrize("sums_dq", [True, False])
+def test_the_hopper_kernels_walk_the_lists_as_accurately_as_torch(
+    sums_dq, head_dim, dtype, device, monkeypatch
+):
+    # long lists and short ones are otherwise computed by different kernels
+    monkeypatch.setattr(import_module("kernels.hopper.launch"), "sums_dq", lambda *_: sums_dq)
+
     def attention(*arguments, **options):
         with use_implementation("hopper"):
             return flash_attention(*arguments, **options)
@@ -281,7 +287,7 @@ def test_new_masks_lengths_and_batches_compile_no_kernel(device):
     kernels = [forward_kernel, dkdv_kernel, dq_kernel]
     if IS_HOPPER:
         launch = import_module("kernels.hopper.launch")
-        kernels = [launch.forward_kernel, launch.backward_64_kernel]
+        kernels = [launch.forward_kernel, launch.backward_64_kernel, launch.dq_kernel]
     counts = []
     for batch, seq_len, name in ((3, 300, "window(9)"), (1, 1000, "strided(3)"), (2, 65, "causal()")):
         q, k, v = random_qkv(batch, seq_len, seq_len, 2, 2, 64, torch.bfloat16, device)

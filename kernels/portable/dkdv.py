@@ -41,6 +41,8 @@ def add_queries(
             q_source, batch, head, m, seq_q, stride_qt, stride_qd, TMA, HEAD_DIM, BLOCK_M, BLOCK_D, CUT
         )
         lse = tl.load(lse_ptr + rows)
+        # before the scores: a product begins from it, and such a load is not issued a step ahead
+        delta = tl.load(delta_ptr + rows)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
         p = tl.exp2(scores * scale_log2 - lse[:, None])
         if CUT:
@@ -55,15 +57,17 @@ def add_queries(
         dout = load_tile(
             dout_source, batch, head, m, seq_q, stride_dot, stride_dod, TMA, HEAD_DIM, BLOCK_M, BLOCK_D, CUT
         )
-        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
         kept = p
         if DROPOUT:
+            dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
             keep = keep_tile(seed, threshold, batch, head, m, first_column, BLOCK_M, BLOCK_N)
             kept = tl.where(keep, p, 0.0)
-            dp = tl.where(keep, dp * keep_scale, 0.0)
+            dp = tl.where(keep, dp * keep_scale, 0.0) - delta[:, None]
+        else:
+            begin = tl.broadcast_to(-delta[:, None], [BLOCK_M, BLOCK_N])
+            dp = tl.dot(dout, tl.trans(v), begin, input_precision=PRECISION)
         dv = tl.dot(tl.trans(kept.to(dout.dtype)), dout, dv, input_precision=PRECISION)  # (BLOCK_N, BLOCK_D)
-        delta = tl.load(delta_ptr + rows)
-        ds = p * (dp - delta[:, None])
+        ds = p * dp
         dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)  # (BLOCK_N, BLOCK_D)
     return dk, dv
 

@@ -68,9 +68,9 @@ def sums_dq(head_dim: int, blocks_per_line: float) -> bool:
     """Whether dq is summed in float32 beside dk and dv, or made by dq.py.
 
     The sum costs 16 D bytes a query, to zero, add to and round, however few blocks there are; dq.py two
-    products more for each block. By calculation, not measured: see docs/block_sparse.md.
+    products more for each block. Where the two are even is measured: see docs/block_sparse.md.
     """
-    return blocks_per_line > (5 if head_dim == 64 else 10)
+    return blocks_per_line > (3.5 if head_dim == 64 else 6)
 
 
 class DqTile(NamedTuple):

@@ -118,10 +118,11 @@ def test_heads_of_a_gradient_may_begin_behind_two_billion_elements():
     dout.copy_(torch.randn(dout.shape))
     out, lse = torch.randn(dout.shape).half(), torch.randn(1, n_head, seq_len)
     minus_lse, minus_delta = torch.empty(2, n_head, 128)
+    dq_sum = torch.empty(n_head * 128, head_dim)
     prepare_kernel[(1, n_head)](
-        out, dout, lse, lse, minus_lse, minus_delta, minus_lse, torch.empty(1, dtype=torch.int32),
+        out, dout, lse, lse, minus_lse, minus_delta, dq_sum, torch.empty(1, dtype=torch.int32),
         *out.stride()[:3], *dout.stride()[:3], n_head, seq_len, 128, 0.125,
-        HEAD_DIM=head_dim, BLOCK_M=128, HAS_DLSE=False, SUMS_DQ=False,
+        HEAD_DIM=head_dim, BLOCK_M=128, HAS_DLSE=False,
     )  # fmt: skip
     expected = -(out.float() * dout.float()).sum(-1)[0].T
     torch.testing.assert_close(minus_delta[:, :seq_len], expected)

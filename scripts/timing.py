@@ -27,7 +27,9 @@ CLEARINGS = 32
 def capture(attention: Callable, qkv: tuple[Tensor, ...], dout: Tensor):
     """out, and the graphs of one forward and one backward pass.
 
-    The backward pass reads what out has saved: keep out as long as its graph is replayed.
+    The backward pass reads what out has saved: keep out as long as its graph is replayed. Both are captured,
+    because SDPA's memory-efficient backward pass expects its dropout's seed where the captured forward pass
+    leaves it, on the GPU, and reads a wild address after any other.
     """
     # a backward pass runs on the stream of its forward pass
     stream = torch.cuda.Stream()
@@ -35,12 +37,13 @@ def capture(attention: Callable, qkv: tuple[Tensor, ...], dout: Tensor):
     with torch.cuda.stream(stream):
         for _ in range(3):
             torch.autograd.grad(attention(*qkv), qkv, dout)
-        out = attention(*qkv)
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(forward, stream=stream):
-        attention(*qkv)
+        out = attention(*qkv)
     with torch.cuda.graph(backward, stream=stream):
         torch.autograd.grad(out, qkv, dout, retain_graph=True)
+    # a capture computes nothing: out and what it has saved are there after the first replay
+    forward.replay()
     return out, forward, backward
 
 

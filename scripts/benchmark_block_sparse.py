@@ -93,7 +93,9 @@ def main(arguments: Arguments) -> None:
     out = Path(arguments.out)
     result = write_result(out, rows)
     if arguments.plot:
-        plot(rows, result, out.with_suffix(".png"))
+        over_length = len(arguments.patterns) == 1 and len(arguments.seq_lens) > 1
+        draw = plot_over_length if over_length else plot
+        draw(rows, result, out.with_suffix(".png"))
 
 
 def allowed_ms(density: float, dense_ms: float) -> float:
@@ -277,11 +279,37 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
         axis.set_xlabel("kept blocks of the causal ones, %")
     axes[0, 0].set_ylabel("ms")
     axes[1, 0].set_ylabel("ms")
-    figure.suptitle(f"{result['gpu']}, torch {result['torch']}, triton {result['triton']}", x=0.01, ha="left")
+    figure.suptitle(card(result), x=0.01, ha="left")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="lower left", ncols=4, frameon=False)
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def plot_over_length(rows: list[dict], result: dict, path: Path) -> None:
+    """Microseconds of a thousand tokens over the length, of one pattern: what is linear in it is level."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained", sharex=True)
+    for axis, direction in zip(axes, DIRECTIONS, strict=True):
+        for shape in dict.fromkeys((label(row), row["head_dim"]) for row in rows):
+            chosen = [row for row in rows if (label(row), row["head_dim"]) == shape]
+            lengths = [row["seq_len"] for row in chosen]
+            costs = [1e6 * row[f"{direction}_ms"] / row["seq_len"] for row in chosen]
+            axis.plot(lengths, costs, "o-", label="{}, D {}".format(*shape))
+        axis.set_xscale("log", base=2)
+        axis.set(xlabel="tokens", ylim=(0, None), title=f"{direction}, {rows[0]['pattern']}")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("us for 1000 tokens")
+    axes[0].legend()
+    figure.suptitle(card(result), x=0.01, ha="left")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def card(result: dict) -> str:
+    """The GPU and what ran on it, above a picture."""
+    return f"{result['gpu']}, torch {result['torch']}, triton {result['triton']}"
 
 
 if __name__ == "__main__":

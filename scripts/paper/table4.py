@@ -218,24 +218,28 @@ def describe(rows: list[dict]) -> str:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Loss by the length of context, of the models and of the longest one cut short; and by position."""
+    """Speed; loss by length of context, of the models and of the longest one cut short; loss by position."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for kind, key, label in (
-        ("context", "seq_len", "a model each"),
-        ("truncated", "context", "the longest, cut short"),
-    ):
+    figure, (speed, context, position) = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
+    lines = {"a model each": ("context", "seq_len"), "the longest, cut short": ("truncated", "context")}
+    for label, (kind, key) in lines.items():
         chosen = matching(rows, kind=kind)
-        axes[0].plot([r[key] for r in chosen], [r["loss"] for r in chosen], "o-", label=label)
-    axes[0].set_xlabel("tokens of context")
-    axes[0].legend()
+        context.plot([r[key] for r in chosen], [r["loss"] for r in chosen], "o-", label=label)
+    context.set_xlabel("tokens of context")
+    context.legend()
     chosen = matching(rows, kind="position")
-    axes[1].plot([(r["first"] + r["end"]) / 2 for r in chosen], [r["loss"] for r in chosen], "o-")
-    axes[1].set_xlabel("position")
-    for axis in axes:
+    position.plot([(r["first"] + r["end"]) / 2 for r in chosen], [r["loss"] for r in chosen], "o-")
+    position.set_xlabel("position")
+    for axis in (context, position):
         axis.set_xscale("log", base=2)
         axis.set_ylabel("loss, nats per token")
         axis.grid(alpha=0.3)
+        # an interrupted run has speeds alone
+        axis.set_visible(any(len(line.get_xdata()) for line in axis.lines))
+    chosen = matching(rows, kind="speed")
+    names = [f"{r['model']}, {r['seq_len']}" for r in chosen]
+    speed.barh(names[::-1], [r["tokens_per_second"] / 1e3 for r in chosen][::-1])
+    speed.set_xlabel("thousand tokens per second")
     figure.savefig(path, dpi=120)
     plt.close(figure)

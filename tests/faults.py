@@ -268,6 +268,48 @@ def record_tokens(rank: int) -> None:
     _at_each_batch(record)
 
 
+def assert_elastic(
+    parts: list[tuple[int, int, str]], apart: float, *overrides: str, seconds: float = 120
+) -> None:
+    """A run in parts of five steps takes the tokens of one on a single process, and has its losses.
+
+    parts: processes, tokens of a micro-batch, and distributed, of each; apart: what losses may differ by;
+    seconds: what a part may take.
+    """
+    # without dropout, whose draws belong to the ranks; each part ends as a finished run and the next one
+    # raises the budget, so the schedule is constant
+    given = ["model.dropout=0.0", "optim.final_learning_rate_ratio=1.0", *overrides]
+    steps = 5 * len(parts)
+    complete(small_config("whole", steps, *given), 1, record_tokens, seconds)
+    whole = tokens_by_step(1)
+    assert len(whole) == steps
+    most = max(world_size for world_size, *_ in parts)
+    for rank in range(most):
+        Path(f"tokens.{rank}.jsonl").unlink(missing_ok=True)
+    for number, (world_size, microbatch, distributed) in enumerate(parts, 1):
+        of_part = [*given, f"tokens_per_microbatch={microbatch}", f"distributed={distributed}"]
+        complete(small_config("elastic", 5 * number, *of_part), world_size, record_tokens, seconds)
+    assert tokens_by_step(most) == whole
+    losses = {line["step"]: line["train_loss"] for line in numbers("whole") if "train_loss" in line}
+    compared = [
+        (line["train_loss"], losses[line["step"]]) for line in numbers("elastic") if line["step"] in losses
+    ]
+    assert len(compared) > len(parts)
+    for mine, theirs in compared:
+        assert abs(mine - theirs) <= apart, f"{mine} is not {theirs}"
+
+
+def tokens_by_step(world_size: int) -> dict[int, list[str]]:
+    """The sequences of each step, of all ranks in their order."""
+    steps: dict[int, list[str]] = {}
+    for rank in range(world_size):
+        path = Path(f"tokens.{rank}.jsonl")
+        for line in path.read_text().splitlines() if path.exists() else []:
+            entry = json.loads(line)
+            steps.setdefault(entry["step"], []).extend(entry["sequences"])
+    return steps
+
+
 def poison(
     rank: int, batches: tuple[int, ...], factor: float, gradient_only: bool = False, who: int = 0
 ) -> None:

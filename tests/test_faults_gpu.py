@@ -62,6 +62,14 @@ def test_a_compiled_and_sharded_run_goes_on_after_a_signal_to_one_rank():
     assert_same_run("whole", "stopped", 200)
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_other_numbers_of_gpus_and_micro_batches_take_the_same_tokens_along_the_same_curve(world_size):
+    need_gpus(world_size)
+    parts = [(1, 512, "ddp"), (world_size, 128, "fsdp"), (world_size, 64, "ddp"), (1, 256, "ddp")]
+    # bf16, and sums in another order
+    faults.assert_elastic(parts, 0.01, *ON_GPUS, seconds=FIRST_SECONDS)
+
+
 def test_a_rank_that_hangs_is_named_although_the_others_wait_inside_nccl():
     need_gpus(2)
     config = small_config("run", 100, "hang_seconds=20", *ON_GPUS)

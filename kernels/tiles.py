@@ -124,7 +124,7 @@ BLACKWELL = (
         "dkdv",
         2,
         to_64=Tile(64, 64, 4, 2, True),
-        to_128=Tile(64, 64, 4, 2, True),
+        to_128=Tile(64, 64, 4, 3, True),
         to_256=Tile(32, 64, 8, 2, True),
     )
     | {

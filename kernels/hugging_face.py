@@ -7,11 +7,14 @@ ahead) is refused. Only `register` imports transformers.
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from kernels.checks import may_read
 from kernels.flash_attention import flash_attention, flash_attention_varlen
 
 NAME = "nanoflash"
+# mask or positions -> the version and sizes that they were read for, and the documents found
+DOCUMENTS = WeakIdKeyDictionary()
 
 
 def register() -> None:
@@ -86,17 +89,38 @@ def attention_forward(
 
 
 def document_ids(attention_mask: Tensor | None, position_ids: Tensor | None, key: Tensor) -> Tensor | None:
-    """Documents that hide padding or keep packed sequences apart; None where there is nothing to hide."""
-    if attention_mask is not None:
-        if attention_mask.dim() != 2:
-            raise ValueError(f"attention_mask must have shape (B, T), got {tuple(attention_mask.shape)}")
-        mask = attention_mask.bool()
-        # text and padding take turns: each run is a document
-        ids = (mask[:, 1:] != mask[:, :-1]).cumsum(1)
-        if may_read(ids) and bool((ids + mask[:, :1] > 2).any()):
-            raise ValueError("attention_mask must keep one unbroken run of tokens in each row")
-        return torch.nn.functional.pad(ids, (1, 0)).int()
-    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != key.shape[2]:
+    """Documents that hide padding or keep packed sequences apart; None where there is nothing to hide.
+
+    Every layer of a model gets the same mask or positions: they are read by the first, for reading waits for
+    the GPU.
+    """
+    source, find = (position_ids, of_positions) if attention_mask is None else (attention_mask, of_mask)
+    if source is None:
+        return None
+    # what inference_mode makes counts no versions, and fits nowhere else
+    if not may_read(source) or source.is_inference() or torch.is_inference_mode_enabled():
+        return find(source, key)
+    made_for = source._version, key.shape[0], key.shape[2]
+    if source not in DOCUMENTS or DOCUMENTS[source][0] != made_for:
+        DOCUMENTS[source] = made_for, find(source, key)
+    return DOCUMENTS[source][1]
+
+
+def of_mask(attention_mask: Tensor, key: Tensor) -> Tensor:
+    """Documents (B, T) int32 of a mask (B, T); ValueError if a row's text is not one unbroken run."""
+    if attention_mask.dim() != 2:
+        raise ValueError(f"attention_mask must have shape (B, T), got {tuple(attention_mask.shape)}")
+    mask = attention_mask.bool()
+    # text and padding take turns: each run is a document
+    ids = (mask[:, 1:] != mask[:, :-1]).cumsum(1)
+    if may_read(ids) and bool((ids + mask[:, :1] > 2).any()):
+        raise ValueError("attention_mask must keep one unbroken run of tokens in each row")
+    return torch.nn.functional.pad(ids, (1, 0)).int()
+
+
+def of_positions(position_ids: Tensor, key: Tensor) -> Tensor | None:
+    """Documents (B, T) int32 of positions that start anew; None where they do not, or are not of the keys."""
+    if position_ids.dim() != 2 or position_ids.shape[1] != key.shape[2]:
         return None
     starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
     if may_read(starts) and not bool(starts.any()):

@@ -61,6 +61,31 @@ def test_hugging_face_masks_with_holes_are_refused():
         hugging_face.document_ids(torch.tensor([[1, 0, 1]]), None, torch.zeros(1, 1, 3, 8))
 
 
+@pytest.mark.parametrize("given", ["position_ids", "attention_mask"])
+def test_hugging_face_masks_are_read_once_for_all_layers(given, device, monkeypatch):
+    """Each reading waits for the GPU."""
+    hugging_face.register()
+    readings, name = [], {"position_ids": "of_positions", "attention_mask": "of_mask"}[given]
+    find = getattr(hugging_face, name)
+    monkeypatch.setattr(hugging_face, name, lambda *of: readings.append(find(*of)) or readings[-1])
+    config = transformers.LlamaConfig(**SMALL | {"num_hidden_layers": 3}, **HEADS)
+    config._attn_implementation = "nanoflash"
+    model = transformers.AutoModelForCausalLM.from_config(config).to(device)
+    tokens = torch.randint(32, (1, 20), device=device)
+    values = torch.arange(20, device=device)[None] if given == "position_ids" else torch.ones_like(tokens)
+    if given == "attention_mask":
+        values[:, :3] = 0
+    first = model(tokens, **{given: values}, use_cache=False).logits
+    assert len(readings) == 1
+    # changed in place, it is read again
+    values[:, 12:] = torch.arange(8, device=device) if given == "position_ids" else 0
+    assert not torch.equal(model(tokens, **{given: values}, use_cache=False).logits, first)
+    assert len(readings) == 2
+    with torch.inference_mode():
+        model(tokens, **{given: values}, use_cache=False)
+    model(tokens, **{given: values}, use_cache=False).logits.sum().backward()
+
+
 def test_hugging_face_sequences_are_kept_apart_by_their_lengths(device):
     q, k, v = (torch.randn(1, n, 40, 16, device=device) for n in (4, 2, 2))
     ids = torch.tensor([[0] * 10 + [1] * 30], dtype=torch.int32, device=device)

@@ -25,9 +25,9 @@ from scripts.paper import (
     figure2_right,
     figure3,
     figure4,
+    pictures,
     table2,
     table4,
-    table6,
     table7,
     tasks,
     traffic,
@@ -560,12 +560,14 @@ def test_the_distance_of_two_marks_does_not_tell_whether_a_path_joins_them(monke
         paint(picture, points, radius)
 
     monkeypatch.setattr(tasks, "paint", note)
-    labels = tasks.pathfinder(200, 32, seed=5)[1]
-    first, second = torch.tensor(np.array(marks)).view(200, 2, 2).unbind(1)
+    labels = tasks.pathfinder(600, 32, seed=5)[1]
+    first, second = torch.tensor(np.array(marks)).view(600, 2, 2).unbind(1)
     apart = (first - second).norm(dim=1)
-    joined, others = apart[labels == 1], apart[labels == 0]
-    assert abs(joined.mean() - others.mean()) < 0.25
-    assert abs(joined.std() - others.std()) < 0.25
+    joined, others = apart[labels == 1].sort().values, apart[labels == 0].sort().values
+    # paths differ in length, so all of the distribution is compared: no threshold tells more than chance does
+    shares = [torch.searchsorted(kind, apart) / len(kind) for kind in (joined, others)]
+    assert (shares[0] - shares[1]).abs().max() < 0.15
+    assert joined[-1] > 1.5 * joined[0]
 
 
 class Bigrams(nn.Module):
@@ -580,11 +582,69 @@ class Bigrams(nn.Module):
 
 def test_positions_of_a_grid_are_stretched_over_a_finer_one():
     row, column = torch.meshgrid(torch.arange(4.0), torch.arange(4.0), indexing="ij")
-    fine = table6.stretched(torch.stack([row, column], -1).view(16, 2), 8).view(8, 8, 2)
+    fine = pictures.stretched(torch.stack([row, column], -1).view(16, 2), 8).view(8, 8, 2)
     # a place lies between those of the coarse grid; the edges stay where they are
     inner = torch.arange(8.0).sub(0.5).div(2).clamp(0, 3)
     assert torch.allclose(fine[:, 3, 0], inner)
     assert torch.allclose(fine[5, :, 1], inner)
+
+
+def test_a_finer_picture_shows_the_same():
+    fine, labels = tasks.pathfinder(8, 32, seed=5)
+    coarse, same_labels = tasks.pathfinder(8, 16, seed=5)
+    assert (labels == same_labels).all()
+    means = fine.reshape(8, 16, 2, 16, 2).mean((2, 4)).ravel()
+    assert np.corrcoef(means, coarse.ravel())[0, 1] > 0.9
+
+
+def test_a_picture_is_turned_and_mirrored():
+    tokens = torch.arange(9).repeat(64, 1)
+    turned = pictures.turned(tokens, torch.Generator().manual_seed(0)).view(64, 3, 3)
+    # neighbors stay neighbors: the middle in its place, opposite corners opposite
+    assert (turned[:, 1, 1] == 4).all()
+    assert (turned[:, 0, 0] + turned[:, 2, 2] == 8).all()
+    assert len({tuple(picture.flatten().tolist()) for picture in turned}) == 8
+
+
+def test_near_places_of_a_grid_have_similar_positions():
+    grid = pictures.grid_positions(8, 64)
+    assert grid.square().mean().item() == pytest.approx(1.0, rel=0.01)
+    likeness = (grid @ grid[27] / 64).view(8, 8)
+    assert likeness.argmax() == 27
+    assert likeness[3, 4] > likeness[3, 5]
+    assert likeness[4, 3] > likeness[5, 3]
+
+
+def test_two_blocks_of_the_sparse_mask_are_a_coarse_picture():
+    order = pictures.reading_order(32)
+    assert (order.sort().values == torch.arange(1024)).all()
+    for block in range(4):
+        seen = torch.cat([order.view(8, 128)[block], order.view(8, 128)[block + 4]])
+        assert (seen // 32 % 2).unique().numel() == (seen % 2).unique().numel() == 1
+    assert (pictures.reading_order(8) == torch.arange(64)).all()
+
+
+def test_the_order_of_reading_changes_nothing_for_full_attention():
+    config = encoder_config(1024, 1, 2, 32, 16, 0.0)
+    model = Encoder(config, partial(baselines.eager, mask=None), 2)
+    tokens = torch.randint(16, (2, 1024))
+    by_rows = model(tokens)
+    model.order = pictures.reading_order(32)
+    torch.testing.assert_close(model(tokens), by_rows, atol=1e-5, rtol=1e-5)
+
+
+def test_only_hidden_pixels_are_guessed():
+    config = encoder_config(16, 1, 2, 32, pictures.HIDDEN + 1, 0.0)
+    guess = pictures.HiddenPixels(Encoder(config, partial(baselines.eager, mask=None), 2))
+    tokens = torch.randint(tasks.GRAY_LEVELS, (2, 16))
+    hidden = torch.zeros(2, 16, dtype=torch.bool)
+    hidden[:, 3] = True
+    guess.loss(tokens, hidden).backward()
+    seen = guess.layers.token_embedding.weight.grad.abs().sum(1) > 0
+    expected = torch.zeros(len(seen), dtype=torch.bool)
+    expected[tokens[~hidden]] = True
+    expected[pictures.HIDDEN] = True
+    assert torch.equal(seen, expected)
 
 
 def test_examples_do_not_depend_on_how_many_cores_draw_them(monkeypatch):

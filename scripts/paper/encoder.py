@@ -18,7 +18,10 @@ from train.step import autocast_context
 
 
 class Encoder(nn.Module):
-    """attention: of q, k, v (B, T, H, D) and dropout_p, returns (B, T, H, D)."""
+    """attention: of q, k, v (B, T, H, D) and dropout_p, returns (B, T, H, D).
+
+    order: (T,) int64, the order in which the tokens are read, each with its own position's embedding.
+    """
 
     def __init__(self, config: Config, attention: Callable, n_classes: int):
         super().__init__()
@@ -26,10 +29,13 @@ class Encoder(nn.Module):
         for block in self.layers.blocks:
             block.attention = OtherAttention(block.attention, attention)
         self.head = nn.Linear(config.model.n_embd, n_classes)
+        self.order: Tensor | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, n_classes) logits of (B, T) int64 tokens."""
-        return self.head(self.layers.hidden_states(tokens).mean(1))
+        if self.order is not None:
+            tokens = tokens[:, self.order]
+        return self.head(self.layers.hidden_states(tokens, positions=self.order).mean(1))
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy, (); targets: (B,) int64."""
@@ -67,9 +73,35 @@ def train_classifier(
     batch: int,
     learning_rate: float,
     precision: str,
+    vary: Callable[[Tensor, torch.Generator], Tensor] | None = None,
 ) -> dict:
-    """Accuracy on test, in percent, after `steps` steps of AdamW with a cosine; the order is the seed's."""
-    device = test[1].device
+    """Accuracy on test, in percent, after `steps` steps of AdamW with a cosine; the order is the seed's.
+
+    vary: of tokens (B, T) and a generator, what is trained on in their place.
+    """
+
+    def batches(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        picks = torch.randint(len(train[1]), (batch,), generator=generator).to(train[1].device)
+        tokens = train[0][picks].long()
+        return (tokens if vary is None else vary(tokens, generator)), train[1][picks]
+
+    final_loss = optimize(model, config, batches, steps, learning_rate, precision)
+    return {"accuracy": accuracy(model, *test, batch, precision), "final_loss": final_loss}
+
+
+def optimize(
+    model: nn.Module,
+    config: Config,
+    batches: Callable[[torch.Generator], tuple[Tensor, Tensor]],
+    steps: int,
+    learning_rate: float,
+    precision: str,
+) -> float:
+    """The last value of model.loss, after `steps` steps of AdamW with a warm-up and a cosine.
+
+    batches: of a generator, the arguments of the loss; the order is the seed's.
+    """
+    device = next(model.parameters()).device
     optimizer = build_optimizer(model, config.optim)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, learning_rate, total_steps=max(2, steps), pct_start=0.1, cycle_momentum=False
@@ -77,15 +109,15 @@ def train_classifier(
     generator = torch.Generator().manual_seed(0)
     model.train()
     for _ in range(steps):
-        picks = torch.randint(len(train[1]), (batch,), generator=generator).to(device)
+        inputs = batches(generator)
         with autocast_context(device.type, precision):
-            loss = model.loss(train[0][picks].long(), train[1][picks])
+            loss = model.loss(*inputs)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-    return {"accuracy": accuracy(model, *test, batch, precision), "final_loss": loss.item()}
+    return loss.item()
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Two tasks of the Long Range Arena that need no download, drawn anew from a seed.
 
 ListOps: the value, 0 to 9, of a nested prefix expression such as [MAX 4 3 [MIN 2 3] 1]. Pathfinder: whether
-two marked ends in a picture belong to one dashed path, among distractors.
+two marks in a picture are the ends of one path, beside others.
 
 Sources: Tay et al., arXiv:2011.04006; Nangia and Bowman, arXiv:1804.06028; Linsley et al., arXiv:1805.08315.
 The pictures are not theirs, so accuracies compare attentions, not papers.
@@ -25,10 +25,17 @@ OPERATIONS = (
 FIRST_OPERATION = FIRST_DIGIT + 10
 LISTOPS_VOCABULARY = FIRST_OPERATION + len(OPERATIONS)
 MAX_DEPTH, MAX_ARGUMENTS, NESTED = 10, 10, 0.25
-# of a Pathfinder picture, in units of a side of 32: dash, gap, and the nearest that two paths come
-DASH, GAP, MARGIN = 2.0, 1.8, 2.0
-TURN = 0.5
-DISTRACTORS = 6
+# of a Pathfinder picture, in units of a sixteenth of its side: radii of lines and marks, dash, gap, the
+# nearest that two paths come to each other, to the edge, and with an end to the other's mark; the round ends
+# of two dashes close the gap between them
+GRID = 16
+LINE, MARK = 0.5, 1.0
+DASH, GAP, MARGIN, EDGE, APART = 2.0, 0.5, 2.5, 1.0, 3.0
+TURN = 0.3
+FEWEST_DASHES, MOST_DASHES = 2, 4
+DISTRACTORS, DISTRACTOR_DASHES = 1, 2
+# of a line, where a mark has 1
+BRIGHTNESS = 0.5
 GRAY_LEVELS = 256
 EXAMPLES_IN_PART = 256
 
@@ -71,54 +78,59 @@ def pathfinder(n: int, side: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def draw_picture(rng: np.random.Generator, side: int) -> tuple[np.ndarray, int]:
-    """Two long paths and some short ones, all apart; marks at both ends of one, or at one end of each.
+    """Two paths of equally many dashes and some short ones, all apart; marks at both ends of one, or at one
+    end of each.
 
-    The marks of either kind are equally far apart: only what lies between them tells the kinds apart.
+    The marks of either kind are equally far apart: only what lies between them tells the kinds apart. Few
+    dashes teach what many need. A larger side shows the same in finer pixels, not longer paths.
     """
     label = int(rng.integers(2))
-    # a path's length grows with the side, as its difficulty does
-    dashes = round(6 * side / 32)
     paths = []
-    while len(paths) < 2:
-        # one may leave no room for the other
-        first = draw_path(rng, side, dashes, np.zeros((0, 2)))
-        second = None
-        if first is not None:
-            start, end = first[0, 0], first[-1, -1]
-            circle = start, np.linalg.norm(end - start)
-            second = draw_path(rng, side, dashes, first.reshape(-1, 2), circle)
-            if second is not None and np.linalg.norm(second[-1, -1] - start) < 3 * MARGIN:
-                # it would seem to lead from one mark to the other
-                second = None
-        paths = [first, second] if second is not None else []
+    while not paths:
+        dashes = int(rng.integers(FEWEST_DASHES, MOST_DASHES + 1))
+        first = draw_path(rng, dashes, np.zeros((0, 2)))
+        if first is None:
+            continue
+        start, end = first[0, 0], first[-1, -1]
+        circle = start, np.linalg.norm(end - start)
+        # the first may leave no room for the second
+        second = draw_path(rng, dashes, first.reshape(-1, 2), circle)
+        if second is None:
+            continue
+        # nearer ones would seem to lead from one mark to the other
+        nearest = min(np.linalg.norm(second[-1, -1] - start), np.linalg.norm(second[0, 0] - end))
+        if nearest >= APART:
+            paths = [first, second]
     marks = (start, end) if label else (start, second[0, 0])
     for _ in range(DISTRACTORS):
         taken = np.concatenate([path.reshape(-1, 2) for path in paths])
-        distractor = draw_path(rng, side, max(2, dashes // 3), taken)
+        distractor = draw_path(rng, DISTRACTOR_DASHES, taken)
         if distractor is not None:
             paths.append(distractor)
+    pixels = side / GRID
     picture = np.zeros((side, side))
     for path in paths:
         for dash in path[:, [0, -1]]:
-            paint(picture, np.linspace(*dash, 8), radius=0.6)
+            paint(picture, np.linspace(*dash, 8) * pixels - 0.5, radius=LINE * pixels)
+    picture *= BRIGHTNESS
     for mark in marks:
-        paint(picture, mark[None], radius=1.6)
+        paint(picture, mark[None] * pixels - 0.5, radius=MARK * pixels)
     return (picture * (GRAY_LEVELS - 1)).astype(np.uint8), label
 
 
 def draw_path(
     rng: np.random.Generator,
-    side: int,
     dashes: int,
     taken: np.ndarray,
     circle: tuple[np.ndarray, float] | None = None,
 ) -> np.ndarray | None:
     """(dashes, 3, 2): start, middle and end of each dash; None if twenty attempts meet an edge or a path.
 
-    circle: its center and radius, where the path starts; otherwise anywhere.
+    taken: (n, 2), the points of other paths. circle: its center and radius, where the path starts; otherwise
+    anywhere.
     """
     for _ in range(20):
-        point, heading = rng.uniform(2, side - 2, 2), rng.uniform(0, 2 * math.pi)
+        point, heading = rng.uniform(EDGE, GRID - EDGE, 2), rng.uniform(0, 2 * math.pi)
         if circle is not None:
             (center, radius), angle = circle, rng.uniform(0, 2 * math.pi)
             point = center + radius * np.array([math.cos(angle), math.sin(angle)])
@@ -130,7 +142,7 @@ def draw_path(
             heading += rng.uniform(-TURN, TURN)
         path = np.array(path)
         points = path.reshape(-1, 2)
-        if points.min() < 2 or points.max() > side - 2:
+        if points.min() < EDGE or points.max() > GRID - EDGE:
             continue
         apart = np.linalg.norm(points[:, None] - taken[None], axis=-1)
         if apart.size == 0 or apart.min() > MARGIN:

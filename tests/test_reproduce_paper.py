@@ -27,6 +27,7 @@ from scripts.paper import (
     figure4,
     pictures,
     table2,
+    table3,
     table4,
     table7,
     tasks,
@@ -613,6 +614,16 @@ def test_near_places_of_a_grid_have_similar_positions():
     assert likeness.argmax() == 27
     assert likeness[3, 4] > likeness[3, 5]
     assert likeness[4, 3] > likeness[5, 3]
+
+
+def test_paths_are_learned_from_coarse_pictures_to_fine_ones(device):
+    sizes = table3.Sizes(
+        implementations=["eager"], examples=4, test_examples=2,
+        sides=[4, 8], guessing_steps=1, side_steps=[1, 1], side_batches=[2, 2],
+    )  # fmt: skip
+    (row,) = table3.train_on_paths(sizes, device)
+    assert (row["seq_len"], row["steps"]) == (64, 2)
+    assert math.isfinite(row["final_loss"])
 
 
 def test_two_blocks_of_the_sparse_mask_are_a_coarse_picture():

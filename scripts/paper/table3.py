@@ -64,6 +64,7 @@ class Sizes:
     guessing_steps: int = 2000
     side_steps: list[int] = field(default_factory=lambda: [4000, 1500, 2000])
     side_batches: list[int] = field(default_factory=lambda: [256, 128, 64])
+    side_rates: list[float] = field(default_factory=lambda: [2e-3, 1e-3, 1e-3])
 
 
 QUICK = {
@@ -133,7 +134,8 @@ def train_on_paths(sizes: Sizes, device: torch.device) -> Iterator[dict]:
     drawn = [draw_pictures(side, sizes.examples, sizes.test_examples, device) for side in sizes.sides]
     for name in sizes.implementations:
         model = None
-        for (train, test), steps, batch in zip(drawn, sizes.side_steps, sizes.side_batches, strict=True):
+        stages = zip(drawn, sizes.side_steps, sizes.side_batches, sizes.side_rates, strict=True)
+        for (train, test), steps, batch, learning_rate in stages:
             model, trained = train_on_pictures(
                 train,
                 test,
@@ -145,7 +147,7 @@ def train_on_paths(sizes: Sizes, device: torch.device) -> Iterator[dict]:
                 guessing_steps=sizes.guessing_steps,
                 steps=steps,
                 batch=batch,
-                learning_rate=1e-3,
+                learning_rate=learning_rate,
             )
         seq_len, steps = sizes.sides[-1] ** 2, sum(sizes.side_steps)
         yield {"attention": name, "seq_len": seq_len, "examples": sizes.examples, "steps": steps, **trained}

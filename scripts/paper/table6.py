@@ -21,9 +21,9 @@ HERE = """
 Pictures drawn anew by scripts/paper/tasks.py, which are not the paper's; a few minutes of training in all.
 Each side starts from the weights of the one before, its positions stretched over the finer grid, as the
 paper went from 64 to 128; the first, 8 by 8, begins by guessing hidden pixels, without labels. A larger
-picture shows the same kind of scene in finer pixels: the sequences grow longer, the paths do not. Pictures
-are turned and mirrored at random. At 256 by 256 a few steps show that the shape trains. An accuracy counts
-as above chance if it is beyond three standard deviations of guessing.
+picture shows the same kind of scene in finer pixels: the sequences grow longer, the paths do not; 8 by 8
+pixels show simpler scenes. Pictures are turned and mirrored at random. At 256 by 256 a few steps show that
+the shape trains. An accuracy counts as above chance if it is beyond three standard deviations of guessing.
 """
 
 
@@ -41,6 +41,8 @@ class Sizes:
     n_head: int = 2
     n_embd: int = 128
     learning_rate: float = 1e-3
+    # at the first side, with few tokens in a step
+    first_learning_rate: float = 2e-3
 
 
 QUICK = {
@@ -81,7 +83,7 @@ def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
                 guessing_steps=sizes.guessing_steps,
                 steps=steps,
                 batch=batch,
-                learning_rate=sizes.learning_rate,
+                learning_rate=sizes.first_learning_rate if smaller is None else sizes.learning_rate,
             )
             row |= measured
             if device.type == "cuda":

@@ -10,6 +10,7 @@ The pictures are not theirs, so accuracies compare attentions, not papers.
 import math
 import os
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 
@@ -26,18 +27,33 @@ FIRST_OPERATION = FIRST_DIGIT + 10
 LISTOPS_VOCABULARY = FIRST_OPERATION + len(OPERATIONS)
 MAX_DEPTH, MAX_ARGUMENTS, NESTED = 10, 10, 0.25
 # of a Pathfinder picture, in units of a sixteenth of its side: radii of lines and marks, dash, gap, the
-# nearest that two paths come to each other, to the edge, and with an end to the other's mark; the round ends
-# of two dashes close the gap between them
+# nearest that paths come to the edge, and an end to the other's mark; the round ends of two dashes close the
+# gap between them
 GRID = 16
 LINE, MARK = 0.5, 1.0
-DASH, GAP, MARGIN, EDGE, APART = 2.0, 0.5, 2.5, 1.0, 3.0
-TURN = 0.3
-FEWEST_DASHES, MOST_DASHES = 2, 4
-DISTRACTORS, DISTRACTOR_DASHES = 1, 2
+DASH, GAP, EDGE, APART = 2.0, 0.5, 1.0, 3.0
+DISTRACTOR_DASHES = 2
 # of a line, where a mark has 1
 BRIGHTNESS = 0.5
 GRAY_LEVELS = 256
 EXAMPLES_IN_PART = 256
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Scene:
+    fewest_dashes: int
+    most_dashes: int
+    # short paths beside the two long ones
+    distractors: int
+    # between two dashes at most, in radians
+    turn: float
+    # the nearest that two paths come, in units of a sixteenth of the side
+    margin: float
+
+
+# what fewer than 16 by 16 pixels can show, and what the others show
+SIMPLE = Scene(fewest_dashes=2, most_dashes=3, distractors=0, turn=0.25, margin=3.0)
+FULL = Scene(fewest_dashes=2, most_dashes=4, distractors=1, turn=0.3, margin=2.5)
 
 
 def listops(n: int, shortest: int, longest: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -82,19 +98,21 @@ def draw_picture(rng: np.random.Generator, side: int) -> tuple[np.ndarray, int]:
     end of each.
 
     The marks of either kind are equally far apart: only what lies between them tells the kinds apart. Few
-    dashes teach what many need. A larger side shows the same in finer pixels, not longer paths.
+    dashes teach what many need. From a side of 16 on, a larger one shows the same in finer pixels, not longer
+    paths; a smaller one shows simpler scenes.
     """
+    scene = FULL if side >= GRID else SIMPLE
     label = int(rng.integers(2))
     paths = []
     while not paths:
-        dashes = int(rng.integers(FEWEST_DASHES, MOST_DASHES + 1))
-        first = draw_path(rng, dashes, np.zeros((0, 2)))
+        dashes = int(rng.integers(scene.fewest_dashes, scene.most_dashes + 1))
+        first = draw_path(rng, scene, dashes, np.zeros((0, 2)))
         if first is None:
             continue
         start, end = first[0, 0], first[-1, -1]
         circle = start, np.linalg.norm(end - start)
         # the first may leave no room for the second
-        second = draw_path(rng, dashes, first.reshape(-1, 2), circle)
+        second = draw_path(rng, scene, dashes, first.reshape(-1, 2), circle)
         if second is None:
             continue
         # nearer ones would seem to lead from one mark to the other
@@ -102,9 +120,9 @@ def draw_picture(rng: np.random.Generator, side: int) -> tuple[np.ndarray, int]:
         if nearest >= APART:
             paths = [first, second]
     marks = (start, end) if label else (start, second[0, 0])
-    for _ in range(DISTRACTORS):
+    for _ in range(scene.distractors):
         taken = np.concatenate([path.reshape(-1, 2) for path in paths])
-        distractor = draw_path(rng, DISTRACTOR_DASHES, taken)
+        distractor = draw_path(rng, scene, DISTRACTOR_DASHES, taken)
         if distractor is not None:
             paths.append(distractor)
     pixels = side / GRID
@@ -120,6 +138,7 @@ def draw_picture(rng: np.random.Generator, side: int) -> tuple[np.ndarray, int]:
 
 def draw_path(
     rng: np.random.Generator,
+    scene: Scene,
     dashes: int,
     taken: np.ndarray,
     circle: tuple[np.ndarray, float] | None = None,
@@ -139,13 +158,13 @@ def draw_path(
             step = np.array([math.cos(heading), math.sin(heading)])
             path.append([point, point + DASH / 2 * step, point + DASH * step])
             point = point + (DASH + GAP) * step
-            heading += rng.uniform(-TURN, TURN)
+            heading += rng.uniform(-scene.turn, scene.turn)
         path = np.array(path)
         points = path.reshape(-1, 2)
         if points.min() < EDGE or points.max() > GRID - EDGE:
             continue
         apart = np.linalg.norm(points[:, None] - taken[None], axis=-1)
-        if apart.size == 0 or apart.min() > MARGIN:
+        if apart.size == 0 or apart.min() > scene.margin:
             return path
     return None
 

@@ -15,8 +15,8 @@ EXPERIMENTS = {
     "table2": 270,
     "figure4": 140,
     "table4": 480,
-    "table3": 370,
-    "table6": 420,
+    "table3": 470,
+    "table6": 380,
     "table1": 150,
 }
 

@@ -109,6 +109,8 @@ def test_ctrl_c_while_the_text_is_prepared_ends_with_one_line_and_leaves_nothing
     process = subprocess.Popen(
         [sys.executable, "-m", "train", *given],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        # a shell starts what it puts into the background with Ctrl-C ignored, these tests too
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     first = process.stdout.readline()
     process.send_signal(signal.SIGINT)

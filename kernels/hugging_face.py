@@ -13,7 +13,8 @@ from kernels.checks import may_read
 from kernels.flash_attention import flash_attention, flash_attention_varlen
 
 NAME = "nanoflash"
-# mask or positions -> the version and sizes that they were read for, and the documents found
+# mask or positions -> the version and sizes that they were read for, the last layer that asked, and the
+# documents found
 DOCUMENTS = WeakIdKeyDictionary()
 
 
@@ -83,27 +84,33 @@ def attention_forward(
         ).view(q.shape)
     else:
         out = flash_attention(
-            q, k, v, document_ids=document_ids(attention_mask, position_ids, key), **options
+            q, k, v, document_ids=documents_of(module, attention_mask, position_ids, key), **options
         )
     return out, None
 
 
-def document_ids(attention_mask: Tensor | None, position_ids: Tensor | None, key: Tensor) -> Tensor | None:
+def documents_of(
+    module: torch.nn.Module, attention_mask: Tensor | None, position_ids: Tensor | None, key: Tensor
+) -> Tensor | None:
     """Documents that hide padding or keep packed sequences apart; None where there is nothing to hide.
 
     Every layer of a model gets the same mask or positions: they are read by the first, for reading waits for
-    the GPU.
+    the GPU. A layer that does not follow the one before belongs to another pass, in whose buffer there may be
+    other values: a broadcast, for one, changes no version.
     """
     source, find = (position_ids, of_positions) if attention_mask is None else (attention_mask, of_mask)
     if source is None:
         return None
+    layer = getattr(module, "layer_idx", None)
     # what inference_mode makes counts no versions, and fits nowhere else
-    if not may_read(source) or source.is_inference() or torch.is_inference_mode_enabled():
+    if layer is None or not may_read(source) or source.is_inference() or torch.is_inference_mode_enabled():
         return find(source, key)
     made_for = source._version, key.shape[0], key.shape[2]
-    if source not in DOCUMENTS or DOCUMENTS[source][0] != made_for:
-        DOCUMENTS[source] = made_for, find(source, key)
-    return DOCUMENTS[source][1]
+    known_for, last_layer, documents = DOCUMENTS.get(source, (None, None, None))
+    if known_for != made_for or layer <= last_layer:
+        documents = find(source, key)
+    DOCUMENTS[source] = made_for, layer, documents
+    return documents
 
 
 def of_mask(attention_mask: Tensor, key: Tensor) -> Tensor:

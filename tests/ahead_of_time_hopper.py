@@ -115,7 +115,7 @@ KERNELS = {
 
 
 def compile_kernel(kernel: str, head_dim: int, dtype: str, mask: str, seq_q: int) -> dict:
-    """What the compiled kernel uses: shared memory, spilled bytes, warnings, tensor core instructions."""
+    """What the compiled kernel uses: shared memory, of how many blocks at once, spilled bytes, and so on."""
     function, descriptors, constants, registers = KERNELS[kernel](head_dim, dtype, mask, seq_q)
     signature, attributes = {}, {}
     for index, name in enumerate(function.arg_names):
@@ -134,7 +134,8 @@ def compile_kernel(kernel: str, head_dim: int, dtype: str, mask: str, seq_q: int
     source = GluonASTSource(function, signature, values, attributes)
     options = {"num_warps": 4, "maxnreg": registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return {"shared": compiled.metadata.shared} | assemble(compiled.asm["ptx"])
+    blocks = constants.get("BLOCKS", 1)
+    return {"shared": compiled.metadata.shared, "blocks": blocks} | assemble(compiled.asm["ptx"])
 
 
 def assemble(ptx: str) -> dict:

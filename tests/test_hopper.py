@@ -16,6 +16,8 @@ from tests.sanitize_hopper import run_random_problem
 
 # what one block may use of a multiprocessor
 SHARED_MEMORY = 232448
+# all of it, and what of it each block takes for the system
+MULTIPROCESSOR, RESERVED = 233472, 1024
 # bytes of scalars that the assembler keeps in local memory, outside of the loops; every other configuration
 # spills nothing
 SPILLED = {
@@ -67,6 +69,8 @@ def test_every_configuration_compiles_ahead_of_time_without_waste(mask, version)
     }
     for c in configurations:
         assert c["shared"] <= SHARED_MEMORY, c
+        # blocks that do not fit beside each other run one after the other, and nothing says so
+        assert c["blocks"] * (c["shared"] + RESERVED) <= MULTIPROCESSOR, c
         # serialized products: a silent loss of half the speed
         assert c["warnings"] == [], c
         assert c["hgmma"] > 0, c

@@ -13,7 +13,7 @@ from torch import Tensor
 
 # of one turn, in milliseconds
 WARMUP_MS, TURN_MS = 5, 20
-# of longer ones the graphs would hold the memory twice
+# of longer ones the graphs would hold too much memory of their own
 LONGEST_CAPTURED = 2048
 LONG_CALLS = 5
 # of which a median is taken, however long they are

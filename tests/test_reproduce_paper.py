@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from kernels.flash_attention import flash_attention
@@ -34,7 +35,7 @@ from scripts.paper import (
     traffic,
 )
 from scripts.paper.algorithm1 import algorithm1
-from scripts.paper.encoder import Encoder, encoder_config
+from scripts.paper.encoder import Encoder, encoder_config, train_classifier
 from scripts.paper.fused_softmax import LONGEST, fused_softmax
 from scripts.paper.registry import EXPERIMENTS, choose, load
 from scripts.paper.report import number, write_report
@@ -630,8 +631,9 @@ def test_paths_are_learned_from_coarse_pictures_to_fine_ones(device):
 def test_two_blocks_of_the_sparse_mask_are_a_coarse_picture():
     order = pictures.reading_order(32)
     assert (order.sort().values == torch.arange(1024)).all()
-    for block in range(4):
-        seen = torch.cat([order.view(8, 128)[block], order.view(8, 128)[block + 4]])
+    for visible in two_blocks(1024, "cpu").to_dense()[0, 0, ::128]:
+        seen = order[visible]
+        assert len(seen) == 256
         assert (seen // 32 % 2).unique().numel() == (seen % 2).unique().numel() == 1
     assert (pictures.reading_order(8) == torch.arange(64)).all()
 
@@ -642,7 +644,10 @@ def test_the_order_of_reading_changes_nothing_for_full_attention():
     tokens = torch.randint(16, (2, 1024))
     by_rows = model(tokens)
     model.order = pictures.reading_order(32)
+    read = []
+    model.layers.token_embedding.register_forward_hook(lambda module, inputs, out: read.append(inputs[0]))
     torch.testing.assert_close(model(tokens), by_rows, atol=1e-5, rtol=1e-5)
+    assert torch.equal(read[0], tokens[:, model.order])
 
 
 def test_only_hidden_pixels_are_guessed():
@@ -651,12 +656,32 @@ def test_only_hidden_pixels_are_guessed():
     tokens = torch.randint(tasks.GRAY_LEVELS, (2, 16))
     hidden = torch.zeros(2, 16, dtype=torch.bool)
     hidden[:, 3] = True
-    guess.loss(tokens, hidden).backward()
+    loss = guess.loss(tokens, hidden)
+    loss.backward()
     seen = guess.layers.token_embedding.weight.grad.abs().sum(1) > 0
     expected = torch.zeros(len(seen), dtype=torch.bool)
     expected[tokens[~hidden]] = True
     expected[pictures.HIDDEN] = True
     assert torch.equal(seen, expected)
+    # of the hidden pixel's brightness alone
+    states = guess.layers.hidden_states(torch.where(hidden, pictures.HIDDEN, tokens))
+    brightness = tokens[:, 3] / (tasks.GRAY_LEVELS - 1)
+    of_hidden = F.binary_cross_entropy_with_logits(guess.head(states)[:, 3, 0], brightness)
+    torch.testing.assert_close(loss, of_hidden)
+
+
+def test_no_step_is_a_step_too():
+    config = encoder_config(16, 1, 2, 32, pictures.HIDDEN + 1, 0.0)
+    model = Encoder(config, partial(baselines.eager, mask=None), 2)
+    before = [x.clone() for x in model.parameters()]
+    drawn = tasks.pathfinder(2, 4 * 2, 0)
+    train = [torch.from_numpy(x) for x in (drawn[0][:, :16], drawn[1])]
+    for steps in (0, 1, 10):
+        options = {"steps": steps, "batch": 2, "learning_rate": 1e-3, "precision": "fp32"}
+        trained = train_classifier(model, config, train, train, **options)
+        changed = any((x != y).any() for x, y in zip(model.parameters(), before, strict=True))
+        assert changed == (steps > 0)
+        assert (trained["final_loss"] is None) == (steps == 0)
 
 
 def test_examples_do_not_depend_on_how_many_cores_draw_them(monkeypatch):

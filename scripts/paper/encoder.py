@@ -96,16 +96,18 @@ def optimize(
     steps: int,
     learning_rate: float,
     precision: str,
-) -> float:
-    """The last value of model.loss, after `steps` steps of AdamW with a warm-up and a cosine.
+) -> float | None:
+    """The last value of model.loss after `steps` steps of AdamW with warm-up and cosine; None after none.
 
     batches: of a generator, the arguments of the loss; the order is the seed's.
     """
     device = next(model.parameters()).device
     optimizer = build_optimizer(model, config.optim)
+    # the schedule divides by the steps of its warm-up but one
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, learning_rate, total_steps=max(2, steps), pct_start=0.1, cycle_momentum=False
+        optimizer, learning_rate, total_steps=max(11, steps), pct_start=0.1, cycle_momentum=False
     )
+    loss = None
     generator = torch.Generator().manual_seed(0)
     model.train()
     for _ in range(steps):
@@ -117,7 +119,7 @@ def optimize(
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-    return loss.item()
+    return None if loss is None else loss.item()
 
 
 @torch.no_grad()

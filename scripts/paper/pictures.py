@@ -131,7 +131,7 @@ def guess_hidden_pixels(
     batch: int,
     learning_rate: float,
     precision: str,
-) -> float:
+) -> float | None:
     """The last loss, in nats, after `steps` steps on pictures (n, T) without their labels."""
 
     def batches(generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -239,7 +239,7 @@ def draw(rows: list[dict], path: Path) -> None:
         axis.set_visible(any(len(line.get_xdata()) for line in axis.lines))
     chosen = matching(rows, kind="speed")
     names = [f"{r['model']}, {r['seq_len']}" for r in chosen]
-    speed.barh(names[::-1], [r["tokens_per_second"] / 1e3 for r in chosen][::-1])
+    speed.barh(names[::-1], [(r["tokens_per_second"] or 0.0) / 1e3 for r in chosen][::-1])
     speed.set_xlabel("thousand tokens per second")
     figure.savefig(path, dpi=120)
     plt.close(figure)

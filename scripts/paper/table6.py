@@ -23,7 +23,8 @@ Each side starts from the weights of the one before, its positions stretched ove
 paper went from 64 to 128; the first, 8 by 8, begins by guessing hidden pixels, without labels. A larger
 picture shows the same kind of scene in finer pixels: the sequences grow longer, the paths do not; 8 by 8
 pixels show simpler scenes. Pictures are turned and mirrored at random. At 256 by 256 a few steps show that
-the shape trains. An accuracy counts as above chance if it is beyond three standard deviations of guessing.
+the shape trains. The places of the marks alone, whatever lies between them, tell 57% of the pictures apart:
+an accuracy counts as above chance if it is three standard deviations of guessing above 58%.
 """
 
 
@@ -56,6 +57,8 @@ QUICK = {
     "n_embd": 32,
 }
 CHANCE = 50.0
+# a small network that is given the places of the marks reaches 57.4%
+MARKS_ALONE = 58.0
 # fewer only show that a shape trains
 LEAST_STEPS = 100
 
@@ -94,11 +97,11 @@ def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
 
 def judge(rows: list[dict]) -> list[Verdict]:
     def above_chance(side: int) -> float | None:
-        """In standard deviations of guessing."""
+        """Above what the marks alone tell, in standard deviations of guessing."""
         found = [row for row in matching(rows, side=side) if row["steps"] >= LEAST_STEPS]
         if not found or found[0]["accuracy"] is None:
             return None
-        return (found[0]["accuracy"] - CHANCE) / (50.0 / found[0]["test_examples"] ** 0.5)
+        return (found[0]["accuracy"] - MARKS_ALONE) / (50.0 / found[0]["test_examples"] ** 0.5)
 
     learned = [row for row in matching(rows, side=32) if row["steps"] >= LEAST_STEPS]
     verdicts = [

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kernels import checks
 from kernels.block_mask import BlockMask
-from kernels.problem import dot_precision
+from kernels.problem import MOST_HEADS, dot_precision
 from kernels.registration import on_its_gpu
 from kernels.tiles import choose_tile, padded_head_dim
 
@@ -34,8 +34,6 @@ MAX_SPLITS = 128
 MAX_ROWS = 128
 # of a matrix unit
 MIN_ROWS = 16
-# a grid has no more in its second dimension
-MAX_HEADS = 2**16 - 1
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -273,8 +271,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, block_mask: BlockMa
             f"q has {n_query} queries for each of {n_head // k.shape[2]} heads that share keys, at most "
             f"{MAX_ROWS} together: use flash_attention for so many"
         )
-    if batch * k.shape[2] > MAX_HEADS:
-        raise ValueError(f"k must have at most {MAX_HEADS} heads over all batches, got {batch * k.shape[2]}")
+    if batch * k.shape[2] > MOST_HEADS:
+        raise ValueError(f"k must have at most {MOST_HEADS} heads over all batches, got {batch * k.shape[2]}")
     if lengths.shape != (batch,) or lengths.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"lengths must be ({batch},) int32 or int64, got {tuple(lengths.shape)} {lengths.dtype}"

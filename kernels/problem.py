@@ -7,6 +7,9 @@ from torch import Tensor
 
 from kernels.dropout import keep_threshold
 
+# over all batches, of a kernel that counts them in the second or third dimension of its grid
+MOST_HEADS = 2**16 - 1
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:

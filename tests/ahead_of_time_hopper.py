@@ -116,7 +116,7 @@ KERNELS = {
 
 def compile_kernel(kernel: str, head_dim: int, dtype: str, mask: str, seq_q: int) -> dict:
     """What the compiled kernel uses: shared memory, of how many blocks at once, spilled bytes, and so on."""
-    function, descriptors, constants, registers = KERNELS[kernel](head_dim, dtype, mask, seq_q)
+    function, descriptors, constants, most_registers = KERNELS[kernel](head_dim, dtype, mask, seq_q)
     signature, attributes = {}, {}
     for index, name in enumerate(function.arg_names):
         if name in constants:
@@ -132,7 +132,7 @@ def compile_kernel(kernel: str, head_dim: int, dtype: str, mask: str, seq_q: int
             signature[name] = "fp32" if "scale" in name else "i32"
     values = {(function.arg_names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(function, signature, values, attributes)
-    options = {"num_warps": 4, "maxnreg": registers}
+    options = {"num_warps": 4, "maxnreg": most_registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     blocks = constants.get("BLOCKS", 1)
     return {"shared": compiled.metadata.shared, "blocks": blocks} | assemble(compiled.asm["ptx"])

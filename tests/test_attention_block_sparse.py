@@ -242,7 +242,7 @@ def test_the_hopper_kernels_walk_the_lists_as_accurately_as_torch(
     sums_dq, head_dim, dtype, device, monkeypatch
 ):
     # long lists and short ones are otherwise computed by different kernels
-    monkeypatch.setattr(import_module("kernels.hopper.launch"), "sums_dq", lambda *_: sums_dq)
+    monkeypatch.setattr(import_module("kernels.hopper.launch"), "sum_pays", lambda *_: sums_dq)
 
     def attention(*arguments, **options):
         with use_implementation("hopper"):
@@ -268,7 +268,7 @@ def test_the_hopper_kernels_walk_the_lists_as_accurately_as_torch(
 @on_hopper
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_hopper_kernels_give_the_same_bits_but_for_dq(head_dim, device, monkeypatch):
-    monkeypatch.setattr(import_module("kernels.hopper.launch"), "sums_dq", lambda *_: True)
+    monkeypatch.setattr(import_module("kernels.hopper.launch"), "sum_pays", lambda *_: True)
     q, k, v = random_qkv(2, 1111, 1111, 4, 2, head_dim, torch.bfloat16, device)
     mask = pattern("window(300) | strided(3)", device, 128, 1111)
     dout, runs = torch.randn_like(q), []
@@ -289,7 +289,7 @@ def test_new_masks_lengths_and_batches_compile_no_kernel(sums_dq, device, monkey
     kernels = [forward_kernel, dkdv_kernel, dq_kernel]
     if IS_HOPPER:
         launch = import_module("kernels.hopper.launch")
-        monkeypatch.setattr(launch, "sums_dq", lambda *_: sums_dq)
+        monkeypatch.setattr(launch, "sum_pays", lambda *_: sums_dq)
         kernels = [launch.forward_kernel, launch.backward_64_kernel, launch.dq_kernel]
     counts = []
     for batch, seq_len, name in ((3, 300, "window(9)"), (1, 1000, "strided(3)"), (2, 65, "causal()")):

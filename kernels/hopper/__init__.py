@@ -7,14 +7,12 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from kernels.problem import Problem
+from kernels.problem import MOST_HEADS, Problem
 
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
 # row and tile numbers are int32 in the kernels
 MOST_ROWS = 2**30
-# of all batches: grids have them in a second or third dimension
-MOST_HEADS = 2**16 - 1
 
 
 def refusal(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> str | None:

@@ -23,11 +23,8 @@ from kernels.hopper.keys import ROWS, key_block, locate, places, words_at
 from kernels.hopper.primitives import Ring, make_ring, pack_pairs, record
 from kernels.hopper.schedule import Mask, TileOrder
 from kernels.hopper.short_steps import consume_short
-from kernels.hopper.softmax import hide, partial_sum, row_maximum
+from kernels.hopper.softmax import LOWEST, hide, partial_sum, row_maximum
 from kernels.hopper.steps import finish, pass_turn, products, skip, store, take_turn, walk
-
-# a finite maximum for rows that have seen nothing: exp2(-inf - finite) is 0, where -inf - (-inf) would be nan
-LOWEST = gl.constexpr(-1.0e30)
 
 
 @record

@@ -25,7 +25,7 @@ from kernels.hopper.tiles import (
     head_descriptor,
     order_arguments,
     section_heads,
-    sums_dq,
+    sum_pays,
 )
 from kernels.problem import Problem, list_strides
 
@@ -56,7 +56,7 @@ def has_dq_kernel(problem: Problem, head_dim: int) -> bool:
     if problem.deterministic or not problem.blocks:
         return problem.deterministic
     spans, entries, _ = problem.row_lists
-    return not sums_dq(head_dim, len(entries) / spans.shape[:3].numel())
+    return not sum_pays(head_dim, len(entries) / spans.shape[:3].numel())
 
 
 def attention_forward(

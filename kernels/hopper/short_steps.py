@@ -10,11 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 
 from kernels.hopper.block_lists import hide_unseen
 from kernels.hopper.keys import ROWS, locate, places, words_at
-from kernels.hopper.softmax import partial_sum, softmax
+from kernels.hopper.softmax import LOWEST, partial_sum, softmax
 from kernels.hopper.steps import scores_of_nothing, store
-
-# a finite maximum for rows that have seen nothing, see forward.py
-LOWEST = gl.constexpr(-1.0e30)
 
 
 @gluon.jit

@@ -5,6 +5,9 @@ from triton.experimental import gluon
 
 from kernels.hopper.primitives import opaque
 
+# a finite maximum for rows that have seen nothing: exp2(-inf - finite) is 0, where -inf - (-inf) would be nan
+LOWEST = gl.constexpr(-1.0e30)
+
 
 @gluon.jit
 def hide(x, first, end, block, hidden, KIND: gl.constexpr):

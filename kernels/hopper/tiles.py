@@ -64,8 +64,8 @@ def backward_tile(head_dim: int, sums_dq: bool = True) -> BackwardTile:
     return BackwardTile(2, 1, 2, 1, 240, 0, 24)
 
 
-def sums_dq(head_dim: int, blocks_per_line: float) -> bool:
-    """Whether dq is summed in float32 beside dk and dv, or made by dq.py.
+def sum_pays(head_dim: int, blocks_per_line: float) -> bool:
+    """Whether, of a list, dq is summed in float32 beside dk and dv, or made by dq.py.
 
     The sum costs 16 D bytes a query, to zero, add to and round, however few blocks there are; dq.py two
     products more for each block. Where the two are even is measured: see docs/block_sparse.md.

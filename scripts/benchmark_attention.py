@@ -33,7 +33,7 @@ from kernels.reference import attention_reference
 from scripts.arguments import argument, run_script
 from scripts.flex import compiled_flex
 from scripts.timing import capture, median_ms
-from train.results import write_result
+from train.results import machine, write_result
 
 NAMES = ("ours", "hopper", "portable", "cudnn", "fa2", "flex", "fa4", "eager")
 # who is measured with what; the others would run without it, and their rows would say that they had it
@@ -269,7 +269,7 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
             axis.set_title(f"{direction}\n{title}" if line == 0 else direction)
     axes[0, 0].set_ylabel("TFLOP/s")
     axes[1, 0].set_ylabel("TFLOP/s")
-    figure.suptitle(f"{result['gpu']}, torch {result['torch']}, triton {result['triton']}", x=0.01, ha="left")
+    figure.suptitle(machine(result), x=0.01, ha="left")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="upper right", ncols=len(names), frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -32,7 +32,7 @@ from kernels.reference import attention_reference
 from scripts.arguments import argument, run_script
 from scripts.flex import compiled_flex
 from scripts.timing import capture, median_ms
-from train.results import write_result
+from train.results import machine, write_result
 
 
 @dataclass(kw_only=True, slots=True)
@@ -279,7 +279,7 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
         axis.set_xlabel("kept blocks of the causal ones, %")
     axes[0, 0].set_ylabel("ms")
     axes[1, 0].set_ylabel("ms")
-    figure.suptitle(card(result), x=0.01, ha="left")
+    figure.suptitle(machine(result), x=0.01, ha="left")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="lower left", ncols=4, frameon=False)
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(path, dpi=120)
@@ -302,14 +302,9 @@ def plot_over_length(rows: list[dict], result: dict, path: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("us for 1000 tokens")
     axes[0].legend()
-    figure.suptitle(card(result), x=0.01, ha="left")
+    figure.suptitle(machine(result), x=0.01, ha="left")
     figure.savefig(path, dpi=120)
     plt.close(figure)
-
-
-def card(result: dict) -> str:
-    """The GPU and what ran on it, above a picture."""
-    return f"{result['gpu']}, torch {result['torch']}, triton {result['triton']}"
 
 
 if __name__ == "__main__":

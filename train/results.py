@@ -41,6 +41,11 @@ def provenance(n_gpus: int) -> dict:
     }
 
 
+def machine(result: dict) -> str:
+    """What a result of write_result was measured on, for a picture or a report."""
+    return f"{result['gpu'] or 'CPU'}, torch {result['torch']}, triton {result['triton']}"
+
+
 def _triton_version() -> str | None:
     try:
         import triton

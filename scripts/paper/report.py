@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 from scripts.paper.verdict import NOT_MEASURED, NOT_REACHED, REACHED, Verdict
+from train.results import machine
 from train.whole_file import write_whole
 
 MARKS = {REACHED: "**reached**", NOT_REACHED: "**not reached**", NOT_MEASURED: "not measured"}
@@ -83,8 +84,8 @@ def notes(verdicts: list[Verdict]) -> str:
 
 def origin(path: Path, result: dict) -> str:
     state = "**Interrupted: these rows are not all.** " if path.name.endswith(".part.json") else ""
-    machine = f"{result['gpu'] or 'CPU'}, torch {result['torch']}, triton {result['triton']}"
-    return f"{state}[{path.name}]({path.name}): {machine}, {result['date']}, commit {result['commit']}.\n"
+    made = f"{machine(result)}, {result['date']}, commit {result['commit']}"
+    return f"{state}[{path.name}]({path.name}): {made}.\n"
 
 
 def markdown(header: list[str], lines: list[list]) -> str:

@@ -677,7 +677,7 @@ def test_no_step_is_a_step_too():
     drawn = tasks.pathfinder(2, 4 * 2, 0)
     train = [torch.from_numpy(x) for x in (drawn[0][:, :16], drawn[1])]
     for steps in (0, 1, 10):
-        options = {"steps": steps, "batch": 2, "learning_rate": 1e-3, "precision": "fp32"}
+        options = {"steps": steps, "batch": 2, "learning_rate": 1e-3}
         trained = train_classifier(model, config, train, train, **options)
         changed = any((x != y).any() for x, y in zip(model.parameters(), before, strict=True))
         assert changed == (steps > 0)

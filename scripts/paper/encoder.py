@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from kernels.flash_attention import flash_attention
 from scripts.paper import baselines
 from scripts.paper.sparsity import two_blocks
+from scripts.paper.tasks import draw_in_parallel
 from scripts.paper.training import OtherAttention, configure, our_gpt
 from train.config import Config
 from train.optim import build_optimizer
@@ -72,7 +73,6 @@ def train_classifier(
     steps: int,
     batch: int,
     learning_rate: float,
-    precision: str,
     vary: Callable[[Tensor, torch.Generator], Tensor] | None = None,
 ) -> dict:
     """Accuracy on test, in percent, after `steps` steps of AdamW with a cosine; the order is the seed's.
@@ -85,8 +85,8 @@ def train_classifier(
         tokens = train[0][picks].long()
         return (tokens if vary is None else vary(tokens, generator)), train[1][picks]
 
-    final_loss = optimize(model, config, batches, steps, learning_rate, precision)
-    return {"accuracy": accuracy(model, *test, batch, precision), "final_loss": final_loss}
+    final_loss = optimize(model, config, batches, steps, learning_rate)
+    return {"accuracy": accuracy(model, *test, batch), "final_loss": final_loss}
 
 
 def optimize(
@@ -95,7 +95,6 @@ def optimize(
     batches: Callable[[torch.Generator], tuple[Tensor, Tensor]],
     steps: int,
     learning_rate: float,
-    precision: str,
 ) -> float | None:
     """The last value of model.loss after `steps` steps of AdamW with warm-up and cosine; None after none.
 
@@ -112,7 +111,7 @@ def optimize(
     model.train()
     for _ in range(steps):
         inputs = batches(generator)
-        with autocast_context(device.type, precision):
+        with autocast(device):
             loss = model.loss(*inputs)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -123,11 +122,29 @@ def optimize(
 
 
 @torch.no_grad()
-def accuracy(model: Encoder, tokens: Tensor, targets: Tensor, batch: int, precision: str) -> float:
+def accuracy(model: Encoder, tokens: Tensor, targets: Tensor, batch: int) -> float:
     """Percent of (n, T) tokens whose likeliest class is their target."""
     model.eval()
     right = 0
     for part, wanted in zip(tokens.split(batch), targets.split(batch), strict=True):
-        with autocast_context(targets.device.type, precision):
+        with autocast(targets.device):
             right += (model(part.long()).argmax(1) == wanted).sum().item()
     return 100 * right / len(targets)
+
+
+def autocast(device: torch.device):
+    """What accuracies are measured in: bf16 on a GPU, float32 on a CPU."""
+    return autocast_context(device.type, "bf16" if device.type == "cuda" else "fp32")
+
+
+def draw_examples(
+    task: Callable, examples: int, test_examples: int, device: torch.device
+) -> list[list[Tensor]]:
+    """Tokens (n, T) and targets (n,) to train on, and others to test on.
+
+    task: as of tasks.draw_in_parallel.
+    """
+    return [
+        [torch.from_numpy(x).to(device) for x in draw_in_parallel(task, n, seed)]
+        for n, seed in ((examples, 1), (test_examples, 2))
+    ]

@@ -7,7 +7,7 @@ Source: Amos, Berant and Gupta, "Never Train from Scratch", arXiv:2310.02980.
 """
 
 import math
-from functools import cache, partial
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +60,7 @@ def train_on_pictures(
     batch: int,
     learning_rate: float,
 ) -> tuple[Encoder, dict]:
-    """A classifier of two classes, and what train_classifier says of it; train, test: of draw_pictures.
+    """A classifier of two classes, and what train_classifier says of it; train, test: of draw_examples.
 
     smaller: the model of a smaller side, from whose weights it starts; without one it guesses hidden pixels
     first. attention: as of attention_function.
@@ -78,11 +78,7 @@ def train_on_pictures(
         weights[POSITIONS] = stretched(weights[POSITIONS], side)
         model.load_state_dict(weights)
     model.to(device)
-    options = {
-        "batch": batch,
-        "learning_rate": learning_rate,
-        "precision": "bf16" if device.type == "cuda" else "fp32",
-    }
+    options = {"batch": batch, "learning_rate": learning_rate}
     if smaller is None:
         guess_hidden_pixels(model, config, train[0], steps=guessing_steps, **options)
     return model, train_classifier(model, config, train, test, steps=steps, vary=turned, **options)
@@ -130,7 +126,6 @@ def guess_hidden_pixels(
     steps: int,
     batch: int,
     learning_rate: float,
-    precision: str,
 ) -> float | None:
     """The last loss, in nats, after `steps` steps on pictures (n, T) without their labels."""
 
@@ -140,7 +135,7 @@ def guess_hidden_pixels(
         hidden = torch.rand(tokens.shape, generator=generator) < HIDDEN_SHARE
         return tokens, hidden.to(tokens.device)
 
-    return optimize(HiddenPixels(model), config, batches, steps, learning_rate, precision)
+    return optimize(HiddenPixels(model), config, batches, steps, learning_rate)
 
 
 def reading_order(side: int) -> Tensor:
@@ -171,12 +166,3 @@ def symmetries(side: int, device: torch.device) -> Tensor:
     """(8, side^2) int64: for each place, the one whose pixel moves there."""
     grid = torch.arange(side * side, device=device).view(side, side)
     return torch.stack([half.rot90(turns).flatten() for half in (grid, grid.T) for turns in range(4)])
-
-
-def draw_pictures(side: int, examples: int, test_examples: int, device: torch.device) -> list[list[Tensor]]:
-    """Pictures (n, side^2) and labels (n,) to train on, and others to test on."""
-    generate = partial(tasks.pathfinder, side=side)
-    return [
-        [torch.from_numpy(x).to(device) for x in tasks.draw_in_parallel(generate, n, seed)]
-        for n, seed in ((examples, 1), (test_examples, 2))
-    ]

@@ -32,10 +32,9 @@ HERE = """
 GPT-2 small with rotary positions in place of a learned table, of which each row would learn from a quarter
 of the sequences at 4K (with it, 42M tokens leave 4K 0.52 nats behind 1K); no dropout, bf16, on the source
 code of the installed Python packages, the same number of tokens and of tokens a step at each length. All
-models score the same tokens of held-out packages, each with
-the longest context that its model takes, half of it at least. Controls: loss by position; the longest model
-with shorter context; and with a far context from elsewhere. Speed: the steps of Table 2, fp16 and dropout
-0.1 as there.
+models score the same tokens of held-out packages, each with the longest context that its model takes, half
+of it at least. Controls: loss by position; the longest model with shorter context; and with a far context
+from elsewhere. Speed: the steps of Table 2, fp16 and dropout 0.1 as there.
 """
 BASELINE = "Megatron-like"
 # of the paper's Table 2

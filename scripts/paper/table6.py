@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from scripts.paper import tasks
+from scripts.paper.encoder import draw_examples
 from scripts.paper.memory import reason_in
-from scripts.paper.pictures import draw_pictures, train_on_pictures
+from scripts.paper.pictures import train_on_pictures
 from scripts.paper.report import rows_table
 from scripts.paper.verdict import Verdict, matching, value
 
@@ -72,7 +75,8 @@ def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
         row |= {"test_examples": min(sizes.test_examples, examples), "accuracy": None}
         row["peak_memory_bytes"] = None
         with reason_in(row):
-            train, test = draw_pictures(side, examples, row["test_examples"], device)
+            task = partial(tasks.pathfinder, side=side)
+            train, test = draw_examples(task, examples, row["test_examples"], device)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             smaller, measured = train_on_pictures(

@@ -98,9 +98,9 @@ def draw_picture(rng: np.random.Generator, side: int) -> tuple[np.ndarray, int]:
     end of each.
 
     The marks of either kind are equally far apart, which tells nothing; where they lie tells a little, since
-    a path's end is nearer an edge than a start is: 57% of the pictures by the marks alone. Few
-    dashes teach what many need. From a side of 16 on, a larger one shows the same in finer pixels, not longer
-    paths; a smaller one shows simpler scenes.
+    a path's end is nearer an edge than a start is: 57% of the pictures by the marks alone. Few dashes teach
+    what many need. From a side of 16 on, a larger one shows the same in finer pixels, not longer paths; a
+    smaller one shows simpler scenes.
     """
     scene = FULL if side >= GRID else SIMPLE
     label = int(rng.integers(2))

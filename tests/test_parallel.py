@@ -1,5 +1,7 @@
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import faults
 import pytest
@@ -19,9 +21,9 @@ from train.step import forward_backward, update
 from train.weights import load_model
 
 
-def small(recompute: str = "none") -> GPT:
+def small(recompute: str = "none", n_embd: int = 32) -> GPT:
     torch.manual_seed(0)
-    config = ModelConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=100, max_seq_len=8, dropout=0.0)
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=n_embd, vocab_size=100, max_seq_len=8, dropout=0.0)
     return GPT(config, AttentionConfig(implementation="sdpa"), recompute=recompute)
 
 
@@ -119,6 +121,32 @@ def gradients_travel_once_a_step(rank: int) -> None:
 
 def test_gradients_travel_once_a_step_however_many_micro_batches_it_has(tmp_path):
     run_together(gradients_travel_once_a_step, 2, tmp_path / "meeting")
+
+
+def a_graph_is_cut_for_traveling_gradients(rank: int) -> None:
+    together = Processes(rank, 2, torch.device("cpu"), None, None)
+    context = ContextGroups(1, rank, 2, None)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    for accumulation, n_graphs in ((2, 1), (1, 2)):
+        torch._dynamo.reset()
+        graphs.clear()
+        tokens_per_step = f"tokens_per_step={2 * 1024 * accumulation}"
+        config = parse(composed("device=cpu", "tokens_per_microbatch=1024", tokens_per_step, "seq_len=1024"))
+        with patch.object(torch, "compile", partial(torch.compile, backend=count)):
+            # more than the megabyte of DDP's first bucket
+            model = build_step_model(small(n_embd=256), config, together, context, is_sharded=False)
+            model(tokens, tokens).backward()
+        assert len(graphs) == n_graphs, accumulation
+
+
+def test_a_compiled_graph_is_cut_for_traveling_gradients_only_where_each_micro_batch_sends_them(tmp_path):
+    run_together(a_graph_is_cut_for_traveling_gradients, 2, tmp_path / "meeting")
 
 
 def test_hybrid_shards_with_muon_resume_bit_for_bit_and_on_other_shards(tmp_path, monkeypatch):

@@ -76,5 +76,8 @@ def build_step_model(
     if config.separate_documents:
         model = SeparateDocuments(model, load_tokenizer(config.data.tokenizer).end_of_text)
     if processes.world_size > 1 and not is_sharded:
+        # cut at DDP's buckets, a graph lets gradients travel during the backward pass, but every micro-batch
+        # pays for the cuts, and gradients travel in the last one only
+        torch._dynamo.config.optimize_ddp = config.accumulation(processes.world_size) == 1
         model = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     return model

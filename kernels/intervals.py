@@ -23,11 +23,14 @@ def document_bounds(
     ids = document_ids.contiguous()
     first = torch.searchsorted(ids, ids, out_int32=True)
     end = torch.searchsorted(ids, ids, right=True, out_int32=True)
-    first, end = first.masked_fill(ids < 0, 0), end.masked_fill(ids < 0, 0)
+    bounds = torch.stack([first, end], dim=1).masked_fill((ids < 0)[:, None], 0)
+    if offset == 0 and not causal and window is None:
+        # whoever sees is seen
+        return bounds, bounds
     position = torch.arange(seq_k, dtype=torch.int32, device=ids.device)
 
-    key_first, key_end = first[:, offset:], end[:, offset:]
-    query_first, query_end = (first - offset).clamp(min=0), (end - offset).clamp(min=0)
+    key_first, key_end = bounds[..., offset:].unbind(1)
+    query_first, query_end = (bounds - offset).clamp(min=0).unbind(1)
     return narrow(
         key_first, key_end, query_first, query_end, position[offset:], position - offset, causal, window
     )

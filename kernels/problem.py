@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.dropout import keep_threshold
+from kernels.tiles import variant_of
 
 # over all batches, of a kernel that counts them in the second or third dimension of its grid
 MOST_HEADS = 2**16 - 1
@@ -62,12 +63,8 @@ class Problem:
 
     @property
     def tile_variant(self) -> str:
-        """Which rows of kernels/tiles.py apply, where there is a choice; "" for none."""
-        if self.dropout_p > 0.0:
-            return "dropout"
-        if self.blocks:
-            return "small blocks" if self.block_size == 64 else "blocks"
-        return "window" if self.mask in ("window", "intervals") else ""
+        """Which rows of kernels/tiles.py apply, see variant_of."""
+        return variant_of(self.mask, self.block_size, dropout=self.dropout_p > 0.0)
 
     @property
     def keep_scale(self) -> float:

@@ -2,8 +2,7 @@
 
 A tile is looked up by GPU, kernel, bytes of one element and padded head_dim. "forward" and "dq" keep
 BLOCK_M queries and walk the keys, "decode" too, with the rows of a short tile filled by heads, "dkdv" keeps
-BLOCK_N keys and walks the queries; rows for dropout, for windows and documents, and for block masks ("small
-blocks": of 64) exist where another tile is better there.
+BLOCK_N keys and walks the queries; rows of a variant (variant_of) exist where another tile is better there.
 scripts/tune_tiles.py measures candidates, tests/test_ahead_of_time.py compiles the rows for their GPUs. What
 is not measured was chosen by the compiler's report: large, and without spills.
 """
@@ -86,6 +85,9 @@ HOPPER = (
     | {
         ("forward dropout", 2, 64): Tile(64, 64, 4, 2, True),
         ("dkdv dropout", 2, 64): Tile(64, 64, 4, 2, True),
+        ("forward dropout blocks", 2, 64): Tile(64, 64, 4, 3, True),
+        ("dq dropout blocks", 2, 64): Tile(64, 64, 4, 5, True),
+        ("dkdv dropout blocks", 2, 64): Tile(64, 64, 4, 5, True),
         ("forward window", 2, 64): Tile(64, 64, 4, 2, True),
         ("dq window", 2, 64): Tile(64, 64, 4, 2, True),
         ("dq window", 2, 128): Tile(64, 64, 4, 2, True),
@@ -183,11 +185,20 @@ def choose_tile(
 ) -> Tile:
     """The tile of kernel "forward", "dq", "dkdv" or "decode" on this device.
 
-    variant: see Problem.tile_variant. block_size: of the block mask, if there is one.
+    variant: of variant_of. block_size: of the block mask, if there is one.
     """
     if device.type == "cpu":
         return INTERPRETER[kernel]
     return find_tile(architecture(device), kernel, head_dim, dtype.itemsize, variant).within(block_size)
+
+
+def variant_of(mask: str, block_size: int, *, dropout: bool) -> str:
+    """What a tile may depend on beside head_dim: dropout, a block mask, or a mask of portable/masks.py."""
+    if dropout:
+        return "dropout blocks" if block_size else "dropout"
+    if block_size:
+        return "small blocks" if block_size == 64 else "blocks"
+    return "window" if mask in ("window", "intervals") else ""
 
 
 def find_tile(arch: str, kernel: str, head_dim: int, itemsize: int, variant: str) -> Tile:

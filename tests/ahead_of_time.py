@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from kernels.portable.dkdv import dkdv_kernel
 from kernels.portable.dq import dq_kernel
 from kernels.portable.forward import forward_kernel
-from kernels.tiles import find_tile, padded_head_dim
+from kernels.tiles import find_tile, padded_head_dim, variant_of
 
 KERNELS = {"forward": forward_kernel, "dkdv": dkdv_kernel, "dq": dq_kernel}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -60,11 +60,7 @@ def compile_kernel(
 ) -> dict:
     """What the compiled kernel uses: shared memory, registers and spilled bytes (None for AMD)."""
     function = KERNELS[kernel]
-    variant = "window" if mask in ("window", "intervals") else ""
-    if block_size:
-        variant = "small blocks" if block_size == 64 else "blocks"
-    if dropout:
-        variant = "dropout"
+    variant = variant_of(mask, block_size, dropout=dropout)
     tile = (tile or find_tile(arch, kernel, head_dim, DTYPES[dtype].itemsize, variant)).within(block_size)
     constants = {
         "MASK": mask,

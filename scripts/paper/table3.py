@@ -65,12 +65,12 @@ class Sizes:
     # the error of guessing among these is a third of a point
     test_examples: int = 16384
     listops_lengths: list[int] = field(default_factory=lambda: [500, 2000])
-    steps: int = 5000
+    steps: int = 3000
     batch: int = 64
     # of Pathfinder, at each side; hidden pixels are guessed at the first
     sides: list[int] = field(default_factory=lambda: [8, 16, 32])
-    guessing_steps: int = 2000
-    side_steps: list[int] = field(default_factory=lambda: [4000, 1500, 2000])
+    guessing_steps: int = 1500
+    side_steps: list[int] = field(default_factory=lambda: [3000, 1000, 1500])
     side_batches: list[int] = field(default_factory=lambda: [256, 128, 64])
     side_rates: list[float] = field(default_factory=lambda: [2e-3, 1e-3, 1e-3])
 

@@ -37,9 +37,9 @@ class Sizes:
     # of hidden pixels, at the first side
     guessing_steps: int = 3000
     # for each side: steps, pictures in a step, examples
-    steps: list[int] = field(default_factory=lambda: [6000, 3000, 5000, 2000, 300, 3])
+    steps: list[int] = field(default_factory=lambda: [6000, 1500, 2000, 1000, 300, 3])
     batches: list[int] = field(default_factory=lambda: [256, 256, 128, 64, 32, 2])
-    examples: list[int] = field(default_factory=lambda: [131072, 65536, 65536, 32768, 8192, 32])
+    examples: list[int] = field(default_factory=lambda: [131072, 32768, 32768, 16384, 8192, 32])
     test_examples: int = 2048
     n_layer: int = 4
     n_head: int = 2

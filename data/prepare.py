@@ -22,7 +22,7 @@ from data.manifest import SPLITS, read_manifest, write_manifest
 from data.shards import ShardWriter, read_shard, sync_folder
 from data.sources import HuggingFace, PythonFiles, Source, TextFiles, installed_packages, standard_library
 from data.split import Plan, plan_validation, unique_documents
-from data.tokenizer import check_tokenizer, load_tokenizer, shard_mark
+from data.tokenizer import TOKENIZERS, check_tokenizer, load_tokenizer, shard_mark
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,10 @@ def _is_prepared(folder: Path, config: DataConfig) -> bool:
     manifest = read_manifest(folder)
     for key, now in _identity(config).items():
         then = manifest["config"].get(key)
-        if then != now:
+        if key == "tokenizer" and not {then, now} & set(TOKENIZERS):
+            # folders, which may move: shards carry the digest, compared below
+            continue
+        if spelled_out(then) != spelled_out(now):
             raise ValueError(
                 f"data.folder={str(folder)!r} was prepared with data.{key}={then!r}, this run has {now!r}: "
                 "choose another data.folder, or delete that one"
@@ -148,6 +151,13 @@ def _is_prepared(folder: Path, config: DataConfig) -> bool:
             folder,
         )
     return True
+
+
+def spelled_out(value: Any) -> Any:
+    """The value of a key that may hold paths, with the same text for each way to write a path."""
+    if isinstance(value, list):
+        return [spelled_out(item) for item in value]
+    return os.path.abspath(value) if isinstance(value, str) else value
 
 
 def _identity(config: DataConfig) -> dict[str, Any]:

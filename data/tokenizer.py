@@ -25,6 +25,8 @@ END_OF_TEXT = "<|endoftext|>"
 # what tiktoken 0.14.0 pins for this file in tiktoken_ext/openai_public.py, gpt2()
 ENCODER_JSON_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 DOWNLOAD_SECONDS = 20.0
+# words, numbers, blanks, code and other scripts: two vocabularies that differ show it here
+PROBE = "The 1984 café costs 12,345.67\n\n    def naïve(self): return x**2\t# größer 東京 Москва 🙂 don't"
 # tiktoken's regex engine overflows its stack on a million spaces in a row: longer text is encoded in pieces
 PIECE_CHARACTERS = 400_000
 # between these two lines GPT-2's pattern never joins characters, so that cutting there changes no token
@@ -86,12 +88,26 @@ def shard_mark(name: str) -> str:
     return "json:" + hashlib.sha256(Path(name, "tokenizer.json").read_bytes()).hexdigest()[:24]
 
 
+def is_tokenizer(name: str) -> bool:
+    """Whether load_tokenizer knows the name."""
+    return name in TOKENIZERS or Path(name, "tokenizer.json").is_file()
+
+
 def check_tokenizer(name: str) -> None:
     """Raises ValueError for a name that load_tokenizer does not know."""
-    if name not in TOKENIZERS and not Path(name, "tokenizer.json").is_file():
+    if not is_tokenizer(name):
         raise ValueError(
             f"data.tokenizer must be one of {TOKENIZERS} or a folder with tokenizer.json, got {name!r}"
         )
+
+
+def same_tokens(tokenizer: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two tokenizers, such as gpt2 and the tokenizer.json of GPT-2's folder, give the same ids."""
+    if tokenizer.name == other.name:
+        return True
+    if tokenizer.end_of_text != other.end_of_text:
+        return False
+    return np.array_equal(tokenizer.encode(PROBE), other.encode(PROBE))
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:

@@ -35,21 +35,23 @@ def load_pretrained(folder: Path | str, attention: AttentionConfig) -> GPT:
     folder = Path(folder)
     family, config = _read_config(folder)
     model = GPT(config, attention)
-    files = _find_tensors(folder, family)
-    _check_names(folder, family, config, files)
     state = model.state_dict()
-    for name, part in named_parts(state, family, config):
-        tensor = _read(files[name], name, family)
-        if tensor.shape != part.shape:
-            raise ValueError(
-                f"{folder}: {name} must have shape {tuple(part.shape)}, as config.json says, "
-                f"got {tuple(tensor.shape)}"
-            )
-        part.copy_(tensor)
+    for part, tensor in _matched(folder, family, config, state):
+        part.copy_(tensor[:])
     for ours in PADDED:
         if ours in state:
             state[ours][config.vocab_size :].zero_()
     return model
+
+
+def check_pretrained(folder: Path | str) -> None:
+    """Raises ValueError for a folder that load_pretrained would refuse, from its files' headers alone."""
+    folder = Path(folder)
+    family, config = _read_config(folder)
+    with torch.device("meta"):
+        model = GPT(config, AttentionConfig(implementation="reference"))
+    for _ in _matched(folder, family, config, model.state_dict()):
+        pass
 
 
 def export_pretrained(
@@ -57,10 +59,12 @@ def export_pretrained(
     folder: Path | str,
     *,
     dtype: torch.dtype = torch.float32,
+    token_ids: dict[str, int | list[int] | None] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes a folder that `transformers` loads: config.json and safetensors, in this dtype.
 
+    token_ids: entries of config.json that a model's shape does not tell, such as eos_token_id.
     Raises ValueError for a model that no family holds, and for a folder that is not empty.
     """
     folder = Path(folder)
@@ -75,7 +79,7 @@ def export_pretrained(
     }
     folder.mkdir(parents=True, exist_ok=True)
     _write_tensors(folder, tensors, max_shard_bytes)
-    theirs = {"architectures": [architecture], **family.write_config(config)}
+    theirs = {"architectures": [architecture], **family.write_config(config), **(token_ids or {})}
     theirs["dtype"] = theirs["torch_dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(theirs, indent=2) + "\n")
 
@@ -88,6 +92,23 @@ def named_parts(
         tensor = state[ours][: config.vocab_size] if ours in PADDED else state[ours]
         for name, part in zip(source.names, tensor.split(source.rows or tensor.shape[0]), strict=True):
             yield name, part.T if source.transposed else part
+
+
+def _matched(
+    folder: Path, family: Family, config: ModelConfig, state: dict[str, Tensor]
+) -> Iterator[tuple[Tensor, object]]:
+    """Each part of ours with the slice of a file, not read yet, that belongs there. Raises ValueError."""
+    files = _find_tensors(folder, family)
+    _check_names(folder, family, config, files)
+    for name, part in named_parts(state, family, config):
+        with _open(files[name]) as file:
+            tensor = _slice(file, files[name], name, family)
+            if tensor.get_shape() != list(part.shape):
+                raise ValueError(
+                    f"{folder}: {name} must have shape {tuple(part.shape)}, as config.json says, "
+                    f"got {tuple(tensor.get_shape())}"
+                )
+            yield part, tensor
 
 
 def _read_config(folder: Path) -> tuple[Family, ModelConfig]:
@@ -152,17 +173,18 @@ def _open(path: Path):
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
+        raise ValueError(
+            f"{path} is not a readable safetensors file ({error}): copy it anew from its model"
+        ) from error
 
 
-def _read(path: Path, name: str, family: Family) -> Tensor:
-    with _open(path) as file:
-        if name not in file.keys():  # noqa: SIM118, the file is no mapping
-            name = name.removeprefix(family.prefix)
-        try:
-            return file.get_tensor(name)
-        except SafetensorError as error:
-            raise ValueError(f"{path} lacks {name}, which {INDEX} places there: copy both anew") from error
+def _slice(file, path: Path, name: str, family: Family):
+    if name not in file.keys():  # noqa: SIM118, the file is no mapping
+        name = name.removeprefix(family.prefix)
+    try:
+        return file.get_slice(name)
+    except SafetensorError as error:
+        raise ValueError(f"{path} lacks {name}, which {INDEX} places there: copy both anew") from error
 
 
 def _write_tensors(folder: Path, tensors: dict[str, Tensor], max_shard_bytes: int) -> None:

@@ -1,12 +1,13 @@
 """Writes a trained model as a Hugging Face folder: python -m scripts.export_hf model=runs/NAME out=FOLDER
 
-transformers loads it with AutoModelForCausalLM.from_pretrained(FOLDER). The tokenizer goes along if the run
-read its text by that of a folder.
+transformers loads it with AutoModelForCausalLM.from_pretrained(FOLDER). The tokenizer's files go along if the
+run read its text by that of a folder.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.tokenizer import is_tokenizer
 from scripts.arguments import argument, run_script
 from train.config import PRECISIONS, one_of
 from train.export import export
@@ -18,13 +19,22 @@ from train.weights import load_model, run_attention, tokenizer_name
 class Arguments:
     model: str = argument(..., "a run's folder or a checkpoint")
     out: str = argument(..., "the folder to write, new or empty")
+    tokenizer: str | None = argument(
+        None, "gpt2, bytes or a folder with tokenizer.json; null: the model's own"
+    )
     precision: str = argument("fp32", f"of the weights: {', '.join(PRECISIONS)}")
 
 
 def main(arguments: Arguments) -> None:
     one_of("precision", arguments.precision, PRECISIONS)
+    tokenizer = arguments.tokenizer or tokenizer_name(arguments.model)
+    if not is_tokenizer(tokenizer):
+        raise ValueError(
+            f"model={arguments.model} has its tokenizer in {tokenizer}, where no tokenizer.json is: give "
+            "tokenizer=gpt2, bytes or a folder with tokenizer.json"
+        )
     model = load_model(arguments.model, run_attention(arguments.model, "reference"))
-    export(model, tokenizer_name(arguments.model), Path(arguments.out), DTYPES[arguments.precision])
+    export(model, tokenizer, Path(arguments.out), DTYPES[arguments.precision])
     print(f"{arguments.out}: {model.n_parameters():,} parameters, {arguments.precision}")
 
 

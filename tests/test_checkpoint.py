@@ -26,6 +26,7 @@ CONFIG = {
     "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 100, "max_seq_len": 16, "dropout": 0.0},
     "data": {"tokenizer": "gpt2", "source": "pystdlib", "workers": None, "folder": "datasets/a"},
     "optim": {"algorithm": "adamw"},
+    "start": {"weights": "published"},
 }
 
 
@@ -205,7 +206,12 @@ def test_another_model_size_is_refused_by_each_key_that_differs(tmp_path, same_r
 
 @pytest.mark.parametrize(
     ("group", "key", "value"),
-    [("", "seed", 2), ("", "tokens_per_step", 128), ("data", "source", "pypackages")],
+    [
+        ("", "seed", 2),
+        ("", "tokens_per_step", 128),
+        ("data", "source", "pypackages"),
+        ("start", "weights", "elsewhere"),
+    ],
 )
 def test_another_stream_of_tokens_is_refused_unless_asked_for_by_path(tmp_path, group, key, value):
     path = write(tmp_path, 1)
@@ -216,7 +222,10 @@ def test_another_stream_of_tokens_is_refused_unless_asked_for_by_path(tmp_path, 
     refuse_other_run(tmp_path / "elsewhere", str(path), config)
 
 
-@pytest.mark.parametrize(("group", "key", "value"), [("data", "workers", 4), ("model", "dropout", 0.1)])
+@pytest.mark.parametrize(
+    ("group", "key", "value"),
+    [("data", "workers", 4), ("model", "dropout", 0.1), ("start", "weights", "./published/")],
+)
 def test_what_changes_neither_weights_nor_tokens_may_change(tmp_path, group, key, value):
     write(tmp_path, 1)
     refuse_other_run(tmp_path, "auto", changed(group, key, value))

@@ -1,14 +1,75 @@
+import json
+from pathlib import Path
+
 import pytest
+import tokenizers
 import torch
+import transformers
 
 from model import GPT, AttentionConfig, ModelConfig
-from train.export import export
+from train.export import export, export_run, refuse_to_replace
+
+
+def model(patterns=("dense",), vocab_size=100, n_layer=2) -> GPT:
+    config = ModelConfig(
+        n_layer=n_layer, n_head=2, n_embd=32, vocab_size=vocab_size, max_seq_len=16, dropout=0.0
+    )
+    return GPT(config, AttentionConfig(implementation="reference", patterns=list(patterns)))
+
+
+def write_tokenizer(folder: Path) -> None:
+    """As that of a chat model: a text ends with token 0, a turn with token 2, which stops generation."""
+    folder.mkdir()
+    words = tokenizers.models.WordLevel({"<end>": 0, "<pad>": 1, "<turn>": 2, "word": 3}, unk_token="<pad>")
+    tokenizers.Tokenizer(words).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 0, "pad_token_id": 1, "hidden_size": 8}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
 
 
 @pytest.mark.parametrize("patterns", [["dense"], ["window(8)", "dense"]])
 def test_patterns_that_an_export_loses_are_told(patterns, tmp_path, capsys):
-    config = ModelConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=100, max_seq_len=16, dropout=0.0)
-    model = GPT(config, AttentionConfig(implementation="reference", patterns=patterns))
-    export(model, "gpt2", tmp_path / "out", torch.float32)
+    export(model(patterns), "gpt2", tmp_path / "out", torch.float32)
     told = capsys.readouterr().err
     assert ("WARNING: attention.patterns=['window(8)', 'dense'] are no part" in told) == (len(patterns) > 1)
+
+
+def test_an_export_ends_a_text_where_its_tokenizer_does(tmp_path):
+    write_tokenizer(tmp_path / "published")
+    export(model(vocab_size=4), str(tmp_path / "published"), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (None, 0, 1)
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert theirs.generation_config.eos_token_id == [0, 2]
+    export(model(vocab_size=50257), "gpt2", tmp_path / "gpt2")
+    config = json.loads((tmp_path / "gpt2" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (50256, 50256)
+
+
+def test_a_tokenizer_that_is_gone_is_named_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="or a folder with tokenizer.json, got 'gone'"):
+        export(model(), "gone", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_earlier_export_of_the_run_is_replaced_and_what_else_lies_there_stays(tmp_path):
+    export_run(model(n_layer=1), "gpt2", tmp_path)
+    out = tmp_path / "hugging_face"
+    (out / "README.md").write_text("mine")
+    # of an export in several files
+    (out / "model-00001-of-00002.safetensors").write_bytes(b"old")
+    export_run(model(n_layer=2), "gpt2", tmp_path)
+    assert {path.name for path in out.iterdir()} == {"README.md", "config.json", "model.safetensors"}
+    assert json.loads((out / "config.json").read_text())["n_layer"] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["hugging_face"]
+
+
+def test_a_new_run_does_not_export_over_a_folder_that_it_has_not_made(tmp_path):
+    refuse_to_replace(tmp_path)
+    (tmp_path / "hugging_face").mkdir()
+    with pytest.raises(ValueError, match="hugging_face, which no run of this name has made: choose another"):
+        refuse_to_replace(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    refuse_to_replace(tmp_path)

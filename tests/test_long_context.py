@@ -99,7 +99,25 @@ def test_text_in_the_tokens_of_a_published_model_goes_in_and_comes_out(tmp_path,
     capsys.readouterr()
     call(sample, "checkpoint=exported", "prompt=def", "tokens=5", "attention=sdpa")
     assert capsys.readouterr().out.startswith("def")
+    for other in ("gpt2", "bytes"):
+        with pytest.raises(
+            ValueError, match=f"exported, not those of data.tokenizer={other}: use data.token"
+        ):
+            faults.run_training(
+                faults.small_config("second", 5, "start.weights=exported", f"data.tokenizer={other}")
+            )
+    # shards belong to a tokenizer's content, a run to its place
+    Path("published").rename("moved")
     with pytest.raises(
-        ValueError, match="exported has 300 tokens, data.tokenizer=gpt2 50257: use data.tokeni"
+        ValueError, match="model=runs/first has its tokenizer in published, where no tokenizer"
     ):
-        faults.run_training(faults.small_config("second", 5, "start.weights=exported", "data.tokenizer=gpt2"))
+        export_hf.main(export_hf.Arguments(model="runs/first", out="again"))
+    call(export_hf, "model=runs/first", "out=again", "tokenizer=moved")
+    assert Path("again/tokenizer.json").is_file()
+    moved = [
+        "data.tokenizer=moved",
+        "data.folder=datasets/published",
+        "start.weights=exported",
+        "export=true",
+    ]
+    faults.run_training(faults.small_config("third", 5, *moved, "model.dropout=0.0"))

@@ -162,6 +162,12 @@ def test_a_folder_of_another_configuration_is_refused_by_key(config, change):
     assert contents(Path(config.folder)) == before
 
 
+def test_a_folder_is_found_again_however_its_paths_are_written(config):
+    before = contents(prepare(config))
+    prepare(replace(config, paths=[f"{config.paths[0]}/"]))
+    assert contents(Path(config.folder)) == before
+
+
 def test_a_folder_of_the_user_is_refused_and_left_alone(config):
     folder = Path(config.folder)
     folder.mkdir()

@@ -7,7 +7,13 @@ from safetensors.torch import load_file, save_file
 
 from model import GPT, AttentionConfig
 from model.families import FAMILIES, family_of
-from model.pretrained import export_pretrained, load_pretrained, named_parts, read_pretrained_config
+from model.pretrained import (
+    check_pretrained,
+    export_pretrained,
+    load_pretrained,
+    named_parts,
+    read_pretrained_config,
+)
 from tests.accuracy import assert_within_rule
 
 REFERENCE = AttentionConfig(implementation="reference")
@@ -149,6 +155,8 @@ def test_wrong_tensors_are_refused_by_name(folder):
         ValueError, match=r"layers.1.self_attn.k_proj.weight must have shape \(16, 32\).*\(8, 32\)"
     ):
         load_pretrained(folder, REFERENCE)
+    with pytest.raises(ValueError, match="k_proj.weight must have shape"):
+        check_pretrained(folder)
     wrong = {name: tensor for name, tensor in tensors.items() if "layers.0.mlp.up_proj" not in name}
     save_file({**wrong, "model.extra": torch.zeros(1)}, folder / "model.safetensors")
     message = "it lacks model.layers.0.mlp.up_proj.weight; it has surplus model.extra"
@@ -190,6 +198,17 @@ def test_folders_without_a_model_are_refused(folder, tmp_path):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="holds neither model.safetensors nor model.safetensors.index.json"):
         load_pretrained(folder, REFERENCE)
+
+
+@pytest.mark.parametrize("kind", ["llama3"], indirect=True)
+def test_weights_that_were_cut_short_are_found_before_they_are_read(folder):
+    check_pretrained(folder)
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:-100])
+    with pytest.raises(
+        ValueError, match="is not a readable safetensors file .*: copy it anew from its model"
+    ):
+        check_pretrained(folder)
 
 
 @pytest.mark.parametrize("kind", ["gpt2"], indirect=True)

@@ -19,6 +19,8 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
 
+from data.prepare import spelled_out
+
 # torch.distributed.checkpoint warns of every save and load by a single process
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
@@ -217,22 +219,23 @@ def _make_places(saved: dict, weights: nn.Module, optimizer: torch.optim.Optimiz
 def check_fits(info: dict, path: Path, config: dict, *, same_run: bool) -> None:
     """Raises ValueError that names each key in which a checkpoint differs from the configuration.
 
-    Always compared: the model, the tokenizer and whose state the optimizer's is. same_run compares what
-    fixes the stream of tokens too: a run that goes on by itself must not change it unnoticed.
+    Always compared: the model, the tokenizer and whose state the optimizer's is. same_run compares the
+    weights that it started from and what fixes the stream of tokens too: a run that goes on by itself must
+    not change them unnoticed.
     """
     # checkpoints without this key are of a time when there was one algorithm
-    saved = info["config"] | {"optim": {"algorithm": "adamw", **info["config"]["optim"]}}
+    saved = {"start": {}} | info["config"] | {"optim": {"algorithm": "adamw", **info["config"]["optim"]}}
     always = [("model", key) for key in config["model"] if key not in FREE_MODEL_KEYS]
     always += [("data", "tokenizer"), ("optim", "algorithm")]
     compared = list(always)
     if same_run:
-        compared += [("", key) for key in STREAM_KEYS]
+        compared += [("start", "weights"), *(("", key) for key in STREAM_KEYS)]
         compared += [("data", key) for key in config["data"] if key not in (*FREE_DATA_KEYS, "tokenizer")]
     differences, fits_by_path = [], same_run
     for group, key in compared:
         old = (saved[group] if group else saved).get(key)
         new = (config[group] if group else config)[key]
-        if old != new:
+        if spelled_out(old) != spelled_out(new):
             name = f"{group}.{key}" if group else key
             differences.append(f"{name} is {old} in the checkpoint and {new} in the configuration")
             fits_by_path &= (group, key) not in always

@@ -8,7 +8,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from data.prepare import DataConfig
-from data.tokenizer import load_tokenizer
+from data.tokenizer import is_tokenizer, load_tokenizer, same_tokens
 from model import AttentionConfig, ModelConfig
 from model.families import family_of
 from model.recompute import RECOMPUTE
@@ -21,7 +21,7 @@ from train.overrides import checked
 from train.parallel import STRATEGIES
 from train.sample import SampleConfig, prompt_ids
 from train.step import DTYPES
-from train.weights import StartConfig, start_model
+from train.weights import StartConfig, check_start, start_model, tokenizer_name
 
 PRECISIONS = tuple(DTYPES)
 DEVICES = ("cuda", "cpu")
@@ -241,6 +241,14 @@ def check_machine(config: Config) -> None:
         family_of(config.model)
     tokenizer = load_tokenizer(config.data.tokenizer)
     vocab_size = tokenizer.vocab_size
+    if config.start.weights is not None:
+        check_start(config.start)
+        own = tokenizer_name(config.start.weights)
+        if is_tokenizer(own) and not same_tokens(tokenizer, load_tokenizer(own)):
+            raise ValueError(
+                f"start.weights={config.start.weights} reads the tokens of {own}, not those of "
+                f"data.tokenizer={config.data.tokenizer}: use data.tokenizer={own}"
+            )
     if config.start.weights is not None and config.model.vocab_size < vocab_size:
         raise ValueError(
             f"{config.start.weights} has {config.model.vocab_size} tokens, "

@@ -1,29 +1,85 @@
 """A trained model as a Hugging Face folder, with its tokenizer where that has files."""
 
+import json
 import shutil
 import sys
 from pathlib import Path
 
 import torch
 
-from data.tokenizer import TOKENIZERS
+from data.tokenizer import TOKENIZERS, check_tokenizer, load_tokenizer
 from model import GPT
 from model.pretrained import export_pretrained
+
+# of a tokenizer's folder: its own files, how a chat is written, and where generation stops
+TOKENIZER_FILES = (
+    "*token*.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+)
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# in a run's folder
+EXPORT = "hugging_face"
 
 
 def export(model: GPT, tokenizer: str, out: Path, dtype: torch.dtype = torch.float32) -> None:
     """Writes the folder out, new or empty; tokenizer: as load_tokenizer takes it, GPT-2's has no files.
 
-    Raises ValueError as export_pretrained.
+    Raises ValueError as load_tokenizer and export_pretrained.
     """
+    check_tokenizer(tokenizer)
     if model.attention.sparse:
         print(
             f"WARNING: attention.patterns={list(model.attention.patterns)} are no part of a Hugging Face "
             "folder: read from there, every layer sees every key, as it did not in training",
             file=sys.stderr,
         )
-    export_pretrained(model, out, dtype=dtype)
+    export_pretrained(model, out, dtype=dtype, token_ids=token_ids(tokenizer))
     if tokenizer in TOKENIZERS:
         return
-    for path in Path(tokenizer).glob("*token*.json"):
-        shutil.copy(path, out / path.name)
+    for pattern in TOKENIZER_FILES:
+        for path in Path(tokenizer).glob(pattern):
+            shutil.copy(path, out / path.name)
+
+
+def refuse_to_replace(run: Path) -> None:
+    """Raises ValueError if a new run's folder holds an export already: it is not that run's."""
+    if (run / EXPORT).exists() and not (run / "checkpoints").exists():
+        raise ValueError(
+            f"export=true would write to {run / EXPORT}, which no run of this name has made: choose another "
+            "name=, move that folder, or use export=false"
+        )
+
+
+def export_run(model: GPT, tokenizer: str, run: Path) -> None:
+    """`export` into a run's folder; the files of an earlier export are replaced, what else is there stays."""
+    out = run / EXPORT
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    export(model, tokenizer, partial)
+    out.mkdir(exist_ok=True)
+    old_weights = {path.name for path in out.glob("model*.safetensors*")}
+    for path in partial.iterdir():
+        path.replace(out / path.name)
+        old_weights.discard(path.name)
+    for name in old_weights:
+        (out / name).unlink()
+    partial.rmdir()
+
+
+def token_ids(tokenizer: str) -> dict[str, int | list[int] | None]:
+    """Where a text begins and ends, for config.json: as the tokenizer's folder has it, if it does."""
+    end = load_tokenizer(tokenizer).end_of_text
+    ids = {
+        "bos_token_id": end if tokenizer in TOKENIZERS else None,
+        "eos_token_id": end,
+        "pad_token_id": None,
+    }
+    config = Path(tokenizer, "config.json")
+    if tokenizer not in TOKENIZERS and config.is_file():
+        theirs = json.loads(config.read_text())
+        ids |= {name: theirs[name] for name in TOKEN_IDS if theirs.get(name) is not None}
+    return ids

@@ -25,6 +25,7 @@ from train.config import Config, check_machine
 from train.context_parallel import join_context_groups
 from train.distributed import Processes, join_processes
 from train.evaluate import evaluate
+from train.export import refuse_to_replace
 from train.interruption import Interrupted, Interruption
 from train.logger import counted
 from train.optim import build_optimizer, learning_rate
@@ -55,6 +56,8 @@ def train(config: Config) -> float:
         config.check_processes(processes.world_size)
         config.accumulation(processes.world_size)
         refuse_other_run(folder / "checkpoints", resume, asdict(config))
+        if config.export:
+            refuse_to_replace(folder)
         text = processes.main_first(lambda: prepare(config.data))
         with (
             lock_run(folder, processes),

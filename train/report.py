@@ -1,6 +1,5 @@
 """What a run leaves for its user: the opening lines, the metrics of a step, the files at the end."""
 
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -14,16 +13,13 @@ from model.flops import flops_ledger
 from train.config import Config, write_config
 from train.distributed import Processes
 from train.documents import document_ids
-from train.export import export
+from train.export import EXPORT, export_run
 from train.logger import RunLogger, counted, duration, read_metrics, readable
 from train.plot import draw_loss
 from train.profiler import MEMORY, TRACE
 from train.results import write_result
 from train.sample import sample_text
 from train.throughput import StepTimer, flop_utilization, peak_memory_bytes
-
-# the Hugging Face folder in a run's folder
-EXPORT = "hugging_face"
 
 
 def open_run(
@@ -136,9 +132,7 @@ def finish_run(
             f"{summary['mfu_mask']:.1%} (exact mask); {summary['mfu_executed']:.1%} executed"
         )
     if config.export:
-        # of an earlier end of this run
-        shutil.rmtree(folder / EXPORT, ignore_errors=True)
-        export(weights, config.data.tokenizer, folder / EXPORT)
+        export_run(weights, config.data.tokenizer, folder)
     if config.sample.tokens:
         sample = sample_text(weights, load_tokenizer(config.data.tokenizer), config.sample, config.seed)
         (folder / "sample.txt").write_text(sample + "\n")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from model import GPT, AttentionConfig, ModelConfig
 from model.extend import EXTENSIONS, ROTARY_METHODS, extended_config, extended_state
-from model.pretrained import load_pretrained, read_pretrained_config
+from model.pretrained import check_pretrained, load_pretrained, read_pretrained_config
 from train.checkpoint import MARKER, load_tensors, newest_checkpoint, read_checkpoint, verify_checkpoint
 
 
@@ -35,6 +35,12 @@ def start_model(config: StartConfig, seq_len: int, dropout: float) -> ModelConfi
     """The shape of the model that training starts from, with room for seq_len tokens."""
     model = extended_config(read_model_config(config.weights), seq_len, config.positions, config.rotary_base)
     return replace(model, dropout=dropout)
+
+
+def check_start(config: StartConfig) -> None:
+    """Raises ValueError for weights that load_start could not read, without reading them all."""
+    if (Path(config.weights) / "config.json").is_file():
+        check_pretrained(config.weights)
 
 
 def load_start(model: GPT, config: StartConfig) -> None:

@@ -25,6 +25,7 @@ def stream(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    vocab_size: int | None = None,
     stop_tokens: Sequence[int] = (),
     generator: torch.Generator | None = None,
     compiled: bool = False,
@@ -33,13 +34,13 @@ def stream(
 
     tokens: prompts (B, T), T >= 1; lengths: (B,) int64, where they end, if some are shorter than T.
     temperature 0 takes the likeliest token; top_k keeps the k likeliest; top_p keeps the smallest set of
-    likeliest tokens that holds probability p (Holtzman et al., arXiv:1904.09751). A sequence that has given
-    one of stop_tokens repeats it; when all have, no more comes. compiled: by torch.compile, for long outputs
-    on a GPU. The model's mode is left as it was found. Raises ValueError if the whole exceeds the model's
-    positions.
+    likeliest tokens that holds probability p (Holtzman et al., arXiv:1904.09751). vocab_size: only ids below
+    it are drawn, where the tokenizer has fewer than the model. A sequence that has given one of stop_tokens
+    repeats it; when all have, no more comes. compiled: by torch.compile, for long outputs on a GPU. The
+    model's mode is left as it was found. Raises ValueError if the whole exceeds the model's positions.
     """
     batch, prompt_len = tokens.shape
-    _check(model, prompt_len, n_new, temperature, top_k, top_p)
+    _check(model, prompt_len, n_new, temperature, top_k, top_p, vocab_size)
     if lengths is not None and (
         lengths.shape != (batch,) or bool(((lengths < 1) | (lengths > prompt_len)).any())
     ):
@@ -53,7 +54,7 @@ def stream(
         new = None
         for _ in range(n_new):
             logits = decoder.start(tokens, lengths) if new is None else decoder.step(new)
-            drawn = sample(logits.float(), temperature, top_k, top_p, generator)
+            drawn = sample(logits[:, :vocab_size].float(), temperature, top_k, top_p, generator)
             new = drawn if new is None else torch.where(stopped, new, drawn)
             yield new
             if stop_tokens:
@@ -152,7 +153,13 @@ def sample(
 
 
 def _check(
-    model: GPT, prompt_len: int, n_new: int, temperature: float, top_k: int | None, top_p: float | None
+    model: GPT,
+    prompt_len: int,
+    n_new: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    vocab_size: int | None,
 ) -> None:
     limit = model.config.max_seq_len
     if prompt_len < 1:
@@ -170,3 +177,8 @@ def _check(
         raise ValueError(f"top_k must be at least 1, or None for all tokens, got {top_k}")
     if top_p is not None and not 0.0 < top_p <= 1.0:
         raise ValueError(f"top_p must be in (0, 1], or None for all tokens, got {top_p}")
+    if vocab_size is not None and not 1 <= vocab_size <= model.config.vocab_size:
+        raise ValueError(
+            f"vocab_size must be from 1 to the model's {model.config.vocab_size}, or None for all, "
+            f"got {vocab_size}"
+        )

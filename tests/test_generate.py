@@ -135,6 +135,13 @@ def test_top_p_keeps_the_smallest_set_that_holds_p(gpt):
     assert len(drawn) > 1 or n == 1
 
 
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 50}, {"top_p": 0.9}, {}])
+def test_only_ids_below_vocab_size_are_drawn(gpt, options):
+    prompt = torch.randint(100, (50, 5))
+    assert generate(gpt, prompt, 10, **options)[:, 5:].max() >= 20
+    assert generate(gpt, prompt, 10, vocab_size=20, **options)[:, 5:].max() < 20
+
+
 def test_a_tiny_top_p_is_greedy(gpt):
     prompt = torch.randint(100, (4, 5))
     greedy = generate(gpt, prompt, 10, temperature=0.0)
@@ -155,6 +162,8 @@ def test_generation_leaves_the_training_mode_as_it_was(gpt):
         ({"n_new": 1, "temperature": -1.0}, "temperature must be at least 0"),
         ({"n_new": 1, "top_k": 0}, "top_k must be at least 1"),
         ({"n_new": 1, "top_p": 0.0}, r"top_p must be in \(0, 1\]"),
+        ({"n_new": 1, "vocab_size": 0}, "vocab_size must be from 1 to the model's 100, or None .* got 0"),
+        ({"n_new": 1, "vocab_size": 101}, "got 101"),
         ({"n_new": 1, "lengths": torch.tensor([0])}, r"lengths must be \(1,\), each from 1 to 5, got \[0\]"),
         ({"n_new": 1, "lengths": torch.tensor([6])}, r"each from 1 to 5, got \[6\]"),
         ({"n_new": 1, "lengths": torch.tensor([5, 5])}, r"lengths must be \(1,\)"),

@@ -65,6 +65,14 @@ def test_a_character_that_is_cut_off_at_the_end_is_shown_as_such():
     assert text == "\ufffd"
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_with_more_tokens_than_its_tokenizer_gives_text_of_the_tokenizers(temperature):
+    sizes = {"n_layer": 1, "n_head": 1, "n_embd": 8, "vocab_size": 5000, "max_seq_len": 64, "dropout": 0.0}
+    model = GPT(ModelConfig(**sizes), AttentionConfig(implementation="sdpa"))
+    config = SampleConfig(prompt="", tokens=50, temperature=temperature, top_k=None, top_p=None)
+    assert sample_text(model, load_tokenizer("bytes"), config, 0)
+
+
 def test_a_prompt_beyond_the_models_positions_is_refused():
     model = Scripted([[0]], [1])
     with pytest.raises(ValueError, match=r"the prompt has 101 tokens, the model 64 positions"):

@@ -72,6 +72,8 @@ def stream_text(
         temperature=config.temperature,
         top_k=config.top_k,
         top_p=config.top_p,
+        # the model may have room for more tokens, which are no text
+        vocab_size=tokenizer.vocab_size,
         stop_tokens=sorted(stops),
         generator=torch.Generator(device).manual_seed(seed),
         compiled=compiled,

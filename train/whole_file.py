@@ -5,7 +5,10 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes the text beside path first, and then gives it that name."""
+    """Writes the text beside path first, and then gives it that name; a failure leaves nothing new."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text)
-    partial.replace(path)
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

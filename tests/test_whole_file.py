@@ -1,0 +1,20 @@
+import pytest
+
+from train.whole_file import write_whole
+
+
+def test_a_text_replaces_the_old_one_and_leaves_nothing_beside_it(tmp_path):
+    path = tmp_path / "rows.json"
+    for text in ("old", "new"):
+        write_whole(path, text)
+        assert path.read_text() == text
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_text_that_cannot_be_written_leaves_nothing_behind(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_whole(tmp_path / "folder", "text")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(tmp_path / "half", "half a pair \ud83d")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]

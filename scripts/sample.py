@@ -49,7 +49,7 @@ def main(arguments: Arguments) -> None:
         raise ValueError(
             f"{source} has no tokenizer.json: give tokenizer=gpt2, bytes or a folder that has one"
         )
-    prompt = Path(arguments.prompt_file).read_text() if arguments.prompt_file else arguments.prompt
+    prompt = read_prompt(arguments.prompt_file) if arguments.prompt_file else arguments.prompt
     check_inference(arguments.device, arguments.precision, arguments.attention)
     try:
         tokenizer = load_tokenizer(name)
@@ -97,6 +97,17 @@ def main(arguments: Arguments) -> None:
         return
     for number, text in enumerate(texts, start=1):
         print(f"--- sample {number} ---\n{prompt}{text}")
+
+
+def read_prompt(path: str) -> str:
+    """The text of prompt_file. Raises ValueError for a file that cannot be read as UTF-8."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror
+    except UnicodeDecodeError as error:
+        reason = f"byte {error.start} is not UTF-8"
+    raise ValueError(f"prompt_file={path} cannot be read ({reason}): give a file of UTF-8 text")
 
 
 if __name__ == "__main__":

@@ -158,6 +158,24 @@ def test_sample_refuses_what_it_cannot_do_before_it_reads_the_model(arguments, m
         sample.main(sample.Arguments(**given))
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("binary.txt", "byte 3 is not UTF-8"),
+        ("folder", "Is a directory"),
+        ("missing.txt", "No such file or directory"),
+    ],
+)
+def test_sample_names_the_prompt_file_that_it_cannot_read(tmp_path, name, reason):
+    (tmp_path / "binary.txt").write_bytes(b"def\xa2")
+    (tmp_path / "folder").mkdir()
+    message = f"prompt_file={tmp_path / name} cannot be read ({reason}): give a file of UTF-8 text"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sample.main(
+            sample.Arguments(run="missing", tokenizer="bytes", prompt_file=str(tmp_path / name), device="cpu")
+        )
+
+
 @pytest.mark.parametrize("script", [benchmark_generate, evaluate_context])
 def test_scripts_that_run_a_model_refuse_what_they_cannot_do(script):
     needed = {"model": "missing", "data": "missing"} if script is evaluate_context else {}

@@ -18,29 +18,32 @@ def extended_config(
 
     method: one of ROTARY_METHODS for rotary positions, repeat or interpolate for learned ones. rotary_base:
     in place of the model's own, None to keep it (raising it, with method "none", is a method too).
-    Raises ValueError for a method that does not fit the model.
+    Raises ValueError, under the names that train/weights.py gives these, for what does not fit the model.
     """
     if max_seq_len <= config.max_seq_len and rotary_base is None:
         return config
     if config.rotary is None:
         if rotary_base is not None:
-            raise ValueError(f"rotary_base={rotary_base}: the model has learned positions, leave it out")
+            raise ValueError(
+                f"start.rotary_base={rotary_base}: the model has learned positions, leave it out"
+            )
         if method not in EXTENSIONS:
             raise ValueError(
-                f"the model's learned positions are made longer by one of {', '.join(EXTENSIONS)}, "
-                f"got {method!r}"
+                f"start.positions={method} is for rotary positions, the model has learned ones: use "
+                f"start.positions={' or '.join(EXTENSIONS)}"
             )
         return replace(config, max_seq_len=max_seq_len)
     if method not in ROTARY_METHODS:
         raise ValueError(
-            f"the model's rotary positions are scaled by one of {', '.join(ROTARY_METHODS)}, got {method!r}"
+            f"start.positions={method} is for learned positions, the model has rotary ones: use "
+            f"start.positions={' or '.join(ROTARY_METHODS)}"
         )
     rotary = replace(config.rotary, base=rotary_base or config.rotary.base)
     if method != "none":
         if rotary.scaling != "none":
             raise ValueError(
-                f"the model's positions are scaled already ({rotary.scaling}, factor {rotary.factor}): "
-                "use none to go on with that"
+                f"start.positions={method}: the model's positions are scaled already ({rotary.scaling}, "
+                f"factor {rotary.factor}), use start.positions=none to go on with that"
             )
         factor = max(1.0, max_seq_len / config.max_seq_len)
         rotary = replace(rotary, scaling=method, factor=factor, original_seq_len=config.max_seq_len)

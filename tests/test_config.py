@@ -5,7 +5,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from model import GPT, AttentionConfig
+from model import GPT, AttentionConfig, ModelConfig
 from model.pretrained import export_pretrained
 from train.config import check_machine, parse, write_config
 
@@ -90,6 +90,36 @@ def test_a_run_from_weights_has_their_shape_with_room_for_its_sequences(tmp_path
     model = parse(composed(*overrides)).model
     assert (model.n_layer, model.n_embd, model.vocab_size, model.max_seq_len) == (1, 64, 500, 256)
     assert (model.rotary.scaling, model.rotary.factor, model.rotary.original_seq_len) == ("yarn", 4.0, 64)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["start.weights=nowhere"],
+            "^start.weights: nowhere does not exist: give a run's folder, a checkpoint",
+        ),
+        (
+            ["start.weights=Qwen/Qwen2.5-0.5B"],
+            "^start.weights: Qwen/.* hf download NAME --local-dir FOLDER",
+        ),
+        (["start.weights=empty"], "^start.weights: empty holds neither config.json, .* nor a checkpoint"),
+        (
+            ["start.weights=learned", "experiment=finetune_long", "data.paths=[empty]"],
+            "^start.positions=yarn is for rotary positions, .*: use start.positions=repeat or interpolate",
+        ),
+        (["start.weights=learned", "start.rotary_base=5e5"], "^start.rotary_base=500000.0: .* leave it out"),
+    ],
+)
+def test_weights_that_cannot_be_started_from_are_refused_by_key_value_and_way_out(
+    overrides, message, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    gpt2 = ModelConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=500, max_seq_len=64, dropout=0.0)
+    export_pretrained(GPT(gpt2, AttentionConfig(implementation="sdpa")), "learned")
+    with pytest.raises(ValueError, match=message):
+        parse(composed(*overrides))
 
 
 def test_the_run_is_rounded_up_to_whole_steps():

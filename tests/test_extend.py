@@ -54,10 +54,10 @@ def test_a_larger_base_is_a_method_of_its_own():
 @pytest.mark.parametrize(
     ("config", "method", "base", "message"),
     [
-        (LEARNED, "yarn", None, "made longer by one of repeat, interpolate, got 'yarn'"),
-        (LEARNED, "repeat", 1e6, "rotary_base=1000000.0: the model has learned positions"),
-        (ROTARY, "repeat", None, "scaled by one of none, linear, ntk, yarn, got 'repeat'"),
-        (extended_config(ROTARY, 40, "ntk"), "yarn", None, r"scaled already \(ntk, factor 1.25\): use none"),
+        (LEARNED, "yarn", None, "start.positions=yarn is .* use start.positions=repeat or interpolate"),
+        (LEARNED, "repeat", 1e6, "start.rotary_base=1000000.0: the model has learned positions"),
+        (ROTARY, "repeat", None, "start.positions=repeat is .* use start.positions=none or linear or"),
+        (extended_config(ROTARY, 40, "ntk"), "yarn", None, r"scaled already \(ntk, factor 1.25\), use start"),
     ],
 )
 def test_a_method_that_does_not_fit_is_refused(config, method, base, message):

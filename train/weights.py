@@ -33,7 +33,11 @@ class StartConfig:
 
 def start_model(config: StartConfig, seq_len: int, dropout: float) -> ModelConfig:
     """The shape of the model that training starts from, with room for seq_len tokens."""
-    model = extended_config(read_model_config(config.weights), seq_len, config.positions, config.rotary_base)
+    try:
+        model = read_model_config(config.weights)
+    except ValueError as error:
+        raise ValueError(f"start.weights: {error}") from error
+    model = extended_config(model, seq_len, config.positions, config.rotary_base)
     return replace(model, dropout=dropout)
 
 
@@ -95,6 +99,11 @@ def _checkpoint(source: Path) -> Path:
     newest = newest_checkpoint(source / "checkpoints")
     if newest is not None:
         return newest
+    if not source.exists():
+        raise ValueError(
+            f"{source} does not exist: give a run's folder, a checkpoint or a Hugging Face folder, as "
+            "hf download NAME --local-dir FOLDER makes of a name on the hub"
+        )
     if not (source / MARKER).is_file():
         raise ValueError(f"{source} holds neither config.json, as Hugging Face folders do, nor a checkpoint")
     verify_checkpoint(source)

@@ -52,10 +52,11 @@ class Arguments:
     attention: str = argument("flash" if torch.cuda.is_available() else "sdpa", "flash, sdpa or reference")
     device: str = argument("cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu")
     precision: str = argument("bf16" if torch.cuda.is_available() else "fp32", "bf16, fp16 or fp32")
-    out: str = argument("context.json", "the rows; the picture goes beside it, as .png")
+    out: str = argument("context.json", "the rows, a new .json; the picture goes beside it, as .png")
 
 
 def main(arguments: Arguments) -> None:
+    out, picture = new_files(arguments.out)
     check_inference(arguments.device, arguments.precision, arguments.attention)
     for key in ("sequences", "scored", "prompts"):
         if getattr(arguments, key) < 1:
@@ -92,12 +93,23 @@ def main(arguments: Arguments) -> None:
         rows = text_rows(model, loader, arguments) + recall_rows(model, loader, seq_len, name, arguments)
     for row in rows:
         row |= {"model": arguments.model, "seq_len": seq_len}
-    out = Path(arguments.out)
     write_result(out, rows)
-    draw_context(rows, out.with_suffix(".png"))
+    draw_context(rows, picture)
     for row in rows:
         print("  ".join(f"{key} {value}" for key, value in row.items() if key not in ("model", "seq_len")))
-    print(f"{out}\n{out.with_suffix('.png')}")
+    print(f"{out}\n{picture}")
+
+
+def new_files(name: str) -> tuple[Path, Path]:
+    """Where the rows and the picture go. Raises ValueError for what is there already, or is no .json."""
+    out = Path(name)
+    if out.suffix != ".json":
+        raise ValueError(f"out must end in .json, got {name}: the picture goes beside it, as .png")
+    picture = out.with_suffix(".png")
+    for path in (out, picture):
+        if path.exists():
+            raise ValueError(f"out={name}: {path} exists, choose another name")
+    return out, picture
 
 
 def text_rows(model: GPT, loader: TokenLoader, arguments: Arguments) -> list[dict]:

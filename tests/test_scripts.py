@@ -191,6 +191,26 @@ def test_scripts_that_run_a_model_refuse_what_they_cannot_do(script):
             script.main(script.Arguments(**needed, **arguments))
 
 
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("folder", "^out must end in .json, got folder"),
+        ("rows.png", "^out must end in .json, got rows.png"),
+        ("folder.json", "^out=folder.json: folder.json exists, choose another name"),
+        ("rows.json", "^out=rows.json: rows.json exists, choose another name"),
+        ("drawn.json", "^out=drawn.json: drawn.png exists, choose another name"),
+    ],
+)
+def test_an_evaluation_writes_over_nothing_and_says_so_before_it_begins(out, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("folder", "folder.json"):
+        Path(name).mkdir()
+    for name in ("rows.json", "drawn.png"):
+        Path(name).touch()
+    with pytest.raises(ValueError, match=message):
+        evaluate_context.main(evaluate_context.Arguments(model="missing", data="missing", out=out))
+
+
 def test_needles_lie_inside_their_prompt():
     with pytest.raises(ValueError, match=r"depths must be from 0 to 1, got \[0.5, 2.0\]"):
         evaluate_context.main(evaluate_context.Arguments(model="a", data="b", depths=[0.5, 2.0]))

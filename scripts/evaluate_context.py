@@ -22,6 +22,7 @@ from model import GPT
 from scripts.arguments import argument, run_script
 from scripts.inference import check_inference
 from train.context import (
+    LEAST_LENGTH,
     effective_context,
     key_value,
     loss_by_context,
@@ -34,6 +35,9 @@ from train.plot_context import draw_context
 from train.results import write_result
 from train.step import autocast_context
 from train.weights import load_model, run_attention, tokenizer_name
+
+# of the validation split, whose text fills the prompts
+FILLER_SEQUENCES = 4
 
 
 @dataclass
@@ -78,8 +82,8 @@ def main(arguments: Arguments) -> None:
             f"data={arguments.data} has {manifest['vocab_size']} tokens, of tokenizer {name}, the model "
             f"{model.config.vocab_size}: prepare the text with the model's tokenizer"
         )
+    seq_len, lengths = checked_lengths(arguments, model.config.max_seq_len)
     model.to(arguments.device).eval()
-    seq_len = arguments.seq_len or model.config.max_seq_len
     loader = TokenLoader(
         arguments.data,
         split="val",
@@ -89,8 +93,9 @@ def main(arguments: Arguments) -> None:
         tokenizer=name,
         shuffle=False,
     )
+    filler = filler_text(loader, max(lengths))
     with autocast_context(arguments.device, arguments.precision):
-        rows = text_rows(model, loader, arguments) + recall_rows(model, loader, seq_len, name, arguments)
+        rows = text_rows(model, loader, arguments) + recall_rows(model, filler, lengths, name, arguments)
     for row in rows:
         row |= {"model": arguments.model, "seq_len": seq_len}
     write_result(out, rows)
@@ -110,6 +115,33 @@ def new_files(name: str) -> tuple[Path, Path]:
         if path.exists():
             raise ValueError(f"out={name}: {path} exists, choose another name")
     return out, picture
+
+
+def checked_lengths(arguments: Arguments, positions: int) -> tuple[int, list[int]]:
+    """Tokens of a sequence, and of the recall prompts. Raises ValueError for what a model has no room for."""
+    seq_len = positions if arguments.seq_len is None else arguments.seq_len
+    # its second half is scored, after the first
+    if not 2 <= seq_len <= positions:
+        raise ValueError(f"seq_len must be from 2 to the model's {positions} positions, got {seq_len}")
+    lengths = arguments.lengths or [seq_len // 2**i for i in range(20) if seq_len // 2**i >= 256] or [seq_len]
+    if not all(LEAST_LENGTH <= length <= positions for length in lengths):
+        raise ValueError(
+            f"lengths must be from {LEAST_LENGTH} to the model's {positions} positions, got {lengths} with "
+            f"seq_len={seq_len}: give lengths that fit"
+        )
+    return seq_len, lengths
+
+
+def filler_text(loader: TokenLoader, longest: int) -> np.ndarray:
+    """Text of the validation split, at least `longest` tokens. Raises ValueError if it has fewer."""
+    n_sequences = min(FILLER_SEQUENCES, len(loader))
+    filler = np.concatenate([loader.batch(index)[0][0].numpy() for index in range(n_sequences)])
+    if len(filler) < longest:
+        raise ValueError(
+            f"lengths must be at most {len(filler)}, the tokens of {n_sequences} sequences of "
+            f"seq_len={loader.seq_len}, got {longest}: lower lengths or raise seq_len"
+        )
+    return filler
 
 
 def text_rows(model: GPT, loader: TokenLoader, arguments: Arguments) -> list[dict]:
@@ -135,12 +167,10 @@ def mean_rows(tables: list[list[dict]]) -> list[dict]:
 
 
 def recall_rows(
-    model: GPT, loader: TokenLoader, seq_len: int, tokenizer_name: str, arguments: Arguments
+    model: GPT, filler: np.ndarray, lengths: list[int], tokenizer_name: str, arguments: Arguments
 ) -> list[dict]:
     """Accuracy of the passkey and of one key among many, for each length and depth."""
     tokenizer, rng = load_tokenizer(tokenizer_name), np.random.default_rng(arguments.seed)
-    lengths = arguments.lengths or [seq_len // 2**i for i in range(20) if seq_len // 2**i >= 256] or [seq_len]
-    filler = np.concatenate([loader.batch(i)[0][0].numpy() for i in range(min(4, len(loader)))])
     rows = []
     for length, depth in product(sorted(lengths), arguments.depths):
         tasks = {

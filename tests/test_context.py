@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from data.tokenizer import load_tokenizer
 from model import GPT, AttentionConfig, ModelConfig
 from train.context import (
+    LEAST_LENGTH,
     Recall,
     effective_context,
     key_value,
@@ -81,6 +82,13 @@ def test_a_key_value_prompt_asks_for_one_of_its_lines(depth):
     *lines, question = tokenizer.decode(prompt.tokens).split("\n")
     assert lines.count(question) == 1
     assert lines.index(question) == pytest.approx(depth * (len(lines) - 1), abs=1)
+
+
+@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+def test_the_least_length_has_room_for_needle_and_question(name):
+    tokenizer, rng = load_tokenizer(name), np.random.default_rng(0)
+    assert len(passkey(tokenizer, tokenizer.encode("filler" * 50), LEAST_LENGTH, 0.5, rng).tokens) == 64
+    assert 0 < len(key_value(tokenizer, LEAST_LENGTH, 0.5, rng).tokens) <= 64
 
 
 def test_recall_is_right_only_if_every_token_of_the_answer_is():

@@ -67,6 +67,18 @@ def test_a_model_is_taken_to_longer_sequences_and_out_again(shape, method, tmp_p
         evaluate_context, "model=runs/long", f"data={folder}", "sequences=2", "scored=8",
         "lengths=[64]", "depths=[0.5]", "prompts=2", "attention=sdpa", "out=context.json",
     )  # fmt: skip
+    monkeypatch.setattr(evaluate_context, "text_rows", lambda *_: pytest.fail("too late"))
+    given = {"model": "runs/long", "data": str(folder), "out": "new.json", "attention": "sdpa"}
+    for lengths, message in (
+        ({"seq_len": 65}, "^seq_len must be from 2 to the model's 64 positions, got 65"),
+        ({"lengths": [65]}, r"^lengths must be from 64 to the model's 64 positions, got \[65\]"),
+        (
+            {"seq_len": 8, "lengths": [64]},
+            "^lengths must be at most 32, the tokens of 4 sequences of seq_len=8",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            evaluate_context.main(evaluate_context.Arguments(**given, **lengths))
     other = Path(shutil.copytree(folder, "other"))
     manifest = (other / "manifest.json").read_text().replace('"tokenizer": "bytes"', '"tokenizer": "gpt2"')
     (other / "manifest.json").write_text(manifest)

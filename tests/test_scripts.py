@@ -211,6 +211,26 @@ def test_an_evaluation_writes_over_nothing_and_says_so_before_it_begins(out, mes
         evaluate_context.main(evaluate_context.Arguments(model="missing", data="missing", out=out))
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"seq_len": 1024}, "^seq_len must be from 2 to the model's 512 positions, got 1024"),
+        ({"seq_len": 0}, "^seq_len must be from 2 to the model's 512 positions, got 0"),
+        ({"seq_len": 32}, r"^lengths must be from 64 to the model's 512 .* got \[32\] with seq_len=32"),
+        ({"lengths": [256, 1024]}, r"^lengths must be from 64 .* got \[256, 1024\] with seq_len=512"),
+        ({"lengths": [16]}, r"^lengths must be from 64 .* got \[16\]"),
+    ],
+)
+def test_an_evaluation_refuses_lengths_that_the_model_has_no_room_for(given, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate_context.checked_lengths(evaluate_context.Arguments(model="a", data="b", **given), 512)
+
+
+def test_an_evaluation_takes_the_models_length_and_its_halves():
+    arguments = evaluate_context.Arguments(model="a", data="b")
+    assert evaluate_context.checked_lengths(arguments, 1024) == (1024, [1024, 512, 256])
+
+
 def test_needles_lie_inside_their_prompt():
     with pytest.raises(ValueError, match=r"depths must be from 0 to 1, got \[0.5, 2.0\]"):
         evaluate_context.main(evaluate_context.Arguments(model="a", data="b", depths=[0.5, 2.0]))

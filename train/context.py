@@ -16,6 +16,8 @@ from model import GPT
 HEAD_CHUNK = 4096
 # a context is long enough when its loss is this close, in nats, to that of the whole
 CLOSE = 0.01
+# tokens of a recall prompt that has room for needle and question, even where each byte is a token
+LEAST_LENGTH = 64
 PASSKEY = ("\n# the passkey is {}\n", "\n# the passkey is")
 
 

@@ -345,6 +345,18 @@ def watch_weights(rank: int, fault) -> None:
     train.loop.build_weights = watched
 
 
+def slow_rollbacks(rank: int, fault) -> None:
+    """Each new start of a run, after a rollback, takes longer; fault(rank) too."""
+    fault(rank)
+    build = train.loop.build_weights
+
+    def slowly(*given):
+        time.sleep(0.5)
+        return build(*given)
+
+    train.loop.build_weights = slowly
+
+
 def _at_each_batch(function) -> None:
     """Calls function(number, sequences) for every batch of training."""
     batch = data.loader.TokenLoader.batch

@@ -4,6 +4,7 @@ import fcntl
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -177,7 +178,7 @@ def cut_off(path: Path) -> None:
         (truncate, r"step_00000012 is damaged: shard-00000.safetensors has"),
         (flip_a_bit, r"step_00000012 is damaged: shard-00000.safetensors has another checksum"),
         (remove_the_shard, r"step_00000012 is damaged: shard-00000.safetensors is missing"),
-        (cut_off, r"step_00000012 was never finished: writing it anew"),
+        (cut_off, r"step_00000012 was never finished: removed"),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_skipped_for_the_one_before_and_kept(damage, message):
@@ -349,6 +350,76 @@ def test_the_old_weights_are_gone_before_a_rollback_makes_new_ones():
     poison = partial(faults.poison, batches=(22,), factor=50.0)
     log = complete(config, 2, partial(faults.watch_weights, fault=poison)).log()
     assert log.index("spike at step 23") < log.index("the old weights are gone")
+
+
+def test_a_loss_that_has_risen_for_good_ends_a_run_that_would_roll_back_for_ever():
+    config = small_config("run", 60, "spikes.action=rollback", "spikes.window=8")
+    attempt = Attempt(config, 1, partial(faults.poison, batches=tuple(range(22, 100)), factor=50.0))
+    assert attempt.wait() == [1]
+    assert "has left out 11 batches without a good step after step 22" in attempt.log()
+    assert "left_out.json names the batches" in attempt.log()
+    assert newest_step(config) == 20
+
+
+def test_a_signal_stops_a_run_that_rolls_back():
+    # back to the step before: it finishes none
+    config = small_config("run", 60, "spikes.action=rollback", "spikes.window=8", "checkpoint.every_steps=1")
+    fault = partial(faults.poison, batches=tuple(range(22, 100)), factor=50.0)
+    attempt = Attempt(config, 1, partial(faults.slow_rollbacks, fault=fault))
+    attempt.wait_for(lambda: "rollback" in attempt.log(), 60.0)
+    attempt.signal(signal.SIGTERM)
+    assert attempt.wait() == [EXIT_INTERRUPTED]
+    assert attempt.log().count("rollback\n") < 10
+    assert newest_step(config) == 22
+
+
+def test_a_run_from_a_named_checkpoint_goes_on_when_that_is_gone():
+    complete(small_config("first", 10))
+    shutil.copytree("runs/first/checkpoints/step_00000010", "named")
+    config = small_config("second", 40, "checkpoint.resume=named/")
+    attempt = Attempt(config)
+    attempt.wait_for(lambda: newest_step(config) >= 15)
+    attempt.signal(signal.SIGTERM)
+    assert attempt.wait() == [EXIT_INTERRUPTED]
+    step = newest_step(config)
+    shutil.rmtree("named")
+    assert (
+        f"continues after step {step}"
+        in complete(small_config("second", 40, "checkpoint.resume=named")).log()
+    )
+    with pytest.raises(
+        ValueError, match="must be auto, never or a checkpoint's folder, got 'named': no such"
+    ):
+        faults.run_training(small_config("third", 40, "checkpoint.resume=named"))
+
+
+def test_a_run_goes_on_when_the_weights_that_it_started_from_are_gone():
+    complete(small_config("base", 10))
+    given = ["start.weights=runs/base"]
+    attempt = Attempt(small_config("run", 40, *given))
+    attempt.wait_for(lambda: newest_step(attempt.config) >= 5)
+    attempt.signal(signal.SIGTERM)
+    assert attempt.wait() == [EXIT_INTERRUPTED]
+    Path("runs/base").rename("elsewhere")
+    assert "continues after step" in complete(small_config("run", 40, *given)).log()
+
+
+def test_a_checkpoint_that_was_cut_off_is_named_and_removed_by_the_next_start():
+    config = small_config("run", 10)
+    # a step that is not saved again
+    left = checkpoint("run", 3)
+    left.mkdir(parents=True)
+    (left / "shard-00000.safetensors").write_bytes(b"half")
+    assert f"{left} was never finished: removed" in complete(config).log()
+    assert not left.exists()
+
+
+def test_a_finished_run_that_is_started_again_keeps_its_measurement():
+    config = small_config("run", 10)
+    complete(config)
+    before = Path("runs/run/summary.json").read_bytes()
+    assert "all 10 steps are done already" in complete(config, 2).log()
+    assert Path("runs/run/summary.json").read_bytes() == before
 
 
 def test_gradients_that_are_not_finite_stop_the_run_and_no_checkpoint_holds_them():

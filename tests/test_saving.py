@@ -112,11 +112,21 @@ def test_what_is_kept_is_the_newest_every_nth_and_the_best(tmp_path):
     for step, loss in losses.items():
         save(tmp_path, step, model=model, val_loss=loss, keep_last=2, keep_every_steps=4, keep_best=True)
     assert [path.name[-1] for path in sorted(tmp_path.iterdir())] == ["2", "4", "8", "9"]
-    assert [path.name[-1] for path in superfluous_checkpoints(tmp_path, settings(keep_last=1))] == [
+    assert [path.name[-1] for path in superfluous_checkpoints(tmp_path, settings(keep_last=1), 9)] == [
         "2",
         "4",
         "8",
     ]
+
+
+def test_a_checkpoint_just_written_stays_although_a_damaged_one_is_later(tmp_path):
+    paths = [save(tmp_path, step) for step in (2, 3)]
+    shard = paths[-1] / "shard-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    # a run that went on from step 2 is stopped soon
+    written = save(tmp_path, 1, keep_last=1)
+    assert written.exists()
+    assert paths[-1].exists()
 
 
 def test_a_damaged_marker_neither_stops_a_save_nor_is_removed(tmp_path):

@@ -18,6 +18,8 @@ WAY_OUT = (
     "Lower optim.learning_rate, or use precision=bf16 or fp32, and resume from the last checkpoint, "
     "or use on_bad_step=skip"
 )
+# to one step, without one good step after it
+MAX_ROLLBACKS = 10
 SPIKE_ACTIONS = ("ignore", "log", "skip", "rollback")
 
 

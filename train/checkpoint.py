@@ -26,6 +26,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 FORMAT_VERSION = 2
 MARKER = "checkpoint.json"
+STEP_FOLDERS = "step_" + "[0-9]" * 8
 # bytes read, written and summed at once
 PIECE = 1 << 24
 # what a run may change of its model while it goes on, and what it may not of the stream of tokens
@@ -55,16 +56,11 @@ class CheckpointConfig:
                 raise ValueError(f"checkpoint.{name} must be at least 0, got {getattr(self, name)}")
         if self.keep_last < 1:
             raise ValueError(f"checkpoint.keep_last must be at least 1, got {self.keep_last}")
-        if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
-            raise ValueError(
-                f"checkpoint.resume must be auto, never or a checkpoint's folder, got {self.resume!r}: "
-                "no such folder"
-            )
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Finished checkpoints of a run, oldest first; their shards may be damaged all the same."""
-    return sorted(path for path in folder.glob("step_" + "[0-9]" * 8) if (path / MARKER).exists())
+    return sorted(path for path in folder.glob(STEP_FOLDERS) if (path / MARKER).exists())
 
 
 def readable_checkpoints(folder: Path) -> dict[Path, dict]:
@@ -104,7 +100,7 @@ def find_checkpoint(folder: Path, resume: str) -> Path | None:
     found = list_checkpoints(folder)
     if resume not in ("auto", "never"):
         own = newest_checkpoint(folder) if found else None
-        if own and read_checkpoint(own)["resume"] == resume:
+        if own and spelled_out(read_checkpoint(own)["resume"]) == spelled_out(resume):
             return own
         verify_checkpoint(Path(resume))
         return Path(resume)
@@ -125,18 +121,27 @@ def refuse_other_run(folder: Path, resume: str, config: dict) -> None:
             "files: choose another name=, or move the folder away"
         )
     found = readable_checkpoints(folder)
-    if resume not in ("auto", "never"):
+    newest, newest_info = list(found.items())[-1] if found else (None, None)
+    if newest and spelled_out(newest_info["resume"]) == spelled_out(resume):
+        # it goes on from its own, whatever became of the one that it started from
+        check_fits(newest_info, newest, config, same_run=resume == "auto")
+    elif resume not in ("auto", "never"):
+        if not Path(resume).is_dir():
+            raise ValueError(
+                f"checkpoint.resume must be auto, never or a checkpoint's folder, got {resume!r}: no such "
+                "folder"
+            )
         info = read_checkpoint(Path(resume))
         check_fits(info, Path(resume), config, same_run=False)
         _refuse_to_go_back(found, resume, info["step"])
     elif found:
-        path, info = list(found.items())[-1]
-        check_fits(info, path, config, same_run=True)
+        check_fits(newest_info, newest, config, same_run=True)
 
 
 def _refuse_to_go_back(found: dict[Path, dict], resume: str, step: int) -> None:
     # later ones of another attempt would count as newer than what is saved now, which would be removed
-    later = [path for path, info in found.items() if info["step"] > step and info["resume"] != resume]
+    others = (path for path, info in found.items() if spelled_out(info["resume"]) != spelled_out(resume))
+    later = [path for path in others if found[path]["step"] > step]
     if later:
         raise ValueError(
             f"checkpoint.resume={resume} goes back to step {step}, but {later[-1]} is later and not of a run "

@@ -211,9 +211,8 @@ def parse(cfg: DictConfig) -> Config:
     """
     config = checked(cfg, Config)
     if config.start.weights is not None:
-        config.model = start_model(
-            config.start, max(config.seq_len, config.pose_seq_len or 0), config.model.dropout
-        )
+        longest = max(config.seq_len, config.pose_seq_len or 0)
+        config.model = start_model(config.start, longest, config.model.dropout, Path("runs") / config.name)
     config.check_pose()
     return config
 
@@ -241,7 +240,8 @@ def check_machine(config: Config) -> None:
         family_of(config.model)
     tokenizer = load_tokenizer(config.data.tokenizer)
     vocab_size = tokenizer.vocab_size
-    if config.start.weights is not None:
+    # a run that goes on does not need them any more
+    if config.start.weights is not None and Path(config.start.weights).exists():
         check_start(config.start)
         own = tokenizer_name(config.start.weights)
         if is_tokenizer(own) and not same_tokens(tokenizer, load_tokenizer(own)):

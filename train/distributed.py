@@ -33,6 +33,17 @@ class Processes:
     # signs of progress, for train/watchdog.py: the last finished step, and the marks passed
     step: int = 0
     marks: int = 0
+    _background_group: dist.ProcessGroup | None = None
+
+    @property
+    def background_group(self) -> dist.ProcessGroup | None:
+        """A group on the CPU whose messages cannot mix with the training's; None for a single process.
+
+        The first use makes it, and every process takes part in that.
+        """
+        if self._background_group is None and self.world_size > 1:
+            self._background_group = dist.new_group(backend="gloo")
+        return self._background_group
 
     @property
     def is_main(self) -> bool:

@@ -3,7 +3,7 @@
 import gc
 import time
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +11,14 @@ import numpy as np
 import torch
 
 from data.prepare import prepare
-from train.bad_steps import RollBack, StepGuard, read_left_out, write_left_out
+from train.bad_steps import (
+    LEFT_OUT,
+    MAX_ROLLBACKS,
+    RollBack,
+    StepGuard,
+    read_left_out,
+    write_left_out,
+)
 from train.build import build_step_model, build_weights, open_text, set_arithmetic
 from train.checkpoint import (
     check_fits,
@@ -22,7 +29,7 @@ from train.checkpoint import (
     run_tensors,
 )
 from train.config import Config, check_machine
-from train.context_parallel import join_context_groups
+from train.context_parallel import ContextGroups, join_context_groups
 from train.distributed import Processes, join_processes
 from train.evaluate import evaluate
 from train.export import refuse_to_replace
@@ -34,11 +41,11 @@ from train.parallel import gather, shard
 from train.profiler import Profiler
 from train.report import finish_run, open_run, run_flops, step_metrics
 from train.run_lock import lock_run
-from train.saving import CheckpointSaver
+from train.saving import CheckpointSaver, remove_unfinished
 from train.step import autocast_context, forward_backward, update
 from train.throughput import StepTimer
 from train.watchdog import Watchdog
-from train.weights import load_start
+from train.weights import load_start, locate
 
 
 def train(config: Config) -> float:
@@ -64,10 +71,14 @@ def train(config: Config) -> float:
             Interruption() as interruption,
             Watchdog(processes, config.hang_seconds),
         ):
+            processes.from_main(lambda: remove_unfinished(folder / "checkpoints"))
             left_out = processes.from_main(lambda: read_left_out(folder))
+            # one for all attempts: groups of processes are never given back
+            context = join_context_groups(processes, config.context_parallel)
+            furthest, rollbacks = -1, 0
             while True:
                 try:
-                    return _train(config, processes, interruption, folder, text, resume, left_out)
+                    return _train(config, processes, context, interruption, folder, text, resume, left_out)
                 except torch.OutOfMemoryError:
                     end_out_of_memory(config, processes)
                 except RollBack as spike:
@@ -76,6 +87,20 @@ def train(config: Config) -> float:
                         write_left_out(folder, left_out)
                     # a run that was new has checkpoints now
                     resume = "auto" if resume == "never" else resume
+                    rollbacks = rollbacks + 1 if processes.step <= furthest else 1
+                    furthest = max(furthest, processes.step)
+                    if rollbacks > MAX_ROLLBACKS:
+                        raise ValueError(
+                            f"spikes.action=rollback has left out {rollbacks} batches without a good step "
+                            f"after step {furthest}: losses have risen for good. Use spikes.action=log or "
+                            f"skip, or a larger spikes.z_score; {folder / LEFT_OUT} names the batches, "
+                            "remove those that are to be read after all"
+                        ) from None
+                    if processes.any(interruption.requested):
+                        raise Interrupted(
+                            f"stopped on the way back from step {processes.step}; the same command goes on "
+                            "from the last checkpoint"
+                        ) from None
                 # FSDP's modules refer to each other: the old weights go before there are new ones
                 gc.collect()
 
@@ -83,6 +108,7 @@ def train(config: Config) -> float:
 def _train(
     config: Config,
     processes: Processes,
+    context: ContextGroups,
     interruption: Interruption,
     folder: Path,
     text: Path,
@@ -97,13 +123,13 @@ def _train(
     accumulation = config.accumulation(processes.world_size)
     checkpoints = folder / "checkpoints"
     saved_path = processes.from_main(lambda: find_checkpoint(checkpoints, resume))
-    context = join_context_groups(processes, config.context_parallel)
 
     train_data, val_data, val_batches = open_text(config, text, context)
     set_arithmetic(config)
     weights = build_weights(config, device)
     if config.start.weights and not saved_path:
-        load_start(weights, config.start)
+        source = processes.from_main(lambda: str(locate(config.start.weights)))
+        load_start(weights, replace(config.start, weights=source))
     is_sharded = config.distributed == "fsdp" and processes.world_size > 1
     if is_sharded:
         shard(weights, processes, config.shard_processes, compiled=config.compile)
@@ -192,10 +218,13 @@ def _train(
                 _check_saved(saver, done)
                 raise Interrupted(f"stopped after step {done}; the same command goes on from there")
 
-    weights = gather(weights, lambda: build_weights(config, device))
+    # saved, and its room may be what the whole weights need
+    optimizer.state.clear()
+    weights = gather(weights, lambda: build_weights(config, device), is_main=is_main)
     if is_main:
+        seconds, has_trained = time.perf_counter() - started, first_step < config.steps
         with autocast():
-            finish_run(config, folder, weights, val_loss, time.perf_counter() - started, processes, flops)
+            finish_run(config, folder, weights, val_loss, seconds, processes, flops, has_trained=has_trained)
     processes.barrier()
     _check_saved(saver, config.steps)
     return val_loss

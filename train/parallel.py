@@ -55,16 +55,18 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def gather(weights: GPT, build: Callable[[], GPT]) -> GPT:
-    """The weights as one model that a single process can run; every process calls it.
+def gather(weights: GPT, build: Callable[[], GPT], *, is_main: bool) -> GPT | None:
+    """The weights as one model that a single process can run, on rank 0; every process calls it.
 
     build: makes a model of the same kind, which takes the weights that were in shards.
     """
     if not isinstance(weights, FSDPModule):
         return weights
-    model = build()
-    state = model.state_dict()
+    model = build() if is_main else None
+    state = model.state_dict() if is_main else {}
     # one by one: all of them twice may not fit
     for name, value in weights.state_dict().items():
-        state[name].copy_(whole(value))
+        tensor = whole(value)
+        if is_main:
+            state[name].copy_(tensor)
     return model

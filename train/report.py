@@ -119,14 +119,20 @@ def finish_run(
     seconds: float,
     processes: Processes,
     flops: dict[str, float],
+    *,
+    has_trained: bool,
 ) -> None:
-    """Draws the loss curve, writes a sample and a summary, and says where everything lies."""
+    """Draws the loss curve, writes a sample and a summary, and says where everything lies.
+
+    has_trained: whether this launch has taken a step; otherwise the summary stays that of the one which has.
+    """
     draw_loss({config.name: folder / "metrics.jsonl"}, folder / "loss.png", config.name)
-    summary = _summary(config, folder, val_loss, processes, flops)
-    write_result(folder / "summary.json", [summary], processes.world_size)
     steps = counted(config.steps, "step")
     print(f"\nvalidation loss {val_loss:.4f} after {steps}; {duration(seconds)} for this run")
-    if summary["mfu_palm"] is not None:
+    summary = _summary(config, folder, val_loss, processes, flops)
+    if has_trained or not (folder / "summary.json").exists():
+        write_result(folder / "summary.json", [summary], processes.world_size)
+    if has_trained and summary["mfu_palm"] is not None:
         print(
             f"MFU {summary['mfu_palm']:.1%} (PaLM, nanoGPT), {summary['mfu_causal']:.1%} (causal), "
             f"{summary['mfu_mask']:.1%} (exact mask); {summary['mfu_executed']:.1%} executed"

@@ -24,6 +24,7 @@ from train.checkpoint import (
     FORMAT_VERSION,
     MARKER,
     PIECE,
+    STEP_FOLDERS,
     CheckpointConfig,
     list_checkpoints,
     readable_checkpoints,
@@ -49,8 +50,7 @@ class CheckpointSaver:
         self._host: dict[str, Tensor] = {}
         self._locked: list[int] = []
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        # its own, so that the background's messages cannot mix with the training's
-        self._group = dist.new_group(backend="gloo") if processes.world_size > 1 else None
+        self._group = processes.background_group
         self._writing: Future | None = None
 
     def prepare(self, tensors: dict[str, Tensor]) -> None:
@@ -134,7 +134,7 @@ class CheckpointSaver:
                     shutil.rmtree(path, ignore_errors=True)
             return False
         if self._processes.is_main:
-            for old in superfluous_checkpoints(self._folder, self._settings):
+            for old in superfluous_checkpoints(self._folder, self._settings, info["step"]):
                 try:
                     # without its marker it is no checkpoint any more, however far the removal gets
                     (old / MARKER).unlink()
@@ -223,10 +223,14 @@ class ShardWriter(StorageWriter):
         return True
 
 
-def superfluous_checkpoints(folder: Path, settings: CheckpointConfig) -> list[Path]:
-    """The finished checkpoints that the settings do not keep; those that cannot be read always stay."""
+def superfluous_checkpoints(folder: Path, settings: CheckpointConfig, step: int) -> list[Path]:
+    """The checkpoints that the settings do not keep once that of `step` is written.
+
+    Those that cannot be read always stay, and so do later ones, which a run that went on from an earlier one
+    has found damaged.
+    """
     infos = readable_checkpoints(folder)
-    found = list(infos)
+    found = [path for path, info in infos.items() if info["step"] <= step]
     kept = set(found[-settings.keep_last :])
     if settings.keep_every_steps:
         kept |= {path for path in found if infos[path]["step"] % settings.keep_every_steps == 0}
@@ -234,6 +238,14 @@ def superfluous_checkpoints(folder: Path, settings: CheckpointConfig) -> list[Pa
     if settings.keep_best and rated:
         kept.add(min(rated, key=lambda path: infos[path]["val_loss"]))
     return [path for path in found if path not in kept]
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what saves that were cut off have left of checkpoints, and names it; no save is under way."""
+    for path in sorted(folder.glob(STEP_FOLDERS)):
+        if not (path / MARKER).exists():
+            shutil.rmtree(path)
+            print(f"{path} was never finished: removed", file=sys.stderr, flush=True)
 
 
 def _own_share(tensors: dict[str, Tensor], processes: Processes) -> dict[str, Tensor]:

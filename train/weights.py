@@ -3,10 +3,18 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from data.prepare import spelled_out
 from model import GPT, AttentionConfig, ModelConfig
 from model.extend import EXTENSIONS, ROTARY_METHODS, extended_config, extended_state
 from model.pretrained import check_pretrained, load_pretrained, read_pretrained_config
-from train.checkpoint import MARKER, load_tensors, newest_checkpoint, read_checkpoint, verify_checkpoint
+from train.checkpoint import (
+    MARKER,
+    load_tensors,
+    newest_checkpoint,
+    read_checkpoint,
+    readable_checkpoints,
+    verify_checkpoint,
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,14 +39,27 @@ class StartConfig:
             raise ValueError(f"start.rotary_base must be at least 1 or null, got {self.rotary_base}")
 
 
-def start_model(config: StartConfig, seq_len: int, dropout: float) -> ModelConfig:
-    """The shape of the model that training starts from, with room for seq_len tokens."""
+def start_model(config: StartConfig, seq_len: int, dropout: float, run: Path) -> ModelConfig:
+    """The shape of the model that training starts from, with room for seq_len tokens.
+
+    run: the run's folder, whose own checkpoints have it where the weights that it started from are gone.
+    """
+    if not Path(config.weights).exists():
+        for info in readable_checkpoints(run / "checkpoints").values():
+            if spelled_out(info["config"]["start"]["weights"]) == spelled_out(config.weights):
+                return ModelConfig(**{**info["config"]["model"], "dropout": dropout})
     try:
         model = read_model_config(config.weights)
     except ValueError as error:
         raise ValueError(f"start.weights: {error}") from error
     model = extended_config(model, seq_len, config.positions, config.rotary_base)
     return replace(model, dropout=dropout)
+
+
+def locate(source: Path | str) -> Path:
+    """A Hugging Face folder as it is; of a run's folder its newest checkpoint, which may change any time."""
+    source = Path(source)
+    return source if (source / "config.json").is_file() else _checkpoint(source)
 
 
 def check_start(config: StartConfig) -> None:

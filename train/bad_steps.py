@@ -18,7 +18,7 @@ WAY_OUT = (
     "Lower optim.learning_rate, or use precision=bf16 or fp32, and resume from the last checkpoint, "
     "or use on_bad_step=skip"
 )
-# to one step, without one good step after it
+# without one good step in between
 MAX_ROLLBACKS = 10
 SPIKE_ACTIONS = ("ignore", "log", "skip", "rollback")
 
@@ -46,6 +46,25 @@ class RollBack(Exception):  # noqa: N818, no error
     def __init__(self, batch: int):
         super().__init__(f"batch {batch} is to be left out")
         self.batch = batch
+
+
+class Rollbacks:
+    """Counts how often a run went back without a good step in between."""
+
+    def __init__(self):
+        self._furthest, self._count = -1, 0
+
+    def add(self, step: int) -> None:
+        """One more, from behind `step` good ones. Raises ValueError when there is no end to be seen."""
+        self._count = self._count + 1 if step <= self._furthest else 1
+        self._furthest = max(self._furthest, step)
+        if self._count > MAX_ROLLBACKS:
+            raise ValueError(
+                f"spikes.action=rollback has left out {self._count} batches without a good step after step "
+                f"{self._furthest}: losses have risen for good. Use spikes.action=log or skip, or a larger "
+                f"spikes.z_score; {LEFT_OUT} in the run's folder names the batches, remove those that are to "
+                "be read after all"
+            )
 
 
 class StepGuard:

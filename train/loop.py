@@ -11,14 +11,7 @@ import numpy as np
 import torch
 
 from data.prepare import prepare
-from train.bad_steps import (
-    LEFT_OUT,
-    MAX_ROLLBACKS,
-    RollBack,
-    StepGuard,
-    read_left_out,
-    write_left_out,
-)
+from train.bad_steps import RollBack, Rollbacks, StepGuard, read_left_out, write_left_out
 from train.build import build_step_model, build_weights, open_text, set_arithmetic
 from train.checkpoint import (
     check_fits,
@@ -75,7 +68,7 @@ def train(config: Config) -> float:
             left_out = processes.from_main(lambda: read_left_out(folder))
             # one for all attempts: groups of processes are never given back
             context = join_context_groups(processes, config.context_parallel)
-            furthest, rollbacks = -1, 0
+            rollbacks = Rollbacks()
             while True:
                 try:
                     return _train(config, processes, context, interruption, folder, text, resume, left_out)
@@ -87,15 +80,7 @@ def train(config: Config) -> float:
                         write_left_out(folder, left_out)
                     # a run that was new has checkpoints now
                     resume = "auto" if resume == "never" else resume
-                    rollbacks = rollbacks + 1 if processes.step <= furthest else 1
-                    furthest = max(furthest, processes.step)
-                    if rollbacks > MAX_ROLLBACKS:
-                        raise ValueError(
-                            f"spikes.action=rollback has left out {rollbacks} batches without a good step "
-                            f"after step {furthest}: losses have risen for good. Use spikes.action=log or "
-                            f"skip, or a larger spikes.z_score; {folder / LEFT_OUT} names the batches, "
-                            "remove those that are to be read after all"
-                        ) from None
+                    rollbacks.add(processes.step)
                     if processes.any(interruption.requested):
                         raise Interrupted(
                             f"stopped on the way back from step {processes.step}; the same command goes on "

@@ -25,10 +25,11 @@ Pictures drawn anew by scripts/paper/tasks.py, which are not the paper's; a few 
 Each side starts from the weights of the one before, its positions stretched over the finer grid, as the
 paper went from 64 to 128; the first, 8 by 8, begins by guessing hidden pixels, without labels. A larger
 picture shows the same kind of scene in finer pixels: the sequences grow longer, the paths do not; 8 by 8
-pixels show simpler scenes. So the pictures are easier than the paper's, and its accuracies are no yardstick:
-what is shown is that attention carries a path over so many pixels. Pictures are turned and mirrored at random. At 256 by 256 a few steps show that
-the shape trains. The places of the marks alone, whatever lies between them, tell 57% of the pictures apart:
-an accuracy counts as above chance if it is three standard deviations of guessing above 58%.
+pixels show simpler scenes. So the pictures are easier than the paper's, and its accuracies no yardstick: what
+is shown is that attention carries a path over so many pixels. Pictures are turned and mirrored at random. At
+256 by 256 a few steps show that the shape trains. The places of the marks alone, whatever lies between them,
+tell 57% of the pictures apart: an accuracy counts as above chance if it is three standard deviations of
+guessing above 58%.
 """
 
 
@@ -167,7 +168,7 @@ def draw(rows: list[dict], path: Path) -> None:
         [f"{row['side']} x {row['side']}" for row in learned], [row["accuracy"] for row in learned]
     )
     axis.bar_label(bars, fmt="%.1f")
-    axis.set_ylim(0, 100)
+    axis.set_ylim(0, 120)
     axis.axhline(CHANCE, linestyle="--", color="gray", label="chance")
     axis.set_ylabel("accuracy, %")
     axis.legend()

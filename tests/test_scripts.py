@@ -3,21 +3,26 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from model import GPT, AttentionConfig, ModelConfig
 from scripts import (
     benchmark_attention,
     benchmark_block_sparse,
+    benchmark_checkpoints,
     benchmark_generate,
     evaluate_context,
     plot_run,
     sample,
 )
 from scripts.arguments import argument, command_line, run_script
+from train.distributed import Processes
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "run_script(" in path.read_text())
@@ -284,3 +289,22 @@ def test_benchmark_training_writes_a_row_for_each_combination(tmp_path):
     ]  # fmt: skip
     assert all(r["tokens_per_second"] > 0 and r["mfu_palm"] is None for r in rows)
     assert rows[0]["final_loss"] == pytest.approx(rows[1]["final_loss"], abs=1e-4)
+
+
+def test_benchmark_checkpoints_leaves_a_folder_as_it_was(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (disk / "thesis.txt").write_text("mine")
+    given = {"models": ["tiny"], "tokens_per_step": 32, "saves": 1, "device": "cpu"}
+    out = tmp_path / "rows.json"
+    benchmark_checkpoints.main(benchmark_checkpoints.Arguments(**given, folder=str(disk), out=str(out)))
+    assert json.loads(out.read_text())["rows"][0]["bytes"] > 3_400_000 * 4
+    assert [path.name for path in disk.iterdir()] == ["thesis.txt"]
+
+
+def test_benchmark_checkpoints_refuses_several_processes(tmp_path, monkeypatch):
+    two = Processes(0, 2, torch.device("cpu"), dist.HashStore(), None)
+    monkeypatch.setattr(benchmark_checkpoints, "join_processes", lambda device: nullcontext(two))
+    with pytest.raises(ValueError, match="one process is timed, got 2: start it without torchrun"):
+        benchmark_checkpoints.main(benchmark_checkpoints.Arguments(models=["tiny"], folder=str(tmp_path)))
+    assert not list(tmp_path.iterdir())

@@ -104,13 +104,21 @@ class Words:
 
 
 @pytest.mark.parametrize(
-    "text", ["def f(x):", "# hello", "{'a': 1}", "[1", "${HOME}", "a=b", "import ", "", "12"]
+    "text",
+    ["def f(x):", "# hello", "{'a': 1}", "[1", "${HOME}", r"a\${b}", "???", "a=b", "import ", "", "12"],
 )
 def test_a_text_is_taken_as_it_is_typed(text, monkeypatch):
     given = []
     monkeypatch.setattr(sys, "argv", ["words", f"prompt={text}", "numbers=[1,2]"])
     run_script(given.append, Words, "")
     assert given == [Words(prompt=text, numbers=[1, 2])]
+
+
+def test_what_others_are_to_read_is_passed_on_as_it_is_typed(monkeypatch):
+    given, foreign = [], ["name=${seq_len}", "seq_len=???"]
+    monkeypatch.setattr(sys, "argv", ["several", *foreign, "number=3"])
+    run_script(given.append, Several, "", others="words")
+    assert given == [Several(words=foreign, number=3)]
 
 
 @dataclass(kw_only=True)

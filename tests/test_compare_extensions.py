@@ -79,6 +79,22 @@ def test_what_cannot_be_done_is_refused(started, stages, methods, message):
         call(*stages, methods=methods)
 
 
+@pytest.mark.parametrize(
+    ("evaluation", "message"),
+    [
+        ({"prompt": 5}, "evaluation={'prompt': 5} is not .*: prompt is no key; did you mean prompts"),
+        ({"prompts": "many"}, "is not of scripts.evaluate_context: prompts: Value 'many' .* Integer"),
+        ({"prompts": 0}, "prompts must be at least 1, got 0"),
+        ({"model": "mine"}, "evaluation.model differs from run to run, got mine: leave it out"),
+    ],
+)
+def test_an_evaluation_is_checked_before_anything_is_trained(started, evaluation, message):
+    given = {"stages": ["pretrain", "evaluate"], "methods": ["before"], "evaluation": evaluation}
+    with pytest.raises(ValueError, match=message):
+        compare_extensions.main(compare_extensions.Arguments(**given))
+    assert started == []
+
+
 def test_on_several_gpus_all_of_them_pretrain_and_then_each_takes_a_method(started, monkeypatch):
     call("pretrain")
     processes, commands = [], {}

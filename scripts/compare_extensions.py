@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
+from statistics import mean
 
 from omegaconf import OmegaConf
 
@@ -192,7 +193,8 @@ def summary(method: str, name: str, measured: list[dict]) -> dict:
     }
     for kind, rows in recall.items():
         for value in ("accuracy", "loss"):
-            row[f"{kind}_{value}"] = sum(r[value] for r in rows) / len(rows)
+            # evaluation.lengths may leave out the model's own
+            row[f"{kind}_{value}"] = mean(r[value] for r in rows) if rows else None
     return row
 
 
@@ -220,6 +222,8 @@ def table(rows: list[dict]) -> str:
     }
 
     def shown(value) -> str:
+        if value is None:
+            return "-"
         if isinstance(value, float):
             return f"{value:,.0f}" if value > 1000 else f"{value:.3f}"
         return f"{value:,}" if isinstance(value, int) else value

@@ -316,3 +316,23 @@ def test_benchmark_checkpoints_refuses_several_processes(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="one process is timed, got 2: start it without torchrun"):
         benchmark_checkpoints.main(benchmark_checkpoints.Arguments(models=["tiny"], folder=str(tmp_path)))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_benchmark_generate_times_as_many_tokens_as_it_is_asked_to(tokens, tmp_path, monkeypatch):
+    timed = []
+    monkeypatch.setattr(benchmark_generate, "median", lambda seconds: timed.append(len(seconds)) or 1.0)
+    given = {"models": ["tiny"], "seq_lens": [8], "implementations": ["sdpa"], "compiled": [False]}
+    out = tmp_path / "rows.json"
+    benchmark_generate.main(
+        benchmark_generate.Arguments(**given, tokens=tokens, precision="fp32", device="cpu", out=str(out))
+    )
+    assert timed == [tokens]
+    assert json.loads(out.read_text())["rows"][0]["tokens_per_second"] == 1.0
+
+
+def test_benchmark_generate_refuses_to_time_nothing():
+    with pytest.raises(ValueError, match="tokens must be at least 1, got 0"):
+        benchmark_generate.main(
+            benchmark_generate.Arguments(implementations=["sdpa"], precision="fp32", device="cpu", tokens=0)
+        )

@@ -9,11 +9,11 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
-from omegaconf import OmegaConf
 
-from model import GPT, AttentionConfig, ModelConfig
+from model import GPT, AttentionConfig
 from scripts.arguments import argument, run_script
-from scripts.benchmark_training import OPTIM, SIZES
+from scripts.benchmark_training import OPTIM
+from scripts.sizes import check_models, read_model
 from train.checkpoint import CheckpointConfig, list_checkpoints, run_tensors
 from train.distributed import join_processes
 from train.optim import build_optimizer
@@ -35,6 +35,7 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
+    check_models(arguments.models)
     Path(arguments.folder).mkdir(parents=True, exist_ok=True)
     rows = []
     for name in arguments.models:
@@ -53,8 +54,7 @@ def main(arguments: Arguments) -> None:
 def measure(arguments: Arguments, name: str):
     """Yields a row for each save, with training steps going on while it is written."""
     seq_len = min(1024, arguments.tokens_per_step)
-    size = OmegaConf.create({"seq_len": seq_len, "model": OmegaConf.load(SIZES / f"{name}.yaml")})
-    config = ModelConfig(**OmegaConf.to_container(size.model, resolve=True))
+    config = read_model(name, seq_len)
     with (
         join_processes(arguments.device) as processes,
         TemporaryDirectory(prefix="benchmark_checkpoints-", dir=arguments.folder) as folder,

@@ -14,17 +14,16 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from omegaconf import OmegaConf
 
-from model import GPT, AttentionConfig, ModelConfig
+from model import GPT, AttentionConfig
 from model.attention import window_of
 from model.generate import stream
 from scripts.arguments import argument, run_script
 from scripts.inference import check_inference
+from scripts.sizes import check_models, read_model
 from train.results import write_result
 from train.step import DTYPES
 
-ROOT = Path(__file__).resolve().parent.parent
 # the prompt, a step to warm up, and the one that is captured
 UNTIMED = 4
 
@@ -45,6 +44,7 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
+    check_models(arguments.models)
     for implementation in arguments.implementations:
         check_inference(arguments.device, arguments.precision, implementation)
     if arguments.tokens < 1:
@@ -87,13 +87,6 @@ def measure(
         "bandwidth": arguments.bandwidth,
         "bandwidth_share": n_bytes / arguments.bandwidth / seconds,
     }
-
-
-def read_model(name: str, seq_len: int) -> ModelConfig:
-    """conf/model/NAME.yaml with room for seq_len tokens."""
-    values = OmegaConf.load(ROOT / "conf" / "model" / f"{name}.yaml")
-    values.max_seq_len = seq_len
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), values))
 
 
 def weight_bytes(model: GPT) -> int:

@@ -17,11 +17,15 @@ from scripts import (
     benchmark_block_sparse,
     benchmark_checkpoints,
     benchmark_generate,
+    benchmark_training,
     evaluate_context,
     plot_run,
     sample,
 )
 from scripts.arguments import argument, command_line, run_script
+from scripts.sizes import MODELS, read_model
+from tests.test_config import composed
+from train.config import parse
 from train.distributed import Processes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -336,3 +340,17 @@ def test_benchmark_generate_refuses_to_time_nothing():
         benchmark_generate.main(
             benchmark_generate.Arguments(implementations=["sdpa"], precision="fp32", device="cpu", tokens=0)
         )
+
+
+@pytest.mark.parametrize("script", [benchmark_training, benchmark_checkpoints, benchmark_generate])
+def test_benchmarks_refuse_a_model_that_conf_does_not_have(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="models must be of gpt2, .*, tiny, got gpt9"):
+        script.main(script.Arguments(models=["tiny", "gpt9"]))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in MODELS.glob("*.yaml")))
+def test_benchmarks_measure_the_model_that_training_composes(name):
+    seq_len = 256
+    assert read_model(name, seq_len) == parse(composed(f"model={name}", f"seq_len={seq_len}")).model

@@ -39,7 +39,7 @@ def encode_in_order(
     """Chunks of documents, (split, text), with their tokens, (n,); end of text follows each document.
 
     The order of documents within a split is kept: the result does not depend on workers, a count of
-    processes; 1 encodes in this process. Raises RuntimeError if a worker is killed.
+    processes; 1 encodes in this process. Raises ChildProcessError, an OSError, if a worker is killed.
     """
     chunks, encoder = _chunks(documents), load_tokenizer(tokenizer)
     if workers == 1:
@@ -107,9 +107,9 @@ class _Worker:
         self._pipe.close()
         self._process.join()
 
-    def _ended(self) -> RuntimeError:
+    def _ended(self) -> ChildProcessError:
         self._process.join()
-        return RuntimeError(
+        return ChildProcessError(
             f"a tokenizing process ended with code {self._process.exitcode}; -9 most likely means want of "
             "memory: lower data.workers"
         )

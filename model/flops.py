@@ -68,6 +68,12 @@ def flops_ledger(
     }
 
 
+def window_pairs(seq_len: int, window: int | None) -> int:
+    """Pairs of a query and a key that it sees, itself and up to window - 1 before it; None: all before it."""
+    window = seq_len if window is None else min(window, seq_len)
+    return window * (window + 1) // 2 + (seq_len - window) * window
+
+
 def visible_pairs(seq_len: int, mask: BlockMask | None, document_ids: Tensor | None = None) -> float:
     """Pairs of a query and a key that it sees, of one sequence and head, the mean over them."""
     if document_ids is None:

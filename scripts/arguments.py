@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import MISSING, field, fields
+from dataclasses import MISSING, field, fields, replace
 from difflib import get_close_matches
 from typing import NoReturn, TypeVar
 
@@ -70,17 +70,18 @@ def run_script(
             foreign = [word for word in own if word.split("=")[0] not in names]
         # YAML would make a mapping of "def f(x):", and nothing of "# a comment"
         texts = {item.name for item in fields(arguments) if item.type is str}
-        typed = [word.split("=", 1) for word in own if word.split("=")[0] in texts]
+        typed = dict(word.split("=", 1) for word in own if word.split("=")[0] in texts)
+        if foreign:
+            typed[others] = foreign
+        if bare:
+            typed[words] = bare
         given = OmegaConf.from_cli(
             [word for word in own if word not in foreign and word.split("=")[0] not in texts]
         )
-        for name, text in typed:
-            given[name] = text.replace("${", r"\${")
-        if foreign:
-            given[others] = foreign
-        if bare:
-            given[words] = bare
-        main(OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(arguments), given)))
+        # OmegaConf would find a meaning in ??? and in ${...}: it gets empty ones in their place
+        empty = {name: type(value)() for name, value in typed.items()}
+        merged = OmegaConf.merge(OmegaConf.structured(arguments), given, empty)
+        main(replace(OmegaConf.to_object(merged), **typed))
     except ConfigKeyError as error:
         near = get_close_matches(error.full_key, [item.name for item in fields(arguments)], 1)
         guess = f"did you mean {near[0]}? " if near else ""

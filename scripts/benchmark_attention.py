@@ -30,6 +30,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from kernels.flash_attention import flash_attention
 from kernels.operators import IMPLEMENTATIONS, use_implementation
 from kernels.reference import attention_reference
+from model.flops import window_pairs
 from scripts.arguments import argument, run_script
 from scripts.flex import compiled_flex
 from scripts.timing import capture, median_ms
@@ -185,7 +186,7 @@ def visible_share(seq_len: int, window: int | None) -> float:
     """The share of all scores that a causal mask keeps; one half without a window, as all papers count."""
     if window is None or window >= seq_len:
         return 0.5
-    return (window * seq_len - window * (window - 1) / 2) / seq_len**2
+    return window_pairs(seq_len, window) / seq_len**2
 
 
 def build(name: str, causal: bool, window: int | None, dropout_p: float, seq_len: int) -> Callable:

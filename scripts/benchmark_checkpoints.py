@@ -1,19 +1,19 @@
 """Times what a checkpoint costs a training GPU, one row a model:
 python -m scripts.benchmark_checkpoints 'models=[gpt2,gpt2_xl]' out=checkpoints.json"""
 
-import shutil
 import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 
 import torch
-from omegaconf import OmegaConf
 
-from model import GPT, AttentionConfig, ModelConfig
+from model import GPT, AttentionConfig
 from scripts.arguments import argument, run_script
-from scripts.benchmark_training import OPTIM, SIZES
+from scripts.benchmark_training import OPTIM
+from scripts.sizes import check_models, read_model
 from train.checkpoint import CheckpointConfig, list_checkpoints, run_tensors
 from train.distributed import join_processes
 from train.optim import build_optimizer
@@ -29,12 +29,14 @@ class Arguments:
     models: list[str] = argument(["gpt2"], "names of files in conf/model/")
     tokens_per_step: int = argument(8192, "random tokens a step, in sequences of 1024 or fewer")
     saves: int = argument(3, "saves of each model")
-    folder: str = argument("runs/benchmark_checkpoints", "where to write; removed at the end")
+    folder: str = argument("runs", "on the disk to measure; what is written in it is removed at the end")
     device: str = argument("cuda", "cuda or cpu")
     out: str = argument("", "JSON file for the rows; empty for none")
 
 
 def main(arguments: Arguments) -> None:
+    check_models(arguments.models)
+    Path(arguments.folder).mkdir(parents=True, exist_ok=True)
     rows = []
     for name in arguments.models:
         for row in measure(arguments, name):
@@ -52,10 +54,14 @@ def main(arguments: Arguments) -> None:
 def measure(arguments: Arguments, name: str):
     """Yields a row for each save, with training steps going on while it is written."""
     seq_len = min(1024, arguments.tokens_per_step)
-    size = OmegaConf.create({"seq_len": seq_len, "model": OmegaConf.load(SIZES / f"{name}.yaml")})
-    config = ModelConfig(**OmegaConf.to_container(size.model, resolve=True))
-    folder = Path(arguments.folder)
-    with join_processes(arguments.device) as processes, torch.device(processes.device):
+    config = read_model(name, seq_len)
+    with (
+        join_processes(arguments.device) as processes,
+        TemporaryDirectory(prefix="benchmark_checkpoints-", dir=arguments.folder) as folder,
+        torch.device(processes.device),
+    ):
+        if processes.world_size > 1:
+            raise ValueError(f"one process is timed, got {processes.world_size}: start it without torchrun")
         weights = GPT(config, AttentionConfig(implementation="sdpa"))
         optimizer = build_optimizer(weights, OPTIM)
         scaler = torch.amp.GradScaler(processes.device.type, enabled=False)
@@ -70,7 +76,7 @@ def measure(arguments: Arguments, name: str):
             return time.perf_counter() - started
 
         usual = median([step() for _ in range(8)][3:])
-        with CheckpointSaver(folder, SETTINGS, processes) as saver:
+        with CheckpointSaver(Path(folder), SETTINGS, processes) as saver:
             started = time.perf_counter()
             saver.prepare(run_tensors(weights, optimizer))
             steps = [step()]
@@ -96,7 +102,7 @@ def measure(arguments: Arguments, name: str):
                 saver.wait()
                 seconds = time.perf_counter() - started
                 lost = stall + sum(elapsed - usual for elapsed in steps)
-                path = list_checkpoints(folder)[-1]
+                path = list_checkpoints(Path(folder))[-1]
                 yield {
                     "model": name,
                     "save": save,
@@ -110,7 +116,6 @@ def measure(arguments: Arguments, name: str):
                     "lost_seconds": lost,
                     "lost_share": lost / seconds,
                 }
-    shutil.rmtree(folder)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -7,24 +7,23 @@ terminal. A token must read all weights but the tables of embeddings, and the ke
 see; bandwidth_share is that over what `bandwidth` bytes a second would read in the same time.
 """
 
-import statistics
 import time
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
+from statistics import median
 
 import torch
-from omegaconf import OmegaConf
 
-from model import GPT, AttentionConfig, ModelConfig
+from model import GPT, AttentionConfig
 from model.attention import window_of
 from model.generate import stream
 from scripts.arguments import argument, run_script
 from scripts.inference import check_inference
+from scripts.sizes import check_models, read_model
 from train.results import write_result
 from train.step import DTYPES
 
-ROOT = Path(__file__).resolve().parent.parent
 # the prompt, a step to warm up, and the one that is captured
 UNTIMED = 4
 
@@ -45,8 +44,11 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
+    check_models(arguments.models)
     for implementation in arguments.implementations:
         check_inference(arguments.device, arguments.precision, implementation)
+    if arguments.tokens < 1:
+        raise ValueError(f"tokens must be at least 1, got {arguments.tokens}: 100 give a steady median")
     rows = []
     for name, seq_len, batch in product(arguments.models, arguments.seq_lens, arguments.batches):
         for implementation, compiled in product(arguments.implementations, arguments.compiled):
@@ -68,7 +70,8 @@ def measure(
     for new in stream(model, prompt, n_new, temperature=0.0, compiled=compiled):
         new.tolist()
         times.append(time.perf_counter())
-    seconds = statistics.median(b - a for a, b in zip(times[UNTIMED:], times[UNTIMED + 1 :], strict=False))
+    # a token takes from the end of the one before it to its own
+    seconds = median([end - start for start, end in pairwise(times[UNTIMED - 1 :])])
     n_bytes = weight_bytes(model) + cache_bytes(model, batch, seq_len)
     return {
         "implementation": implementation,
@@ -84,13 +87,6 @@ def measure(
         "bandwidth": arguments.bandwidth,
         "bandwidth_share": n_bytes / arguments.bandwidth / seconds,
     }
-
-
-def read_model(name: str, seq_len: int) -> ModelConfig:
-    """conf/model/NAME.yaml with room for seq_len tokens."""
-    values = OmegaConf.load(ROOT / "conf" / "model" / f"{name}.yaml")
-    values.max_seq_len = seq_len
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), values))
 
 
 def weight_bytes(model: GPT) -> int:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from kernels import block_masks
 from model.attention import attend
+from model.flops import window_pairs
 from model.ring import Ring
 from model.ring_attention import ring_attention
 from scripts.arguments import argument, run_script
@@ -73,7 +74,7 @@ def measure(
             for x in median_seconds(run, dout, arguments.repeats, device)
         )
         n_gpus = 1 if name == "alone" else size
-        pairs = visible_pairs(n_gpus * tokens, window)
+        pairs = window_pairs(n_gpus * tokens, window)
         if block_mask is not None:
             pairs = len(block_mask.keys) * block_mask.block_size**2
         flop = 4 * arguments.n_head * head_dim * pairs / n_gpus
@@ -121,12 +122,6 @@ def seconds(start, end) -> float:
         return end - start
     end.synchronize()
     return start.elapsed_time(end) / 1e3
-
-
-def visible_pairs(seq_len: int, window: int | None) -> int:
-    """Pairs of a query and a key that a causal mask keeps."""
-    window = min(window or seq_len, seq_len)
-    return window * (window + 1) // 2 + (seq_len - window) * window
 
 
 if __name__ == "__main__":

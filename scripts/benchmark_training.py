@@ -15,11 +15,11 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 
-from model import GPT, AttentionConfig, ModelConfig
+from model import GPT, AttentionConfig
 from model.flops import flops_ledger
 from scripts.arguments import argument, run_script
+from scripts.sizes import check_models, read_model
 from train.config import PRECISIONS, one_of
 from train.distributed import join_processes
 from train.logger import readable
@@ -29,7 +29,6 @@ from train.results import write_result
 from train.step import autocast_context, forward_backward, update
 from train.throughput import Stopwatch, flop_utilization, peak_memory_bytes
 
-SIZES = Path(__file__).resolve().parent.parent / "conf" / "model"
 OPTIM = OptimConfig(
     algorithm="adamw",
     learning_rate=1e-4,
@@ -91,10 +90,7 @@ LADDER = (
 
 
 def main(arguments: Arguments) -> None:
-    sizes = sorted(path.stem for path in SIZES.glob("*.yaml"))
-    unknown = [name for name in arguments.models if name not in sizes]
-    if unknown:
-        raise ValueError(f"models must be of {', '.join(sizes)}, got {', '.join(unknown)}")
+    check_models(arguments.models)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "device=cuda, but torch sees no GPU: use device=cpu implementations=[sdpa] fused_loss=false"
@@ -145,8 +141,7 @@ def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
     ):
         if value % unit:
             raise ValueError(f"{key}={value} must be a multiple of {unit}")
-    size = OmegaConf.create({"seq_len": seq_len, "model": OmegaConf.load(SIZES / f"{name}.yaml")})
-    config = ModelConfig(**OmegaConf.to_container(size.model, resolve=True))
+    config = read_model(name, seq_len)
     row = {
         "model": name,
         "seq_len": seq_len,

@@ -16,12 +16,16 @@ from dataclasses import dataclass, replace
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
+from statistics import mean
+
+from omegaconf import OmegaConf
 
 from scripts import evaluate_context
 from scripts.arguments import argument, command_line, run_script
 from scripts.side_by_side import places, run_side_by_side
 from train.checkpoint import newest_checkpoint, read_checkpoint
 from train.logger import read_metrics
+from train.overrides import checked
 from train.plot_context import draw_comparison, draw_needles
 from train.results import write_result
 
@@ -56,6 +60,8 @@ def main(arguments: Arguments) -> None:
     unknown = set(arguments.stages) - set(STAGES)
     if unknown:
         raise ValueError(f"stages must be of {', '.join(STAGES)}, got {', '.join(sorted(unknown))}")
+    if "evaluate" in arguments.stages:
+        evaluate_context.check_settings(evaluation(arguments))
     base, gpus = f"example-{arguments.base_seq_len}", places()
     methods = [method for method in arguments.methods if method != BEFORE]
     runs = {run_name(*case): case for case in sorted(product(methods, arguments.seq_lens), key=itemgetter(1))}
@@ -122,8 +128,20 @@ def evaluate(name: str, out: Path, arguments: Arguments) -> None:
     if out.exists():
         print(f"{out}: measured before", flush=True)
         return
-    settings = {"data": run_config(name)["data"]["folder"], **arguments.evaluation}
-    evaluate_context.main(evaluate_context.Arguments(model=f"runs/{name}", out=str(out), **settings))
+    settings, folder = evaluation(arguments), run_config(name)["data"]["folder"]
+    evaluate_context.main(replace(settings, model=f"runs/{name}", data=settings.data or folder, out=str(out)))
+
+
+def evaluation(arguments: Arguments) -> evaluate_context.Arguments:
+    """What is measured of each run; data is empty for the run's own. Raises ValueError for what cannot be."""
+    given = arguments.evaluation
+    for key in ("model", "out"):
+        if key in given:
+            raise ValueError(f"evaluation.{key} differs from run to run, got {given[key]}: leave it out")
+    try:
+        return checked(OmegaConf.create({"model": "", "data": "", **given}), evaluate_context.Arguments)
+    except ValueError as error:
+        raise ValueError(f"evaluation={given} is not of scripts.evaluate_context: {error}") from error
 
 
 def report(runs: dict[str, tuple[str, int]], out: Path) -> None:
@@ -175,7 +193,8 @@ def summary(method: str, name: str, measured: list[dict]) -> dict:
     }
     for kind, rows in recall.items():
         for value in ("accuracy", "loss"):
-            row[f"{kind}_{value}"] = sum(r[value] for r in rows) / len(rows)
+            # evaluation.lengths may leave out the model's own
+            row[f"{kind}_{value}"] = mean(r[value] for r in rows) if rows else None
     return row
 
 
@@ -203,6 +222,8 @@ def table(rows: list[dict]) -> str:
     }
 
     def shown(value) -> str:
+        if value is None:
+            return "-"
         if isinstance(value, float):
             return f"{value:,.0f}" if value > 1000 else f"{value:.3f}"
         return f"{value:,}" if isinstance(value, int) else value

@@ -61,12 +61,7 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     out, picture = new_files(arguments.out)
-    check_inference(arguments.device, arguments.precision, arguments.attention)
-    for key in ("sequences", "scored", "prompts"):
-        if getattr(arguments, key) < 1:
-            raise ValueError(f"{key} must be at least 1, got {getattr(arguments, key)}")
-    if not all(0.0 <= depth <= 1.0 for depth in arguments.depths):
-        raise ValueError(f"depths must be from 0 to 1, got {arguments.depths}")
+    check_settings(arguments)
     manifest = read_manifest(Path(arguments.data))
     name = manifest["config"]["tokenizer"]
     model = load_model(arguments.model, run_attention(arguments.model, arguments.attention))
@@ -115,6 +110,16 @@ def new_files(name: str) -> tuple[Path, Path]:
         if path.exists():
             raise ValueError(f"out={name}: {path} exists, choose another name")
     return out, picture
+
+
+def check_settings(arguments: Arguments) -> None:
+    """Raises ValueError for what cannot be measured of any model, on this machine."""
+    check_inference(arguments.device, arguments.precision, arguments.attention)
+    for key in ("sequences", "scored", "prompts"):
+        if getattr(arguments, key) < 1:
+            raise ValueError(f"{key} must be at least 1, got {getattr(arguments, key)}")
+    if not all(0.0 <= depth <= 1.0 for depth in arguments.depths):
+        raise ValueError(f"depths must be from 0 to 1, got {arguments.depths}")
 
 
 def checked_lengths(arguments: Arguments, positions: int) -> tuple[int, list[int]]:

@@ -118,16 +118,21 @@ def card_memory(arguments: Arguments) -> int:
 
 
 def measured(files: list[str]) -> list[tuple[dict, Config]]:
-    """The rows of benchmark_training that the plan knows, compiled with flash, and their configurations."""
+    """The rows of benchmark_training that the plan knows, compiled with flash, and their configurations.
+
+    Raises ValueError for a file of another kind, and if there is no such row.
+    """
     found = []
     for file in files:
         try:
-            rows = json.loads(Path(file).read_text())["rows"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            rows = [
+                row
+                for row in json.loads(Path(file).read_text())["rows"]
+                if row["compile"] and row["implementation"] == "flash" and row["tokens_per_second"]
+            ]
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file} is no result file of scripts.benchmark_training") from error
         for row in rows:
-            if not row["compile"] or row["implementation"] != "flash" or row["tokens_per_second"] is None:
-                continue
             # older rows were made before there was recomputation
             recompute = row.get("recompute", "none")
             given = [
@@ -143,6 +148,11 @@ def measured(files: list[str]) -> list[tuple[dict, Config]]:
             ]
             given += [f"tokens_per_microbatch={row['batch'] * row['seq_len']}", f"recompute={recompute}"]
             found.append(({**row, "source": Path(file).name}, composed(given)))
+    if not found:
+        raise ValueError(
+            f"{', '.join(files)} must hold a row compiled with flash that fit into memory, got none: "
+            "measure one with scripts.benchmark_training"
+        )
     return found
 
 

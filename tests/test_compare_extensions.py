@@ -79,6 +79,41 @@ def test_what_cannot_be_done_is_refused(started, stages, methods, message):
         call(*stages, methods=methods)
 
 
+def test_recall_that_was_not_measured_at_the_models_own_length_is_left_open(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "example-128-yarn"
+    folder.mkdir(parents=True)
+    line = {"tokens": 100, "tokens_per_second_per_gpu": 5.0, "val_loss": 3.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    measured = [
+        {"kind": "context", "seq_len": 128, "context": 0, "loss": 3.0},
+        {"kind": "effective_context", "seq_len": 128, "context": 0},
+        {"kind": "passkey", "seq_len": 128, "length": 64, "accuracy": 1.0, "loss": 0.1},
+        {"kind": "key_value", "seq_len": 128, "length": 128, "accuracy": 0.5, "loss": 2.0},
+        {"kind": "key_value", "seq_len": 128, "length": 128, "accuracy": 1.0, "loss": 1.0},
+    ]
+    row = compare_extensions.summary("yarn", "example-128-yarn", measured)
+    assert (row["passkey_accuracy"], row["passkey_loss"]) == (None, None)
+    assert (row["key_value_accuracy"], row["key_value_loss"]) == (0.75, 1.5)
+    assert "| - | - | 1.500 |" in compare_extensions.table([row])
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "message"),
+    [
+        ({"prompt": 5}, "evaluation={'prompt': 5} is not .*: prompt is no key; did you mean prompts"),
+        ({"prompts": "many"}, "is not of scripts.evaluate_context: prompts: Value 'many' .* Integer"),
+        ({"prompts": 0}, "prompts must be at least 1, got 0"),
+        ({"model": "mine"}, "evaluation.model differs from run to run, got mine: leave it out"),
+    ],
+)
+def test_an_evaluation_is_checked_before_anything_is_trained(started, evaluation, message):
+    given = {"stages": ["pretrain", "evaluate"], "methods": ["before"], "evaluation": evaluation}
+    with pytest.raises(ValueError, match=message):
+        compare_extensions.main(compare_extensions.Arguments(**given))
+    assert started == []
+
+
 def test_on_several_gpus_all_of_them_pretrain_and_then_each_takes_a_method(started, monkeypatch):
     call("pretrain")
     processes, commands = [], {}

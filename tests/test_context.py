@@ -61,6 +61,11 @@ def test_effective_context_is_the_least_that_is_as_good_as_all():
     assert effective_context(rows) == 16
 
 
+def test_effective_context_counts_what_is_gained_before_the_loss_grows_again():
+    rows = [{"context": c, "loss": loss} for c, loss in ((0, 5.0), (256, 2.0), (4096, 9.0))]
+    assert effective_context(rows) == 256
+
+
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
 def test_a_passkey_prompt_has_its_length_and_asks_for_what_it_hides(name, depth):

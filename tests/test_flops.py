@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from kernels import block_masks
 from model import GPT, AttentionConfig, ModelConfig
 from model.attention import layer_masks
-from model.flops import TILE, computed_pairs, flops_ledger, visible_pairs
+from model.flops import TILE, computed_pairs, flops_ledger, visible_pairs, window_pairs
 
 T = 300
 PATTERNS = ("window(70)", "window(33) | sinks(5)", "strided(2)", "power_of_two_strided()")
@@ -42,6 +42,13 @@ def test_visible_pairs_are_those_that_brute_force_counts(pattern, documents):
     mask = block_masks.parse(pattern, T, block_size=64) if pattern else None
     expected = brute_force(pattern, documents).float().sum((1, 2)).mean().item()
     assert visible_pairs(T, mask, documents) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("window", [1, 70, T - 1, T, T + 1, None])
+def test_window_pairs_are_those_that_brute_force_counts(window):
+    query, key = torch.arange(T)[:, None], torch.arange(T)
+    visible = (key <= query) & (key > query - (window or T))
+    assert window_pairs(T, window) == visible.sum().item()
 
 
 @pytest.mark.parametrize("pattern", [None, *PATTERNS])

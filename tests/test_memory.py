@@ -1,5 +1,6 @@
 """train/memory.py and train/speed.py against what was measured, and train/out_of_memory.py."""
 
+import json
 import sys
 from dataclasses import replace
 from functools import partial
@@ -88,9 +89,19 @@ def test_a_plan_refuses_what_no_machine_has(tmp_path):
         plan.main(Arguments(gpu="H200", memory_gib=-3.0))
     with pytest.raises(ValueError, match="context_parallel=4 must divide the 2 processes"):
         plan.main(Arguments(gpu="H200", memory_gib=140.0, processes=2, train=["context_parallel=4"]))
+
+
+def test_a_plan_reads_rows_of_whole_training_steps_alone(tmp_path):
     (tmp_path / "notes.md").write_text("no JSON")
-    with pytest.raises(ValueError, match="notes.md is no result file of scripts.benchmark_training"):
-        measured([str(tmp_path / "notes.md")])
+    (tmp_path / "bytes.json").write_bytes(b"\xa2")
+    for path in (tmp_path / "notes.md", tmp_path / "bytes.json", RESULTS / "attention.json"):
+        with pytest.raises(ValueError, match=f"{path.name} is no result file of scripts.benchmark_training"):
+            measured([str(path)])
+    slow = {"compile": False, "implementation": "sdpa", "tokens_per_second": 1.0}
+    full = {"compile": True, "implementation": "flash", "tokens_per_second": None}
+    (tmp_path / "other.json").write_text(json.dumps({"rows": [slow, full]}))
+    with pytest.raises(ValueError, match=r"other.json must hold a row compiled with flash .* got none"):
+        measured([str(tmp_path / "other.json")])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has its own rates")

@@ -367,18 +367,22 @@ def test_several_processes_prepare_one_folder_once(tmp_path):
     assert prepare(config).is_dir()
 
 
-def test_a_killed_worker_is_told_with_the_way_out(tmp_path):
-    corpus = large_corpus(tmp_path / "text", 24)
-    config = text_config(corpus, tmp_path / "shards", workers=2, shard_tokens=1_000_000)
-    process = start(config)
+def test_a_killed_worker_is_told_in_one_line_with_the_way_out(tmp_path):
+    values = {"paths": f"[{large_corpus(tmp_path / 'text', 24)}]", "folder": tmp_path / "shards"}
+    values |= {"tokenizer": "bytes", "workers": 2, "shard_tokens": 1_000_000}
+    words = [f"data.{key}={value}" for key, value in values.items()]
+    command = [sys.executable, "-m", "scripts.prepare_data", "data=text", *words]
+    process = subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE)
     wait_for(lambda: (tmp_path / "shards.partial" / "train_00000.bin").exists())
     for worker in children(process.pid):
         os.kill(worker, signal.SIGKILL)
     errors = process.communicate(timeout=30)[1]
-    assert (
-        "a tokenizing process ended with code -9; -9 most likely means want of memory: lower data.workers"
-        in errors
+    assert process.returncode == 2, errors
+    assert errors.endswith(
+        "error: a tokenizing process ended with code -9; -9 most likely means want of memory: lower "
+        "data.workers\n"
     )
+    assert "Traceback" not in errors
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 

@@ -3,21 +3,30 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from model import GPT, AttentionConfig, ModelConfig
 from scripts import (
     benchmark_attention,
     benchmark_block_sparse,
+    benchmark_checkpoints,
     benchmark_generate,
+    benchmark_training,
     evaluate_context,
     plot_run,
     sample,
 )
 from scripts.arguments import argument, command_line, run_script
+from scripts.sizes import MODELS, read_model
+from tests.test_config import composed
+from train.config import parse
+from train.distributed import Processes
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "run_script(" in path.read_text())
@@ -99,13 +108,21 @@ class Words:
 
 
 @pytest.mark.parametrize(
-    "text", ["def f(x):", "# hello", "{'a': 1}", "[1", "${HOME}", "a=b", "import ", "", "12"]
+    "text",
+    ["def f(x):", "# hello", "{'a': 1}", "[1", "${HOME}", r"a\${b}", "???", "a=b", "import ", "", "12"],
 )
 def test_a_text_is_taken_as_it_is_typed(text, monkeypatch):
     given = []
     monkeypatch.setattr(sys, "argv", ["words", f"prompt={text}", "numbers=[1,2]"])
     run_script(given.append, Words, "")
     assert given == [Words(prompt=text, numbers=[1, 2])]
+
+
+def test_what_others_are_to_read_is_passed_on_as_it_is_typed(monkeypatch):
+    given, foreign = [], ["name=${seq_len}", "seq_len=???"]
+    monkeypatch.setattr(sys, "argv", ["several", *foreign, "number=3"])
+    run_script(given.append, Several, "", others="words")
+    assert given == [Several(words=foreign, number=3)]
 
 
 @dataclass(kw_only=True)
@@ -284,3 +301,56 @@ def test_benchmark_training_writes_a_row_for_each_combination(tmp_path):
     ]  # fmt: skip
     assert all(r["tokens_per_second"] > 0 and r["mfu_palm"] is None for r in rows)
     assert rows[0]["final_loss"] == pytest.approx(rows[1]["final_loss"], abs=1e-4)
+
+
+def test_benchmark_checkpoints_leaves_a_folder_as_it_was(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (disk / "thesis.txt").write_text("mine")
+    given = {"models": ["tiny"], "tokens_per_step": 32, "saves": 1, "device": "cpu"}
+    out = tmp_path / "rows.json"
+    benchmark_checkpoints.main(benchmark_checkpoints.Arguments(**given, folder=str(disk), out=str(out)))
+    assert json.loads(out.read_text())["rows"][0]["bytes"] > 3_400_000 * 4
+    assert [path.name for path in disk.iterdir()] == ["thesis.txt"]
+
+
+def test_benchmark_checkpoints_refuses_several_processes(tmp_path, monkeypatch):
+    two = Processes(0, 2, torch.device("cpu"), dist.HashStore(), None)
+    monkeypatch.setattr(benchmark_checkpoints, "join_processes", lambda device: nullcontext(two))
+    with pytest.raises(ValueError, match="one process is timed, got 2: start it without torchrun"):
+        benchmark_checkpoints.main(benchmark_checkpoints.Arguments(models=["tiny"], folder=str(tmp_path)))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_benchmark_generate_times_as_many_tokens_as_it_is_asked_to(tokens, tmp_path, monkeypatch):
+    timed = []
+    monkeypatch.setattr(benchmark_generate, "median", lambda seconds: timed.append(len(seconds)) or 1.0)
+    given = {"models": ["tiny"], "seq_lens": [8], "implementations": ["sdpa"], "compiled": [False]}
+    out = tmp_path / "rows.json"
+    benchmark_generate.main(
+        benchmark_generate.Arguments(**given, tokens=tokens, precision="fp32", device="cpu", out=str(out))
+    )
+    assert timed == [tokens]
+    assert json.loads(out.read_text())["rows"][0]["tokens_per_second"] == 1.0
+
+
+def test_benchmark_generate_refuses_to_time_nothing():
+    with pytest.raises(ValueError, match="tokens must be at least 1, got 0"):
+        benchmark_generate.main(
+            benchmark_generate.Arguments(implementations=["sdpa"], precision="fp32", device="cpu", tokens=0)
+        )
+
+
+@pytest.mark.parametrize("script", [benchmark_training, benchmark_checkpoints, benchmark_generate])
+def test_benchmarks_refuse_a_model_that_conf_does_not_have(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="models must be of gpt2, .*, tiny, got gpt9"):
+        script.main(script.Arguments(models=["tiny", "gpt9"]))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in MODELS.glob("*.yaml")))
+def test_benchmarks_measure_the_model_that_training_composes(name):
+    seq_len = 256
+    assert read_model(name, seq_len) == parse(composed(f"model={name}", f"seq_len={seq_len}")).model

@@ -14,7 +14,7 @@ from model import GPT
 
 # tokens whose logits are in memory at once
 HEAD_CHUNK = 4096
-# a context is long enough when its loss is this close, in nats, to that of the whole
+# a context is long enough when its loss is this close, in nats, to the least of it and of longer ones
 CLOSE = 0.01
 # tokens of a recall prompt that has room for needle and question, even where each byte is a token
 LEAST_LENGTH = 64
@@ -66,8 +66,8 @@ def loss_by_context(model: GPT, tokens: Tensor, targets: Tensor, n_scored: int) 
 
 def effective_context(rows: list[dict]) -> int:
     """The least context of loss_by_context from which on more tokens gain less than CLOSE nats."""
-    whole = rows[-1]["loss"]
-    return next(row["context"] for row in rows if row["loss"] - whole < CLOSE)
+    losses = [row["loss"] for row in rows]
+    return next(row["context"] for index, row in enumerate(rows) if row["loss"] - min(losses[index:]) < CLOSE)
 
 
 @dataclass(frozen=True, slots=True)

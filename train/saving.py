@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import CheckpointException, StorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
+from data.shards import sync_folder
 from train.checkpoint import (
     FORMAT_VERSION,
     MARKER,
@@ -207,7 +208,7 @@ class ShardWriter(StorageWriter):
             os.fsync(file.fileno())
         partial.replace(self._path / MARKER)
         for folder in (self._path, self._path.parent):
-            _sync_folder(folder)
+            sync_folder(folder)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs) -> None:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
@@ -281,12 +282,3 @@ def _set_aside(path: Path) -> None:
         number += 1
     path.rename(aside)
     print(f"{path} is kept as {aside.name}; writing it anew", file=sys.stderr, flush=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes the names in a folder survive a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -132,12 +132,7 @@ def _train(
         info = read_checkpoint(saved_path)
         check_fits(info, saved_path, asdict(config), same_run=resume == "auto")
         config.check_first_step(info["step"], is_own=saved_path.parent == checkpoints)
-        load_tensors(saved_path, weights, optimizer)
-        if info["scaler"]:
-            # empty after a precision that needs no scale
-            scaler.load_state_dict(info["scaler"])
-        guard.load_state(info["guard"])
-        first_step = processes.step = info["step"]
+        first_step = processes.step = _restore(saved_path, info, weights, optimizer, scaler, guard)
     model = build_step_model(weights, config, processes, context, is_sharded=is_sharded)
     autocast = partial(autocast_context, device.type, config.precision)
     validate = partial(evaluate, model, val_data, val_batches, processes, autocast)
@@ -153,12 +148,7 @@ def _train(
             logger.log({"step": 0, "tokens": 0, "val_loss": val_loss})
 
     if processes.world_size > 1:
-        # DDP orders its buckets anew after its first backward, which changes the order of sums: let that
-        # happen before the first step, in a new run and in a resumed one
-        nothing = torch.zeros((config.microbatch, config.seq_len), dtype=torch.int64, device=device)
-        forward_backward(model, nothing, nothing, 1, processes, autocast, scaler)
-        optimizer.zero_grad(set_to_none=True)
-
+        _settle_buckets(model, config, processes, autocast, scaler, optimizer)
     profiler = Profiler(folder, device, enabled=config.profile and is_main)
     with saver, logger or nullcontext(), profiler:
         for step in range(first_step, config.steps):
@@ -213,6 +203,29 @@ def _train(
     processes.barrier()
     _check_saved(saver, config.steps)
     return val_loss
+
+
+def _restore(path: Path, info: dict, weights, optimizer, scaler, guard: StepGuard) -> int:
+    """Fills everything that a step changes from a checkpoint; returns the steps that it has done.
+
+    info: what read_checkpoint tells of it.
+    """
+    load_tensors(path, weights, optimizer)
+    if info["scaler"]:
+        # empty after a precision that needs no scale
+        scaler.load_state_dict(info["scaler"])
+    guard.load_state(info["guard"])
+    return info["step"]
+
+
+def _settle_buckets(model, config: Config, processes: Processes, autocast, scaler, optimizer) -> None:
+    """A backward pass of nothing, before the first step of a new run and of a resumed one.
+
+    After its first one DDP orders its buckets anew, which changes the order of sums.
+    """
+    nothing = torch.zeros((config.microbatch, config.seq_len), dtype=torch.int64, device=processes.device)
+    forward_backward(model, nothing, nothing, 1, processes, autocast, scaler)
+    optimizer.zero_grad(set_to_none=True)
 
 
 def _check_saved(saver: CheckpointSaver, step: int) -> None:

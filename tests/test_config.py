@@ -137,6 +137,7 @@ def test_the_run_is_rounded_up_to_whole_steps():
             "start.weights must name a Hugging Face folder, runs/NAME or a checkpoint",
         ),
         ("seq_len=long", "seq_len: Value 'long' of type 'str' could not be converted to Integer"),
+        ("seq_len=-5", "^seq_len must be at least 1, got -5"),
         ("model.n_layer=1.5", "model.n_layer: Value '1.5' of type 'float' could not be converted to Integer"),
         ("data=text", "data.paths must name files or folders"),
         ("device=tpu", "device must be one of cuda, cpu, got 'tpu'"),

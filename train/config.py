@@ -113,8 +113,7 @@ class Config:
             "context_parallel",
             "total_tokens",
         ):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+            _check_at_least_1(field, getattr(self, field))
         if self.seq_len > self.model.max_seq_len:
             raise ValueError(
                 f"seq_len={self.seq_len} exceeds the model's positions, model.max_seq_len="
@@ -209,6 +208,9 @@ def parse(cfg: DictConfig) -> Config:
     Raises ValueError that names the key, its value and the change to make: unknown keys, wrong types,
     missing values, and whatever the dataclasses refuse.
     """
+    if isinstance(seq_len := OmegaConf.select(cfg, "seq_len"), int):
+        # the model's positions follow it, and would be refused in its place
+        _check_at_least_1("seq_len", seq_len)
     config = checked(cfg, Config)
     if config.start.weights is not None:
         longest = max(config.seq_len, config.pose_seq_len or 0)
@@ -285,6 +287,11 @@ def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raises ValueError, naming the key `name`, unless its value is one of the choices."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _check_at_least_1(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 def _check_divides(name: str, value: int, divisor_name: str, divisor: int) -> None:

@@ -291,7 +291,7 @@ def draw(rows: list[dict], path: Path) -> None:
         axis.set_xlabel("tokens")
         axis.set_title(title)
         axis.grid(alpha=0.3)
-    if axes[0].lines:
-        axes[0].legend(fontsize="small")
+        if axis.lines:
+            axis.legend(fontsize="small")
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -46,7 +46,8 @@ def start_model(config: StartConfig, seq_len: int, dropout: float, run: Path) ->
     """
     if not Path(config.weights).exists():
         for info in readable_checkpoints(run / "checkpoints").values():
-            if spelled_out(info["config"]["start"]["weights"]) == spelled_out(config.weights):
+            began = info["config"].get("start", {}).get("weights")
+            if spelled_out(began) == spelled_out(config.weights):
                 return ModelConfig(**{**info["config"]["model"], "dropout": dropout})
     try:
         model = read_model_config(config.weights)

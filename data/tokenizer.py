@@ -102,7 +102,7 @@ def check_tokenizer(name: str) -> None:
 
 
 def same_tokens(tokenizer: Tokenizer, other: Tokenizer) -> bool:
-    """Whether two tokenizers, such as gpt2 and the tokenizer.json of GPT-2's folder, give the same ids."""
+    """Whether two tokenizers, such as gpt2 and that of GPT-2's folder, agree on PROBE and the end of text."""
     if tokenizer.name == other.name:
         return True
     if tokenizer.end_of_text != other.end_of_text:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from data.tokenizer import TOKENIZERS, check_tokenizer, load_tokenizer
+from data.tokenizer import TOKENIZERS, load_tokenizer
 from model import GPT
 from model.pretrained import export_pretrained
 
@@ -30,7 +30,6 @@ def export(model: GPT, tokenizer: str, out: Path, dtype: torch.dtype = torch.flo
 
     Raises ValueError as load_tokenizer and export_pretrained.
     """
-    check_tokenizer(tokenizer)
     if model.attention.sparse:
         print(
             f"WARNING: attention.patterns={list(model.attention.patterns)} are no part of a Hugging Face "

@@ -83,6 +83,7 @@ HOPPER = (
         to_256=Tile(32, 64, 8, 2, True),
     )
     | {
+        ("forward full", 2, 128): Tile(128, 64, 4, 2, True),
         ("forward dropout", 2, 64): Tile(64, 64, 4, 2, True),
         ("dkdv dropout", 2, 64): Tile(64, 64, 4, 2, True),
         ("dq dropout blocks", 2, 64): Tile(64, 64, 4, 5, True),
@@ -192,15 +193,12 @@ def choose_tile(
 
 
 def variant_of(mask: str, block_size: int, *, dropout: bool) -> str:
-    """What a tile may depend on beside head_dim: dropout, a block mask, a narrow mask; "" for none of them.
-
-    mask: one of portable/masks.py.
-    """
+    """What a tile may depend on beside head_dim: dropout, a block mask, or a mask of portable/masks.py."""
     if dropout:
         return "dropout blocks" if block_size else "dropout"
     if block_size:
         return "small blocks" if block_size == 64 else "blocks"
-    return "window" if mask in ("window", "intervals") else ""
+    return {"intervals": "window"}.get(mask, mask)
 
 
 def find_tile(arch: str, kernel: str, head_dim: int, itemsize: int, variant: str) -> Tile:

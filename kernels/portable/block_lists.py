@@ -65,18 +65,24 @@ def listed_span(spans_ptr, entries_ptr, block, start, full_start, full_end, end,
     if MASK == "full":
         span = (first, first, partial, partial, partial, last)
     else:
-        # how many full and partial blocks lie before each bound
+        # how many full and partial blocks lie before each bound, six counts in the bytes of one sum: each
+        # sum makes the threads wait for each other
         full_0, full_1, full_2, full_3, partial_0, partial_3 = 0, 0, 0, 0, 0, 0
         for position in tl.range(first, last, CHUNK, num_stages=1):
             positions = position + tl.arange(0, CHUNK)
             number = tl.load(entries_ptr + 2 * positions, mask=positions < last, other=2147483647)
-            is_full = positions < partial
-            full_0 += tl.sum((is_full & (number < start)).to(tl.int32))
-            full_1 += tl.sum((is_full & (number < full_start)).to(tl.int32))
-            full_2 += tl.sum((is_full & (number < full_end)).to(tl.int32))
-            full_3 += tl.sum((is_full & (number < end)).to(tl.int32))
-            partial_0 += tl.sum((~is_full & (number < start)).to(tl.int32))
-            partial_3 += tl.sum((~is_full & (number < end)).to(tl.int32))
+            before_start = (number < start).to(tl.int64)
+            before_end = (number < end).to(tl.int64)
+            of_full = before_start + ((number < full_start).to(tl.int64) << 8)
+            of_full += ((number < full_end).to(tl.int64) << 16) + (before_end << 24)
+            of_partial = (before_start << 32) + (before_end << 40)
+            counts = tl.sum(tl.where(positions < partial, of_full, of_partial))
+            full_0 += (counts & 255).to(tl.int32)
+            full_1 += (counts >> 8 & 255).to(tl.int32)
+            full_2 += (counts >> 16 & 255).to(tl.int32)
+            full_3 += (counts >> 24 & 255).to(tl.int32)
+            partial_0 += (counts >> 32 & 255).to(tl.int32)
+            partial_3 += (counts >> 40 & 255).to(tl.int32)
         span = (
             first + full_0,
             first + full_1,

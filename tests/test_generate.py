@@ -89,7 +89,11 @@ def test_a_compiled_step_gives_the_same_tokens_and_is_compiled_once(gpt, monkeyp
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
     compile_with = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **options: compile_with(f, backend=counter, **options))
+
+    def counted(function, *, dynamic: bool, options: dict):
+        return compile_with(function, backend=counter, dynamic=dynamic)
+
+    monkeypatch.setattr(torch, "compile", counted)
     prompt = torch.randint(100, (2, 5))
     expected = generate(gpt, prompt, 10, temperature=0.0)
     assert torch.equal(generate(gpt, prompt, 10, temperature=0.0, compiled=True), expected)

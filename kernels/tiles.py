@@ -86,6 +86,7 @@ HOPPER = (
         ("forward full", 2, 128): Tile(128, 64, 4, 2, True),
         ("forward dropout", 2, 64): Tile(64, 64, 4, 2, True),
         ("dkdv dropout", 2, 64): Tile(64, 64, 4, 2, True),
+        ("forward dropout blocks", 2, 64): Tile(64, 64, 4, 3, True),
         ("dq dropout blocks", 2, 64): Tile(64, 64, 4, 5, True),
         ("dkdv dropout blocks", 2, 64): Tile(64, 64, 4, 5, True),
         ("forward window", 2, 64): Tile(64, 64, 4, 2, True),

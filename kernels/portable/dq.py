@@ -45,11 +45,14 @@ def add_keys(
             if BLOCK_SIZE != 0:
                 visible &= visible_bits(bits_ptr, bits, first_row, n, BLOCK_SIZE, BLOCK_M, BLOCK_N)
             p = tl.where(visible, p, 0.0)
-        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
         if DROPOUT:
+            dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
             keep = keep_tile(seed, threshold, batch, head, first_row, n, BLOCK_M, BLOCK_N)
-            dp = tl.where(keep, dp * keep_scale, 0.0)
-        ds = p * (dp - delta[:, None])
+            dp = tl.where(keep, dp * keep_scale, 0.0) - delta[:, None]
+        else:
+            begin = tl.broadcast_to(-delta[:, None], [BLOCK_M, BLOCK_N])
+            dp = tl.dot(dout, tl.trans(v), begin, input_precision=PRECISION)
+        ds = p * dp
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)  # (BLOCK_M, BLOCK_D)
     return dq
 

@@ -77,7 +77,7 @@ class Decoder:
         device = model.token_embedding.weight.device
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.caches = empty_caches(model, capacity, self.lengths)
-        # tuned so: Inductor then makes a product of one row itself, where cuBLAS is far from the memory's speed
+        # then Inductor makes a product of one row itself, where cuBLAS is far from the memory's speed
         tuned = {"coordinate_descent_tuning": True}
         self._logits_of = (
             torch.compile(self._eager, dynamic=False, options=tuned) if compiled else self._eager

@@ -45,7 +45,9 @@ class Arguments:
     model: str = argument(..., "a run's folder, a checkpoint, or a Hugging Face folder")
     data: str = argument(..., "a prepared folder of the model's tokenizer")
     seq_len: int | None = argument(None, "tokens a sequence; null: the model's longest")
-    sequences: int = argument(16, "sequences of the validation split to score")
+    # with one window models of different lengths score the same tokens
+    window: int | None = argument(None, "tokens of text whose start and end are read; null: seq_len")
+    sequences: int = argument(16, "windows of the validation split to score")
     scored: int = argument(256, "tokens at the end of each that are scored with more and more context")
     lengths: list[int] = argument([], "of the recall prompts; empty: seq_len and its halves down to 256")
     depths: list[float] = argument(
@@ -78,11 +80,14 @@ def main(arguments: Arguments) -> None:
             f"{model.config.vocab_size}: prepare the text with the model's tokenizer"
         )
     seq_len, lengths = checked_lengths(arguments, model.config.max_seq_len)
+    window = seq_len if arguments.window is None else arguments.window
+    if window < seq_len:
+        raise ValueError(f"window must be at least seq_len={seq_len}, got {window}")
     model.to(arguments.device).eval()
     loader = TokenLoader(
         arguments.data,
         split="val",
-        seq_len=seq_len,
+        seq_len=window,
         sequences_per_step=1,
         seed=0,
         tokenizer=name,
@@ -90,13 +95,15 @@ def main(arguments: Arguments) -> None:
     )
     filler = filler_text(loader, max(lengths))
     with autocast_context(arguments.device, arguments.precision):
-        rows = text_rows(model, loader, arguments) + recall_rows(model, filler, lengths, name, arguments)
+        rows = text_rows(model, loader, seq_len, arguments)
+        rows += recall_rows(model, filler, lengths, name, arguments)
     for row in rows:
-        row |= {"model": arguments.model, "seq_len": seq_len}
+        row |= {"model": arguments.model, "seq_len": seq_len, "window": window}
     write_result(out, rows)
     draw_context(rows, picture)
+    shared = ("model", "seq_len", "window")
     for row in rows:
-        print("  ".join(f"{key} {value}" for key, value in row.items() if key not in ("model", "seq_len")))
+        print("  ".join(f"{key} {value}" for key, value in row.items() if key not in shared))
     print(f"{out}\n{picture}")
 
 
@@ -143,20 +150,22 @@ def filler_text(loader: TokenLoader, longest: int) -> np.ndarray:
     filler = np.concatenate([loader.batch(index)[0][0].numpy() for index in range(n_sequences)])
     if len(filler) < longest:
         raise ValueError(
-            f"lengths must be at most {len(filler)}, the tokens of {n_sequences} sequences of "
-            f"seq_len={loader.seq_len}, got {longest}: lower lengths or raise seq_len"
+            f"lengths must be at most {len(filler)}, the tokens of {n_sequences} windows of "
+            f"{loader.seq_len}, got {longest}: lower lengths or raise window"
         )
     return filler
 
 
-def text_rows(model: GPT, loader: TokenLoader, arguments: Arguments) -> list[dict]:
-    """Loss by position and by length of context, means over the sequences."""
+def text_rows(model: GPT, loader: TokenLoader, seq_len: int, arguments: Arguments) -> list[dict]:
+    """Loss by position at the start of each window, and by length of context at its end; means over them."""
     n_sequences = min(arguments.sequences, len(loader))
+    n_scored = min(arguments.scored, seq_len // 2)
     by_position, by_context = [], []
     for index in range(n_sequences):
         tokens, targets = (part.to(arguments.device) for part in loader.batch(index))
-        by_position.append(loss_by_position(token_losses(model, tokens, targets)))
-        by_context.append(loss_by_context(model, tokens, targets, min(arguments.scored, loader.seq_len // 2)))
+        losses = token_losses(model, tokens[:, :seq_len], targets[:, :seq_len])
+        by_position.append(loss_by_position(losses))
+        by_context.append(loss_by_context(model, tokens[:, -seq_len:], targets[:, -seq_len:], n_scored))
     by_context = mean_rows(by_context)
     rows = [{"kind": "position", **row} for row in mean_rows(by_position)]
     rows += [{"kind": "context", **row} for row in by_context]

@@ -67,6 +67,10 @@ def test_a_model_is_taken_to_longer_sequences_and_out_again(shape, method, tmp_p
         evaluate_context, "model=runs/long", f"data={folder}", "sequences=2", "scored=8",
         "lengths=[64]", "depths=[0.5]", "prompts=2", "attention=sdpa", "out=context.json",
     )  # fmt: skip
+    call(
+        evaluate_context, "model=runs/long", f"data={folder}", "sequences=2", "scored=8", "seq_len=32",
+        "window=64", "lengths=[64]", "depths=[0.5]", "prompts=1", "attention=sdpa", "out=shorter.json",
+    )  # fmt: skip
     monkeypatch.setattr(evaluate_context, "text_rows", lambda *_: pytest.fail("too late"))
     given = {"model": "runs/long", "data": str(folder), "out": "new.json", "attention": "sdpa"}
     for lengths, message in (
@@ -74,8 +78,9 @@ def test_a_model_is_taken_to_longer_sequences_and_out_again(shape, method, tmp_p
         ({"lengths": [65]}, r"^lengths must be from 64 to the model's 64 positions, got \[65\]"),
         (
             {"seq_len": 8, "lengths": [64]},
-            "^lengths must be at most 32, the tokens of 4 sequences of seq_len=8",
+            "^lengths must be at most 32, the tokens of 4 windows of 8",
         ),
+        ({"seq_len": 32, "window": 31, "lengths": [64]}, "^window must be at least seq_len=32, got 31"),
     ):
         with pytest.raises(ValueError, match=message):
             evaluate_context.main(evaluate_context.Arguments(**given, **lengths))
@@ -87,6 +92,14 @@ def test_a_model_is_taken_to_longer_sequences_and_out_again(shape, method, tmp_p
     with pytest.raises(ValueError, match="long has no tokenizer.json: give tokenizer=gpt2, bytes or a fol"):
         sample.main(sample.Arguments(checkpoint="long"))
     rows = json.loads(Path("context.json").read_text())["rows"]
+    shorter = json.loads(Path("shorter.json").read_text())["rows"]
+    # the same starts and ends of the same windows, by a model that takes half as many tokens
+    for kind, key, most in (("position", "end", 32), ("context", "context", 16)):
+        whole = {row[key]: row["loss"] for row in rows if row["kind"] == kind and row[key] <= most}
+        half = {row[key]: row["loss"] for row in shorter if row["kind"] == kind and row[key] <= most}
+        assert len(half) > 2
+        assert half == pytest.approx(whole)
+    assert max(row["context"] for row in shorter if row["kind"] == "context") == 24
     kinds = {row["kind"] for row in rows}
     assert kinds == {"position", "context", "effective_context", "passkey", "key_value"}
     assert all(0.0 < row["loss"] < 20.0 for row in rows if "loss" in row)

@@ -6,17 +6,17 @@ Stages: pretrain (experiment=example_short), extend (experiment=example_long, on
 length), evaluate (scripts.evaluate_context of each run) and report (table and pictures of the files that are
 there). What is finished in runs/ or in `out` is not done again, so that calls may name some stages or methods
 only. A method is one of METHODS, or such a one with the attention of its layers: yarn+window, yarn+strided;
-`before` is the model as it was pretrained. With several GPUs all of them pretrain, then each takes a method.
+`before` is the model as it was pretrained, on the same windows of text. With several GPUs one pretrains, in
+steps too small to share, then each takes a method.
 """
 
 import json
 import subprocess
 import sys
 from dataclasses import dataclass, replace
-from itertools import product
-from operator import itemgetter
 from pathlib import Path
 from statistics import mean
+from typing import NamedTuple
 
 from omegaconf import OmegaConf
 
@@ -63,73 +63,86 @@ def main(arguments: Arguments) -> None:
     if "evaluate" in arguments.stages:
         evaluate_context.check_settings(evaluation(arguments))
     base, gpus = f"example-{arguments.base_seq_len}", places()
-    methods = [method for method in arguments.methods if method != BEFORE]
-    runs = {run_name(*case): case for case in sorted(product(methods, arguments.seq_lens), key=itemgetter(1))}
-    extensions = {name: extension(base, *case) for name, case in runs.items()}
-    if BEFORE in arguments.methods:
-        runs = {base: (BEFORE, arguments.base_seq_len), **runs}
+    # by length, before that what is there already
+    chosen = sorted(arguments.methods, key=lambda method: method != BEFORE)
+    cases = [Case(base, method, seq_len) for seq_len in sorted(arguments.seq_lens) for method in chosen]
+    extensions = {case: extension(case) for case in cases if case.method != BEFORE}
     if "pretrain" in arguments.stages:
         length = f"seq_len={arguments.base_seq_len}"
-        train(base, ["experiment=example_short", length, *arguments.short], len(gpus))
+        train(base, ["experiment=example_short", length, *arguments.short])
     failed, each = [], [stage for stage in arguments.stages if stage in ("extend", "evaluate")]
-    if each and len(runs) > 1 and len(gpus) > 1:
+    if each and len(cases) > 1 and len(gpus) > 1:
         commands = {}
-        for name, (method, seq_len) in runs.items():
-            alone = replace(arguments, stages=each, methods=[method], seq_lens=[seq_len])
-            commands[name] = [sys.executable, "-m", "scripts.compare_extensions", *command_line(alone)]
-        # last the model that is there already, which takes least
-        commands = dict(sorted(commands.items(), key=lambda command: command[0] == base))
+        # last what takes least
+        for case in sorted(cases, key=lambda case: case.method == BEFORE):
+            alone = replace(arguments, stages=each, methods=[case.method], seq_lens=[case.seq_len])
+            commands[case.name] = [sys.executable, "-m", "scripts.compare_extensions", *command_line(alone)]
         failed = [name for name, code, _ in run_side_by_side(commands, gpus) if code]
         each = []
     if "extend" in each:
-        for name, overrides in extensions.items():
-            train(name, [*overrides, *arguments.long])
+        for case, overrides in extensions.items():
+            train(case.name, [*overrides, *arguments.long])
     out = Path(arguments.out)
     if "evaluate" in each:
-        for name in runs:
-            evaluate(name, out / f"{name}.json", arguments)
+        for case in cases:
+            evaluate(case, out / f"{case.name}.json", arguments)
     if "report" in arguments.stages:
-        report(runs, out)
+        report(cases, out)
     if failed:
         raise ValueError(f"{', '.join(failed)} failed, see above: what is finished is not done again")
 
 
-def run_name(method: str, seq_len: int) -> str:
-    return f"example-{seq_len}-{method.replace('+', '-')}"
+class Case(NamedTuple):
+    """One line of the table."""
+
+    # the run of the model that is extended
+    base: str
+    method: str
+    # tokens of the windows of text, which the extended model takes whole
+    seq_len: int
+
+    @property
+    def name(self) -> str:
+        """Of its results, and of its run unless it has none of its own."""
+        return f"example-{self.seq_len}-{self.method.replace('+', '-')}"
+
+    @property
+    def run(self) -> str:
+        return self.base if self.method == BEFORE else self.name
 
 
-def extension(base: str, method: str, seq_len: int) -> list[str]:
+def extension(case: Case) -> list[str]:
     """The command line of one extension. Raises ValueError for an unknown method."""
-    positions, _, attention = method.partition("+")
+    positions, _, attention = case.method.partition("+")
     if positions not in METHODS or attention not in ("", "window", "strided"):
         raise ValueError(
             f"methods must be {BEFORE}, or of {', '.join(METHODS)}, alone or with +window or +strided, "
-            f"got {method!r}"
+            f"got {case.method!r}"
         )
-    overrides = ["experiment=example_long", f"seq_len={seq_len}", f"start.weights=runs/{base}"]
+    overrides = ["experiment=example_long", f"seq_len={case.seq_len}", f"start.weights=runs/{case.base}"]
     if attention:
         overrides.append(f"attention={attention}")
     return [*overrides, *METHODS[positions]]
 
 
-def train(name: str, overrides: list[str], processes: int = 1) -> None:
-    """A training run in processes of its own, each on a GPU, unless it is finished."""
+def train(name: str, overrides: list[str]) -> None:
+    """A training run in a process of its own, unless it is finished."""
     if Path("runs", name, "summary.json").exists():
         print(f"{name}: finished before", flush=True)
         return
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = [sys.executable, *(start if processes > 1 else []), "-m", "train", f"name={name}", *overrides]
+    command = [sys.executable, "-m", "train", f"name={name}", *overrides]
     print(" ".join(command[1:]), flush=True)
     if subprocess.run(command).returncode:
         raise ValueError(f"the training run {name} failed, see above: what is finished is not done again")
 
 
-def evaluate(name: str, out: Path, arguments: Arguments) -> None:
+def evaluate(case: Case, out: Path, arguments: Arguments) -> None:
     if out.exists():
         print(f"{out}: measured before", flush=True)
         return
-    settings, folder = evaluation(arguments), run_config(name)["data"]["folder"]
-    evaluate_context.main(replace(settings, model=f"runs/{name}", data=settings.data or folder, out=str(out)))
+    settings, folder = evaluation(arguments), run_config(case.run)["data"]["folder"]
+    given = {"model": f"runs/{case.run}", "data": settings.data or folder, "out": str(out)}
+    evaluate_context.main(replace(settings, window=settings.window or case.seq_len, **given))
 
 
 def evaluation(arguments: Arguments) -> evaluate_context.Arguments:
@@ -144,34 +157,29 @@ def evaluation(arguments: Arguments) -> evaluate_context.Arguments:
         raise ValueError(f"evaluation={given} is not of scripts.evaluate_context: {error}") from error
 
 
-def report(runs: dict[str, tuple[str, int]], out: Path) -> None:
-    """comparison.json and its table, and for each length two pictures; of the runs that are measured."""
-    measured, rows = {}, []
-    for name, (method, _) in runs.items():
-        path = out / f"{name}.json"
+def report(cases: list[Case], out: Path) -> None:
+    """comparison.json and its table, and for each length two pictures; of the cases that are measured."""
+    measured = {}
+    for case in cases:
+        path = out / f"{case.name}.json"
         if path.exists():
-            measured[name] = json.loads(path.read_text())["rows"]
-            rows.append(summary(method, name, measured[name]))
+            measured[case] = json.loads(path.read_text())["rows"]
         else:
             print(f"{path}: not measured yet", flush=True)
-    if not rows:
+    if not measured:
         raise ValueError(f"{out} holds no results of these methods and lengths: run the other stages first")
+    rows = [summary(case, found) for case, found in measured.items()]
     write_result(out / "comparison.json", rows)
-    for length in dict.fromkeys(seq_len for method, seq_len in runs.values() if method != BEFORE):
-        chosen = {
-            method: measured[name]
-            for name, (method, seq_len) in runs.items()
-            if name in measured and (method == BEFORE or seq_len == length)
-        }
-        if chosen:
-            draw_comparison(chosen, out / f"comparison_{length}.png")
-            draw_needles(chosen, out / f"needles_{length}.png")
+    for length in sorted({case.seq_len for case in measured}):
+        chosen = {case.method: found for case, found in measured.items() if case.seq_len == length}
+        draw_comparison(chosen, out / f"comparison_{length}.png")
+        draw_needles(chosen, out / f"needles_{length}.png")
     print(table(rows))
 
 
-def summary(method: str, name: str, measured: list[dict]) -> dict:
+def summary(case: Case, measured: list[dict]) -> dict:
     """One line of the table: of a run's metrics and of what evaluate_context found."""
-    metrics = read_metrics(Path("runs", name, "metrics.jsonl"))
+    metrics = read_metrics(Path("runs", case.run, "metrics.jsonl"))
     validated = [line["val_loss"] for line in metrics if line.get("val_loss") is not None]
     last = metrics[-1]
     by_context = {row["context"]: row["loss"] for row in measured if row["kind"] == "context"}
@@ -180,8 +188,9 @@ def summary(method: str, name: str, measured: list[dict]) -> dict:
         for kind in ("passkey", "key_value")
     }
     row = {
-        "method": method,
-        "run": name,
+        "method": case.method,
+        "run": case.run,
+        "window": case.seq_len,
         "seq_len": measured[0]["seq_len"],
         "tokens": last["tokens"],
         "tokens_per_second_per_gpu": last["tokens_per_second_per_gpu"],
@@ -210,7 +219,8 @@ def table(rows: list[dict]) -> str:
     """As in the guide."""
     columns = {
         "method": "method",
-        "seq_len": "tokens",
+        "window": "windows of",
+        "seq_len": "tokens seen",
         "val_loss_at_start": "loss untrained",
         "val_loss": "loss",
         "loss_with_whole_context": "with all its context",

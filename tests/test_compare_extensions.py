@@ -22,7 +22,7 @@ def started(tmp_path, monkeypatch) -> list[str]:
     faults.write_corpus(tmp_path)
     names = []
 
-    def train(name: str, overrides: list[str], processes: int = 1) -> None:
+    def train(name: str, overrides: list[str]) -> None:
         if not Path("runs", name, "summary.json").exists():
             names.append(name)
             # the same without the experiments, which are of a GPU's size
@@ -54,13 +54,16 @@ def test_every_method_is_trained_measured_and_compared_and_nothing_twice(started
     assert [row["method"] for row in rows] == ["before", "linear", "base", "yarn+window"]
     assert len({row["tokens"] for row in rows}) == 1
     assert all(0 < row["val_loss"] < 6 and 0 <= row["passkey_accuracy"] <= 1 for row in rows)
+    # the model as it was pretrained sees less of the same windows
+    assert [(row["window"], row["seq_len"]) for row in rows] == [(128, 64), *[(128, 128)] * 3]
     assert printed.count("| yarn+window |") == 1
     for name in ("comparison_128.png", "needles_128.png"):
         assert Path("out", name).read_bytes()[:4] == b"\x89PNG"
 
 
 def test_the_methods_differ_in_their_positions_and_layers_alone():
-    lines = [compare_extensions.extension("base", method, 64) for method in compare_extensions.ALL[1:]]
+    cases = [compare_extensions.Case("base", method, 64) for method in compare_extensions.ALL[1:]]
+    lines = [compare_extensions.extension(case) for case in cases]
     common = set.intersection(*map(set, lines))
     assert common == {"experiment=example_long", "seq_len=64", "start.weights=runs/base"}
     assert len({tuple(sorted(set(line) - common)) for line in lines}) == len(lines)
@@ -92,7 +95,7 @@ def test_recall_that_was_not_measured_at_the_models_own_length_is_left_open(tmp_
         {"kind": "key_value", "seq_len": 128, "length": 128, "accuracy": 0.5, "loss": 2.0},
         {"kind": "key_value", "seq_len": 128, "length": 128, "accuracy": 1.0, "loss": 1.0},
     ]
-    row = compare_extensions.summary("yarn", "example-128-yarn", measured)
+    row = compare_extensions.summary(compare_extensions.Case("example-64", "yarn", 128), measured)
     assert (row["passkey_accuracy"], row["passkey_loss"]) == (None, None)
     assert (row["key_value_accuracy"], row["key_value_loss"]) == (0.75, 1.5)
     assert "| - | - | 1.500 |" in compare_extensions.table([row])
@@ -114,9 +117,9 @@ def test_an_evaluation_is_checked_before_anything_is_trained(started, evaluation
     assert started == []
 
 
-def test_on_several_gpus_all_of_them_pretrain_and_then_each_takes_a_method(started, monkeypatch):
+def test_on_several_gpus_each_takes_a_method(started, monkeypatch):
     call("pretrain")
-    processes, commands = [], {}
+    commands = {}
 
     def run_side_by_side(given, places):
         commands.update(given)
@@ -130,16 +133,11 @@ def test_on_several_gpus_all_of_them_pretrain_and_then_each_takes_a_method(start
             run_script(compare_extensions.main, compare_extensions.Arguments, "")
         return [(name, name.endswith("-base"), 1.0) for name in given]
 
-    train = compare_extensions.train
-    monkeypatch.setattr(
-        compare_extensions, "train", lambda *run: (processes.append(run[2:]), train(*run[:2]))
-    )
     monkeypatch.setattr(compare_extensions, "places", lambda: ["0", "1", "2", "3"])
     monkeypatch.setattr(compare_extensions, "run_side_by_side", run_side_by_side)
     with pytest.raises(ValueError, match="example-128-base failed, see above"):
         call("pretrain", "extend", "evaluate", "report", methods=("before", "linear", "base"))
-    assert processes == [(4,), ()]
-    assert list(commands) == ["example-128-linear", "example-128-base", "example-64"]
+    assert list(commands) == ["example-128-linear", "example-128-base", "example-128-before"]
     # what failed is not in the report
     rows = json.loads(Path("out/comparison.json").read_text())["rows"]
     assert [row["method"] for row in rows] == ["before", "linear"]

@@ -29,6 +29,8 @@ def flops_ledger(
     seq_len: int,
     *,
     recompute: str = "none",
+    lora_rank: int = 0,
+    lora_head: bool = False,
     document_ids: Tensor | None = None,
 ) -> dict[str, float]:
     """FLOPs of one training token, forward and backward, by convention.
@@ -37,13 +39,17 @@ def flops_ledger(
     (llm.c, Megatron-LM). mask: exactly the pairs that the layers' masks and documents leave. kept: palm, with
     the share of its pairs that they leave of the causal ones. executed: the matrix products that run, with
     whole tiles, the padded vocabulary, scores made again and the layers of recompute=full.
+    lora_rank: of adapters beside the layers' matrices, which are frozen then, as is the head without
+    lora_head: no gradients are made for these, 4 N in place of 6 N.
     document_ids: (B, T) int32 on the CPU, of the sequences counted; None: one document each.
     """
     masks = [None] * model.n_layer
     if attention.sparse:
         masks = layer_masks(attention, model.n_layer, seq_len, torch.device("cpu"))
     width = model.n_head * model.head_dim
-    layers = model.n_layer * sum(rows * columns for rows, columns in layer_matrices(model).values())
+    matrices = layer_matrices(model).values()
+    layers = model.n_layer * sum(rows * columns for rows, columns in matrices)
+    adapters = model.n_layer * lora_rank * sum(rows + columns for rows, columns in matrices)
     head = model.padded_vocab_size * model.n_embd
     visible = computed = 0.0
     for mask in set(masks):
@@ -54,14 +60,25 @@ def flops_ledger(
         computed += count * pairs / seq_len
     products = 2 + BACKWARD_PRODUCTS[attention.implementation]
     executed = 6 * (layers + head)
+    if lora_rank:
+        executed -= 2 * layers - 6 * adapters
+        if not lora_head:
+            # what the first layer reads is frozen too: nothing goes back beyond its first matrices
+            rows, columns = layer_matrices(model)["qkv"]
+            executed -= 2 * head + 2 * rows * (columns + lora_rank)
     if recompute == "full":
         products += 2
         # the layer's last product is not needed again
         executed += 2 * (layers - model.n_layer * model.mlp_width * model.n_embd)
     plain, palm = (flops_per_token(model, length, causal=False) for length in (0, seq_len))
+    causal = flops_per_token(model, seq_len, causal=True)
+    if lora_rank:
+        trained_head = model.vocab_size * model.n_embd if lora_head else 0
+        fewer = plain / 3 - 2 * trained_head - 6 * adapters
+        plain, palm, causal = plain - fewer, palm - fewer, causal - fewer
     return {
         "palm": palm,
-        "causal": flops_per_token(model, seq_len, causal=True),
+        "causal": causal,
         "mask": plain + 2 * USEFUL_PRODUCTS * width * visible,
         "kept": plain + (palm - plain) * visible / (model.n_layer * (seq_len + 1) / 2),
         "executed": executed + 2 * products * width * computed,

@@ -27,6 +27,7 @@ CONFIG = {
     "data": {"tokenizer": "gpt2", "source": "pystdlib", "workers": None, "folder": "datasets/a"},
     "optim": {"algorithm": "adamw"},
     "start": {"weights": "published"},
+    "lora": {"rank": 0, "alpha": 16.0, "embeddings_and_norms": True},
 }
 
 

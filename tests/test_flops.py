@@ -8,8 +8,10 @@ from kernels import block_masks
 from model import GPT, AttentionConfig, ModelConfig
 from model.attention import layer_masks
 from model.flops import TILE, computed_pairs, flops_ledger, visible_pairs, window_pairs
+from train.lora import LoraConfig, add_adapters
 
 T = 300
+LORA = {"lora_rank": 4}
 PATTERNS = ("window(70)", "window(33) | sinks(5)", "strided(2)", "power_of_two_strided()")
 
 
@@ -66,17 +68,21 @@ def test_computed_pairs_leave_out_the_tiles_before_a_document():
     assert computed_pairs(T, None, documents) == (4 + 6) / 2 * TILE**2
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    ("recompute", "lora"), [("none", {}), ("full", {}), ("none", LORA), ("none", LORA | {"lora_head": True})]
+)
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
-def test_executed_flops_are_those_that_torch_counts(shape, recompute):
+def test_executed_flops_are_those_that_torch_counts(shape, recompute, lora):
     llama = {"n_kv_head": 1, "mlp_width": 96, "norm": "rms", "mlp": "swiglu", "bias": "none"}
     config = model_config(**(llama if shape == "llama" else {}))
     attention = AttentionConfig(implementation="reference")
     gpt = GPT(config, attention, recompute=recompute)
+    if lora:
+        add_adapters(gpt, LoraConfig(rank=4, alpha=1.0, embeddings_and_norms="lora_head" in lora))
     tokens = torch.randint(250, (2, T))
     with FlopCounterMode(display=False) as counter:
         gpt(tokens, tokens).backward()
-    ledger = flops_ledger(config, attention, T, recompute=recompute)
+    ledger = flops_ledger(config, attention, T, recompute=recompute, **lora)
     assert counter.get_total_flops() / (2 * T) == ledger["executed"]
 
 
@@ -89,6 +95,12 @@ def test_the_conventions_stand_side_by_side():
     # a query sees itself too
     assert ledger["mask"] == 6 * n + 6 * 12 * 768 * 1025
     assert ledger["causal"] < ledger["mask"] < ledger["executed"] < ledger["palm"]
+    # beside frozen weights: no gradients of theirs, but of 12 layers' adapters
+    adapters = 12 * 4 * 768 * ((1 + 3) + (1 + 1) + (1 + 4) + (4 + 1))
+    for head, frozen in ((False, n), (True, n - 50257 * 768)):
+        lora = flops_ledger(config, AttentionConfig(implementation="flash"), 1024, **LORA, lora_head=head)
+        for convention in ("palm", "causal", "mask"):
+            assert ledger[convention] - lora[convention] == pytest.approx(2 * frozen - 6 * adapters)
 
 
 def test_a_window_costs_less_and_recomputation_executes_more():

@@ -23,6 +23,7 @@ CONFINED = {
     "tokenizers": ("data/",),
     "tiktoken_ext": ("data/",),
     "triton": ("kernels/", "scripts/", "train/results.py"),
+    "peft": ("train/lora.py",),
     "transformers": ("kernels/", "model/pretrained.py", "scripts/"),
 }
 

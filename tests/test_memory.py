@@ -16,6 +16,7 @@ from scripts import benchmark_training, plan
 from scripts.plan import Arguments, choose_rates, compare, measured
 from tests.test_config import composed
 from train.config import parse
+from train.lora import LoraConfig
 from train.memory import count_weights, largest_microbatch, microbatches, peak_bytes
 from train.out_of_memory import EXIT_OUT_OF_MEMORY, way_out
 from train.speed import RATES, fit_rates, step_seconds, step_work
@@ -154,7 +155,8 @@ def test_memory_on_this_gpu_is_as_predicted(recompute):
 
 
 def test_what_is_not_compiled_is_not_predicted():
-    with pytest.raises(ValueError, match="predicted for compile=true and attention.implementation=flash"):
+    known = "compile=true, attention.implementation=flash and lora.rank=0"
+    with pytest.raises(ValueError, match=f"predicted for {known}, got compile=false, flash and 0"):
         peak_bytes(config("compile=false"))
 
 
@@ -168,7 +170,12 @@ def test_the_way_out_of_too_large_a_step_names_what_fits():
     small = config("tokens_per_microbatch=32768")
     assert "recompute=none tokens_per_microbatch=16384" in way_out(small, H200, 1)
     assert "nor does one sequence: use recompute=full, distributed=fsdp" in way_out(big, 16 * 2**30, 1)
-    assert "use tokens_per_microbatch=16384;" in way_out(replace(small, compile=False), H200, 1)
+    assert "; python -m scripts.plan with the same arguments lists more" in way_out(small, H200, 1)
+    # what is not predicted is halved
+    adapters = LoraConfig(rank=8, alpha=16.0, embeddings_and_norms=True)
+    beside = replace(small, lora=adapters, start=replace(small.start, weights="published"))
+    for unknown in (replace(small, compile=False), beside):
+        assert way_out(unknown, H200, 1).endswith("in less memory use tokens_per_microbatch=16384")
 
 
 def out_of_memory(rank: int, who: int) -> None:
@@ -194,7 +201,7 @@ def test_out_of_memory_on_one_rank_ends_all_with_the_way_out(tmp_path, monkeypat
         alone = faults.Attempt(faults.small_config("alone", 20), 1, partial(out_of_memory, who=0))
         alone.wait()
         assert (
-            f"MemoryError: out of memory on rank 0: {expected} memory use tokens_per_microbatch=64;"
+            f"MemoryError: out of memory on rank 0: {expected} memory use tokens_per_microbatch=64"
             in alone.log()
         )
         two = faults.Attempt(faults.small_config("two", 20), 2, partial(out_of_memory, who=1))

@@ -1,6 +1,7 @@
 """What a training loop calls: the text as batches, and the model in the form that this launch asks for."""
 
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from train.config import Config
 from train.context_parallel import ContextGroups, SharedSequences
 from train.distributed import Processes
 from train.documents import SeparateDocuments
+from train.lora import add_adapters
 from train.skipped_positions import SkippedPositions
+from train.weights import load_start
 
 
 def open_text(config: Config, text: Path, context: ContextGroups) -> tuple[TokenLoader, TokenLoader, int]:
@@ -50,15 +53,20 @@ def set_arithmetic(config: Config) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def build_weights(config: Config, device: torch.device) -> GPT:
-    """A new model, initialized from PyTorch's generator."""
-    return GPT(
+def build_weights(config: Config, device: torch.device, start: str | None = None) -> GPT:
+    """A new model, initialized from PyTorch's generator, or with the weights of start; then its adapters."""
+    weights = GPT(
         config.model,
         config.attention,
         fused_loss=config.fused_loss,
         low_precision_residual=config.low_precision_residual,
         recompute=config.recompute,
-    ).to(device)
+    )
+    if start is not None:
+        load_start(weights, replace(config.start, weights=start))
+    if config.lora.rank:
+        add_adapters(weights, config.lora)
+    return weights.to(device)
 
 
 def build_step_model(

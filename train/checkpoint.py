@@ -228,10 +228,13 @@ def check_fits(info: dict, path: Path, config: dict, *, same_run: bool) -> None:
     weights that it started from and what fixes the stream of tokens too: a run that goes on by itself must
     not change them unnoticed.
     """
-    # checkpoints without this key are of a time when there was one algorithm
-    saved = {"start": {}} | info["config"] | {"optim": {"algorithm": "adamw", **info["config"]["optim"]}}
+    # checkpoints without these keys are of a time when there was one algorithm, and no adapters
+    before = {"start": {}, "lora": {**config["lora"], "rank": 0}}
+    saved = before | info["config"] | {"optim": {"algorithm": "adamw", **info["config"]["optim"]}}
     always = [("model", key) for key in config["model"] if key not in FREE_MODEL_KEYS]
-    always += [("data", "tokenizer"), ("optim", "algorithm")]
+    always += [("data", "tokenizer"), ("optim", "algorithm"), ("lora", "rank")]
+    if config["lora"]["rank"]:
+        always += [("lora", "alpha"), ("lora", "embeddings_and_norms")]
     compared = list(always)
     if same_run:
         compared += [("start", "weights"), *(("", key) for key in STREAM_KEYS)]

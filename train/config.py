@@ -16,6 +16,7 @@ from train.bad_steps import BAD_STEP_ACTIONS, SpikeConfig
 from train.checkpoint import CheckpointConfig
 from train.evaluate import EvaluationConfig
 from train.logger import LoggingConfig, WandbConfig, counted
+from train.lora import LoraConfig
 from train.optim import OptimConfig
 from train.overrides import checked
 from train.parallel import STRATEGIES
@@ -75,6 +76,7 @@ class Config:
     # a trace of a few steps, and on a GPU a snapshot of its memory (train/profiler.py)
     profile: bool
     start: StartConfig
+    lora: LoraConfig
     model: ModelConfig
     attention: AttentionConfig
     data: DataConfig
@@ -120,6 +122,7 @@ class Config:
                 f"{self.model.max_seq_len}: lower seq_len, or raise model.max_seq_len"
             )
         self._check_context_parallel()
+        self.lora.check(self.start.weights, self.optim.algorithm)
 
     @property
     def steps(self) -> int:

@@ -3,7 +3,7 @@
 import gc
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from train.evaluate import evaluate
 from train.export import refuse_to_replace
 from train.interruption import Interrupted, Interruption
 from train.logger import counted
+from train.lora import merge_adapters
 from train.optim import build_optimizer, learning_rate
 from train.out_of_memory import end_out_of_memory
 from train.parallel import gather, shard
@@ -38,7 +39,7 @@ from train.saving import CheckpointSaver, remove_unfinished
 from train.step import autocast_context, forward_backward, update
 from train.throughput import StepTimer
 from train.watchdog import Watchdog
-from train.weights import load_start, locate
+from train.weights import locate
 
 
 def train(config: Config) -> float:
@@ -111,10 +112,10 @@ def _train(
 
     train_data, val_data, val_batches = open_text(config, text, context)
     set_arithmetic(config)
-    weights = build_weights(config, device)
+    start = None
     if config.start.weights and not saved_path:
-        source = processes.from_main(lambda: str(locate(config.start.weights)))
-        load_start(weights, replace(config.start, weights=source))
+        start = processes.from_main(lambda: str(locate(config.start.weights)))
+    weights = build_weights(config, device, start)
     is_sharded = config.distributed == "fsdp" and processes.world_size > 1
     if is_sharded:
         shard(weights, processes, config.shard_processes, compiled=config.compile)
@@ -197,6 +198,8 @@ def _train(
     optimizer.state.clear()
     weights = gather(weights, lambda: build_weights(config, device), is_main=is_main)
     if is_main:
+        if config.lora.rank:
+            merge_adapters(weights)
         seconds, has_trained = time.perf_counter() - started, first_step < config.steps
         with autocast():
             finish_run(config, folder, weights, val_loss, seconds, processes, flops, has_trained=has_trained)

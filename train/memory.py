@@ -15,15 +15,20 @@ from train.config import Config
 USABLE = 0.94
 
 
+def is_predicted(config: Config) -> bool:
+    """Whether the memory of this kind of run is known: compiled, with our attention, all weights trained."""
+    return config.compile and config.attention.implementation == "flash" and config.lora.rank == 0
+
+
 def peak_bytes(config: Config, world_size: int = 1, chunk: int = LOGIT_ROWS) -> int:
     """The peak of allocated memory of each process, in bytes; chunk: rows of logits of the fused loss.
 
-    Raises ValueError for models that are not compiled, whose memory has other rules.
+    Raises ValueError for what is not predicted.
     """
-    if not config.compile or config.attention.implementation != "flash":
+    if not is_predicted(config):
         raise ValueError(
-            "memory is predicted for compile=true and attention.implementation=flash, got "
-            f"compile={str(config.compile).lower()} and {config.attention.implementation}"
+            "memory is predicted for compile=true, attention.implementation=flash and lora.rank=0, got "
+            f"compile={str(config.compile).lower()}, {config.attention.implementation} and {config.lora.rank}"
         )
     model, n = config.model, config.tokens_per_microbatch
     small = 4 if config.precision == "fp32" else 2

@@ -10,7 +10,7 @@ import torch
 from model.recompute import RECOMPUTE
 from train.config import Config
 from train.distributed import Processes
-from train.memory import largest_microbatch, microbatches, peak_bytes
+from train.memory import is_predicted, largest_microbatch, microbatches, peak_bytes
 from train.watchdog import VERDICT
 
 # as for a refused configuration
@@ -40,8 +40,9 @@ def way_out(config: Config, memory: int | None, world_size: int) -> str:
     given = f"tokens_per_microbatch={now} with recompute={config.recompute} does not fit"
     smaller = [tokens for tokens in microbatches(config, world_size) if tokens < now]
     found = []
-    if memory is None or not config.compile or config.attention.implementation != "flash":
-        # there is no prediction: half of it, and so on
+    more = ""
+    if memory is None or not is_predicted(config):
+        # half of it, and so on
         found += [f"tokens_per_microbatch={tokens}" for tokens in smaller if tokens <= now // 2][:1]
     else:
         for kind in RECOMPUTE[RECOMPUTE.index(config.recompute) :]:
@@ -51,12 +52,10 @@ def way_out(config: Config, memory: int | None, world_size: int) -> str:
                 gib = peak_bytes(fitting, world_size) / 2**30
                 tokens = f"tokens_per_microbatch={fitting.tokens_per_microbatch}"
                 found.append(f"recompute={kind} {tokens} (predicted {gib:.1f} GiB)")
+        more = "; python -m scripts.plan with the same arguments lists more"
     if not found:
         return (
             f"{given}, and by prediction nor does one sequence: use recompute=full, distributed=fsdp or "
             "context_parallel on more GPUs, or a shorter seq_len"
         )
-    return (
-        f"{given}. For the same steps in less memory use {', or '.join(found)}; "
-        "python -m scripts.plan with the same arguments lists more"
-    )
+    return f"{given}. For the same steps in less memory use {', or '.join(found)}{more}"

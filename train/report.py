@@ -37,8 +37,12 @@ def open_run(
     accumulation = config.accumulation(world_size)
     tokens = steps * config.tokens_per_step
     epochs = tokens / train_data.tokens_per_epoch
+    trained = ""
+    if config.lora.rank:
+        n_trained = sum(p.numel() for p in weights.parameters() if p.requires_grad)
+        trained = f"{readable(n_trained)} of them trained, "
     print(
-        f"{config.name}: {readable(weights.n_parameters())} parameters, "
+        f"{config.name}: {readable(weights.n_parameters())} parameters, {trained}"
         f"attention {config.attention.implementation}, {config.precision}, "
         f"{world_size} x {device_name(processes.device)}\n"
         f"{counted(steps, 'step')} of {counted(config.tokens_per_step, 'token')}: "
@@ -70,6 +74,8 @@ def run_flops(config: Config, train_data: TokenLoader) -> dict[str, float]:
         config.attention,
         config.seq_len,
         recompute=config.recompute,
+        lora_rank=config.lora.rank,
+        lora_head=config.lora.embeddings_and_norms,
         document_ids=documents,
     )
 

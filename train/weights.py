@@ -15,6 +15,7 @@ from train.checkpoint import (
     readable_checkpoints,
     verify_checkpoint,
 )
+from train.lora import LoraConfig, add_adapters, merge_adapters
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,14 +88,21 @@ def read_model_config(source: Path | str) -> ModelConfig:
 def load_model(source: Path | str, attention: AttentionConfig) -> GPT:
     """The model in a Hugging Face folder, a run's folder (its newest checkpoint) or a checkpoint, on the CPU.
 
-    Raises ValueError if there is none.
+    Adapters are merged into it. Raises ValueError if there is none.
     """
     source = Path(source)
     if (source / "config.json").is_file():
         return load_pretrained(source, attention)
     checkpoint = _checkpoint(source)
-    model = GPT(ModelConfig(**read_checkpoint(checkpoint)["config"]["model"]), attention)
+    config = read_checkpoint(checkpoint)["config"]
+    model = GPT(ModelConfig(**config["model"]), attention)
+    # a checkpoint without this key is older than adapters
+    has_adapters = "lora" in config and config["lora"]["rank"]
+    if has_adapters:
+        add_adapters(model, LoraConfig(**config["lora"]))
     load_tensors(checkpoint, model)
+    if has_adapters:
+        merge_adapters(model)
     return model
 
 

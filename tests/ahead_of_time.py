@@ -34,8 +34,8 @@ SHARED_MEMORY = {
     "sm_120": 101376,
     "gfx942": 65536,
 }
-# measured faster on an H200 than any tile that does not: what spills is not used in the loop
-MAY_SPILL = {("sm_90", "dkdv", 128)}
+# bytes; measured faster on an H200 than any tile that does not spill (docs/kernels.md)
+MAY_SPILL = {("sm_90", "dkdv", 128, "causal"): 384, ("sm_90", "forward", 128, "full"): 168}
 POINTERS = {
     "lse_ptr": "*fp32",
     "lse_log2_ptr": "*fp32",

@@ -13,12 +13,15 @@ from tests.compile_apart import compile_apart, each_triton
 @each_triton
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 def test_kernels_fit_their_gpus_without_spilling(arch, version):
-    arguments = [f"arch={arch}", "kernel=forward,dkdv,dq", "head_dim=64,128", "dtype=bf16"]
-    rows = compile_apart("tests.ahead_of_time", version, *arguments, "mask=causal", "dropout=0")
-    assert len(rows) == 6
+    # where a tile depends on the mask
+    masks = ("causal", "full") if arch == "sm_90" else ("causal",)
+    arguments = [f"arch={arch}", "kernel=forward,dkdv,dq", "head_dim=64,128", "dtype=bf16", "dropout=0"]
+    rows = compile_apart("tests.ahead_of_time", version, *arguments, f"mask={','.join(masks)}")
+    assert len(rows) == 6 * len(masks)
     for row in rows:
         assert row["shared"] <= SHARED_MEMORY[arch], row
-        assert row["spilled"] in (0, None) or (arch, row["kernel"], int(row["head_dim"])) in MAY_SPILL, row
+        most = MAY_SPILL.get((arch, row["kernel"], int(row["head_dim"]), row["mask"]), 0)
+        assert (row["spilled"] or 0) <= most, row
 
 
 @each_triton

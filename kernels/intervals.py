@@ -23,7 +23,7 @@ def document_bounds(
     ids = document_ids.contiguous()
     first = torch.searchsorted(ids, ids, out_int32=True)
     end = torch.searchsorted(ids, ids, right=True, out_int32=True)
-    bounds = torch.stack([first, end], dim=1).masked_fill((ids < 0)[:, None], 0)
+    bounds = torch.stack([first, end], dim=1).masked_fill_((ids < 0)[:, None], 0)
     if offset == 0 and not causal and window is None:
         # whoever sees is seen
         return bounds, bounds

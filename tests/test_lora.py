@@ -167,3 +167,19 @@ def test_a_machine_without_peft_is_told_how_to_get_it(monkeypatch):
         add_adapters(GPT(ModelConfig(**SIZES), SDPA), config)
     pinned = Path(__file__).parent.parent / "requirements-dev.txt"
     assert f"\npeft=={VERSION}\n" in pinned.read_text()
+
+
+@pytest.mark.gpu
+def test_a_compiled_run_on_a_gpu_trains_adapters_through_our_kernels(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    faults.write_corpus(tmp_path)
+    on_gpu = ["device=cuda", "precision=bf16", "attention=flash", "fused_loss=true", "compile=true"]
+    on_gpu += ["model.n_embd=128", "model.dropout=0.0"]
+    faults.run_training(faults.small_config("first", 10, *on_gpu))
+    val_loss = faults.run_training(faults.small_config("tuned", 20, *on_gpu, *ADAPTERS))
+    losses = [line["val_loss"] for line in faults.numbers("tuned") if line.get("val_loss") is not None]
+    assert val_loss < losses[0] - 0.1
+    # merged it is the same model
+    faults.run_training(faults.small_config("next", 1, *on_gpu, "start.weights=runs/tuned"))
+    first = next(line["val_loss"] for line in faults.numbers("next"))
+    assert first == pytest.approx(val_loss, abs=1e-2)

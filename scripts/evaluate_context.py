@@ -17,7 +17,7 @@ import torch
 
 from data.loader import TokenLoader
 from data.manifest import read_manifest
-from data.tokenizer import is_tokenizer, load_tokenizer, shard_mark
+from data.tokenizer import is_tokenizer, load_tokenizer, same_tokens
 from model import GPT
 from scripts.arguments import argument, run_script
 from scripts.inference import check_inference
@@ -69,7 +69,7 @@ def main(arguments: Arguments) -> None:
     model = load_model(arguments.model, run_attention(arguments.model, arguments.attention))
     own = tokenizer_name(arguments.model)
     # a Hugging Face folder may lack its tokenizer
-    if is_tokenizer(own) and shard_mark(own) != shard_mark(name):
+    if is_tokenizer(own) and not same_tokens(load_tokenizer(own), load_tokenizer(name)):
         raise ValueError(
             f"data={arguments.data} is in tokens of {name}, the model reads those of {own}: prepare the text "
             f"with data.tokenizer={own}"

@@ -111,7 +111,7 @@ def test_text_in_the_tokens_of_a_published_model_goes_in_and_comes_out(tmp_path,
     monkeypatch.setattr(sys, "argv", [])
     faults.write_corpus(tmp_path)
     vocab_size = write_tokenizer(tmp_path / "published")
-    tokenizer = ["data.tokenizer=published", "data.folder=datasets/published", *LLAMA]
+    tokenizer = ["data.tokenizer=published", "data.folder=datasets/published", "seq_len=64", *LLAMA]
     config = faults.small_config("first", 5, *tokenizer, "export=true", f"model.vocab_size={vocab_size}")
     faults.run_training(config)
     # and once more, at the same end of the same run
@@ -131,6 +131,12 @@ def test_text_in_the_tokens_of_a_published_model_goes_in_and_comes_out(tmp_path,
             faults.run_training(
                 faults.small_config("second", 5, "start.weights=exported", f"data.tokenizer={other}")
             )
+    # the same tokens from a file that is written otherwise
+    file = Path("exported/tokenizer.json")
+    file.write_text(json.dumps(json.loads(file.read_text()), indent=8))
+    options = ["sequences=1", "scored=8", "lengths=[64]", "depths=[0.5]", "prompts=1", "attention=sdpa"]
+    call(evaluate_context, "model=exported", "data=datasets/published", *options)
+    assert Path("context.json").is_file()
     # shards belong to a tokenizer's content, a run to its place
     Path("published").rename("moved")
     with pytest.raises(

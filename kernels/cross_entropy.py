@@ -81,36 +81,41 @@ def cross_entropy_(
 @torch.library.custom_op("nanoflash::linear_cross_entropy", mutates_args=())
 @on_its_gpu
 def linear_cross_entropy_forward(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk: int, with_gradient: bool
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    chunk: int,
+    of_hidden: bool,
+    of_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean loss, and the gradients of the losses' sum by hidden and weight: empty without gradient."""
+    """The mean loss, and the gradients of the losses' sum by hidden and weight, empty if not asked for."""
     n_rows = hidden.shape[0]
     cast, targets = weight.to(hidden.dtype), targets.contiguous()
     losses = torch.empty(n_rows, dtype=torch.float32, device=hidden.device)
-    dhidden, dweight = _gradients(hidden, weight, with_gradient)
+    dhidden, dweight = _gradients(hidden, weight, of_hidden, of_weight)
     buffer = torch.empty(min(chunk, n_rows), weight.shape[0], dtype=hidden.dtype, device=hidden.device)
     for start in range(0, n_rows, chunk):
         rows = slice(start, min(start + chunk, n_rows))
         logits = torch.mm(hidden[rows], cast.T, out=buffer[: rows.stop - start])
-        cross_entropy_(logits, targets[rows], losses[rows], vocab_size, with_gradient)
-        if with_gradient:
+        cross_entropy_(logits, targets[rows], losses[rows], vocab_size, of_hidden or of_weight)
+        if of_hidden:
             torch.mm(logits, cast, out=dhidden[rows])
-            if start == 0:
-                _mm(logits.T, hidden[rows], out=dweight)
-            else:
-                dweight += _mm(logits.T, hidden[rows], out=torch.empty_like(dweight))
+        if of_weight and start == 0:
+            _mm(logits.T, hidden[rows], out=dweight)
+        elif of_weight:
+            dweight += _mm(logits.T, hidden[rows], out=torch.empty_like(dweight))
     return losses.mean(), dhidden, dweight
 
 
 @linear_cross_entropy_forward.register_fake
-def _(hidden, weight, targets, vocab_size, chunk, with_gradient):
-    return hidden.new_empty((), dtype=torch.float32), *_gradients(hidden, weight, with_gradient)
+def _(hidden, weight, targets, vocab_size, chunk, of_hidden, of_weight):
+    return hidden.new_empty((), dtype=torch.float32), *_gradients(hidden, weight, of_hidden, of_weight)
 
 
-def _gradients(hidden: Tensor, weight: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor]:
-    if with_gradient:
-        return torch.empty_like(hidden), torch.empty_like(weight)
-    return hidden.new_empty(0), weight.new_empty(0)
+def _gradients(hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: bool) -> tuple[Tensor, Tensor]:
+    asked = ((hidden, of_hidden), (weight, of_weight))
+    return tuple(torch.empty_like(x) if wanted else x.new_empty(0) for x, wanted in asked)
 
 
 def _mm(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
@@ -121,7 +126,7 @@ def _mm(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
 
 
 def _save_for_backward(ctx, inputs, output):
-    ctx.n_rows = inputs[0].shape[0]
+    ctx.n_rows, (ctx.of_hidden, ctx.of_weight) = inputs[0].shape[0], inputs[-2:]
     ctx.save_for_backward(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -129,7 +134,9 @@ def _save_for_backward(ctx, inputs, output):
 def _backward(ctx, dloss, *_):
     dhidden, dweight = ctx.saved_tensors
     scale = dloss / ctx.n_rows
-    return dhidden * scale, dweight * scale, None, None, None, None
+    dhidden = dhidden * scale if ctx.of_hidden else None
+    dweight = dweight * scale if ctx.of_weight else None
+    return dhidden, dweight, None, None, None, None, None
 
 
 linear_cross_entropy_forward.register_autograd(_backward, setup_context=_save_for_backward)
@@ -158,5 +165,5 @@ def linear_cross_entropy(
         raise ValueError(
             f"vocab_size must be from 1 to the {weight.shape[0]} rows of weight, got {vocab_size}"
         )
-    with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return linear_cross_entropy_forward(hidden, weight, targets, vocab_size, chunk, with_gradient)[0]
+    wanted = (torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
+    return linear_cross_entropy_forward(hidden, weight, targets, vocab_size, chunk, *wanted)[0]

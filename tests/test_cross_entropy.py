@@ -44,6 +44,18 @@ def test_without_gradients_it_is_the_loss_alone(device):
     torch.testing.assert_close(loss, expected(hidden, weight, targets, 300).float())
 
 
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_what_is_frozen_has_its_gradient_neither_made_nor_kept(device, frozen):
+    *tensors, targets = inputs(device)
+    both = torch.autograd.grad(linear_cross_entropy(*tensors, targets, 300, 37), tensors)
+    tensors[frozen].requires_grad_(False)
+    loss = linear_cross_entropy(*tensors, targets, 300, 37)
+    assert [x.shape for x in loss.grad_fn.saved_tensors if x.numel()] == [tensors[1 - frozen].shape]
+    loss.backward()
+    assert tensors[frozen].grad is None
+    assert torch.equal(tensors[1 - frozen].grad, both[1 - frozen])
+
+
 def test_large_logits_do_not_overflow(device):
     hidden, weight, targets = inputs(device)
     loss = linear_cross_entropy(hidden * 100, weight, targets, 300)
@@ -77,7 +89,7 @@ def test_what_does_not_fit_is_refused(change, message):
 def test_the_operator_keeps_pytorchs_rules(device):
     hidden, weight, targets = inputs(device, n_rows=4)
     torch.library.opcheck(
-        torch.ops.nanoflash.linear_cross_entropy.default, (hidden, weight, targets, 300, 3, True)
+        torch.ops.nanoflash.linear_cross_entropy.default, (hidden, weight, targets, 300, 3, True, True)
     )
 
 

@@ -68,8 +68,9 @@ def flops_ledger(
             executed -= 2 * head + 2 * rows * (columns + lora_rank)
     if recompute == "full":
         products += 2
-        # the layer's last product is not needed again
-        executed += 2 * (layers - model.n_layer * model.mlp_width * model.n_embd)
+        # the layer's last product is not needed again: of a frozen matrix its adapter's
+        last = lora_rank * model.n_embd if lora_rank else model.mlp_width * model.n_embd
+        executed += 2 * (layers + adapters - model.n_layer * last)
     plain, palm = (flops_per_token(model, length, causal=False) for length in (0, seq_len))
     causal = flops_per_token(model, seq_len, causal=True)
     if lora_rank:

@@ -69,8 +69,9 @@ def test_computed_pairs_leave_out_the_tiles_before_a_document():
 
 
 @pytest.mark.parametrize(
-    ("recompute", "lora"), [("none", {}), ("full", {}), ("none", LORA), ("none", LORA | {"lora_head": True})]
+    "lora", [{}, LORA, LORA | {"lora_head": True}], ids=["all", "adapters", "adapters-and-head"]
 )
+@pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
 def test_executed_flops_are_those_that_torch_counts(shape, recompute, lora):
     llama = {"n_kv_head": 1, "mlp_width": 96, "norm": "rms", "mlp": "swiglu", "bias": "none"}

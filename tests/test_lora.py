@@ -132,6 +132,8 @@ def test_a_run_goes_on_with_the_adapters_that_it_has(started):
         faults.run_training(faults.small_config("tuned", 4, *ADAPTERS, "lora.rank=8"))
     with pytest.raises(ValueError, match="lora.alpha is 16.0 in the checkpoint and 4.0 in the configuration"):
         faults.run_training(faults.small_config("tuned", 4, *ADAPTERS, "lora.alpha=4"))
+    with pytest.raises(ValueError, match="lora.rank must be below the 32 channels of the model, got 32"):
+        faults.small_config("tuned", 4, *ADAPTERS, "lora.rank=32")
     with pytest.raises(ValueError, match="lora.rank is 4 in the checkpoint and 0 in the configuration"):
         faults.run_training(faults.small_config("tuned", 4, "start.weights=runs/first"))
     with pytest.raises(ValueError, match="lora.rank is 0 in the checkpoint and 4 in the configuration"):
@@ -142,7 +144,8 @@ def test_a_run_goes_on_with_the_adapters_that_it_has(started):
     ("overrides", "message"),
     [
         (["lora.rank=-1"], "lora.rank must be at least 0, got -1"),
-        (["lora.rank=4", "lora.alpha=0"], "lora.alpha must be above 0, got 0.0"),
+        (["lora.rank=4", "lora.alpha=0"], "lora.alpha must be above 0 and finite, got 0.0"),
+        (["lora.rank=4", "lora.alpha=inf"], "lora.alpha must be above 0 and finite, got inf"),
         (["lora.rank=4"], "lora.rank=4 trains beside weights that are there: give start.weights"),
         (
             ["lora.rank=4", "start.weights=runs/first", "optim=muon"],
@@ -155,16 +158,22 @@ def test_what_adapters_cannot_do_is_refused(overrides, message):
         parse(composed("device=cpu", *overrides))
 
 
-def test_a_machine_without_peft_is_told_how_to_get_it(monkeypatch):
+def test_a_machine_without_peft_is_told_how_to_get_it(started, monkeypatch):
+    faults.run_training(faults.small_config("tuned", 2, *ADAPTERS))
     monkeypatch.setattr("train.lora.find_spec", lambda name: None)
     config, message = (
         LoraConfig(rank=4, alpha=1.0, embeddings_and_norms=True),
-        r"lora.rank=4 needs peft: pip install peft==\d",
+        r"adapters \(lora.rank=4\) need peft: pip install peft==\d",
     )
     with pytest.raises(ValueError, match=message):
         config.check("weights", "adamw")
     with pytest.raises(ValueError, match=message):
         add_adapters(GPT(ModelConfig(**SIZES), SDPA), config)
+    # before the text is prepared
+    full = faults.small_config("full", 2, "start.weights=runs/tuned", "data.folder=new")
+    with pytest.raises(ValueError, match=f"start.weights=runs/tuned: {message}"):
+        faults.run_training(full)
+    assert not Path("new").exists()
     pinned = Path(__file__).parent.parent / "requirements-dev.txt"
     assert f"\npeft=={VERSION}\n" in pinned.read_text()
 

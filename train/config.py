@@ -219,6 +219,7 @@ def parse(cfg: DictConfig) -> Config:
         longest = max(config.seq_len, config.pose_seq_len or 0)
         config.model = start_model(config.start, longest, config.model.dropout, Path("runs") / config.name)
     config.check_pose()
+    config.lora.check_rank(config.model)
     return config
 
 

@@ -4,12 +4,14 @@ peft puts them beside every matrix of the layers, and adds them to it in the end
 sample, its export and what scripts read from its checkpoints, is a model like any other.
 """
 
+import math
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 from torch import nn
 
-from model import GPT
+from model import GPT, ModelConfig
+from model.config import layer_matrices
 
 # of peft, as the tests run with
 VERSION = "0.21.2"
@@ -27,8 +29,14 @@ class LoraConfig:
     def __post_init__(self):
         if self.rank < 0:
             raise ValueError(f"lora.rank must be at least 0, got {self.rank}")
-        if not self.alpha > 0.0:
-            raise ValueError(f"lora.alpha must be above 0, got {self.alpha}")
+        if not 0.0 < self.alpha < math.inf:
+            raise ValueError(f"lora.alpha must be above 0 and finite, got {self.alpha}")
+
+    def check_rank(self, model: ModelConfig) -> None:
+        """Raises ValueError for adapters as large as the matrices beside them."""
+        smallest = min(side for sides in layer_matrices(model).values() for side in sides)
+        if self.rank >= smallest:
+            raise ValueError(f"lora.rank must be below the {smallest} channels of the model, got {self.rank}")
 
     def check(self, weights: str | None, algorithm: str) -> None:
         """Raises ValueError for what adapters do not go with; weights, algorithm: start's and optim's."""
@@ -49,7 +57,7 @@ class LoraConfig:
     def check_installed(self) -> None:
         """Raises ValueError if there is no peft."""
         if find_spec("peft") is None:
-            raise ValueError(f"lora.rank={self.rank} needs peft: pip install peft=={VERSION}")
+            raise ValueError(f"adapters (lora.rank={self.rank}) need peft: pip install peft=={VERSION}")
 
 
 def add_adapters(model: GPT, config: LoraConfig) -> None:

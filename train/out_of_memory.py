@@ -54,8 +54,9 @@ def way_out(config: Config, memory: int | None, world_size: int) -> str:
                 found.append(f"recompute={kind} {tokens} (predicted {gib:.1f} GiB)")
         more = "; python -m scripts.plan with the same arguments lists more"
     if not found:
+        predicted = ", and by prediction nor does one sequence" if more else ""
         return (
-            f"{given}, and by prediction nor does one sequence: use recompute=full, distributed=fsdp or "
+            f"{given}{predicted}: use recompute=full, distributed=fsdp or "
             "context_parallel on more GPUs, or a shorter seq_len"
         )
     return f"{given}. For the same steps in less memory use {', or '.join(found)}{more}"

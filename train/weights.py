@@ -66,8 +66,14 @@ def locate(source: Path | str) -> Path:
 
 def check_start(config: StartConfig) -> None:
     """Raises ValueError for weights that load_start could not read, without reading them all."""
-    if (Path(config.weights) / "config.json").is_file():
-        check_pretrained(config.weights)
+    source = Path(config.weights)
+    if (source / "config.json").is_file():
+        check_pretrained(source)
+    elif (lora := adapters_of(read_checkpoint(_checkpoint(source))["config"])) is not None:
+        try:
+            lora.check_installed()
+        except ValueError as error:
+            raise ValueError(f"start.weights={config.weights}: {error}") from error
 
 
 def load_start(model: GPT, config: StartConfig) -> None:
@@ -96,14 +102,18 @@ def load_model(source: Path | str, attention: AttentionConfig) -> GPT:
     checkpoint = _checkpoint(source)
     config = read_checkpoint(checkpoint)["config"]
     model = GPT(ModelConfig(**config["model"]), attention)
-    # a checkpoint without this key is older than adapters
-    has_adapters = "lora" in config and config["lora"]["rank"]
-    if has_adapters:
-        add_adapters(model, LoraConfig(**config["lora"]))
+    lora = adapters_of(config)
+    if lora is not None:
+        add_adapters(model, lora)
     load_tensors(checkpoint, model)
-    if has_adapters:
+    if lora is not None:
         merge_adapters(model)
     return model
+
+
+def adapters_of(config: dict) -> LoraConfig | None:
+    """Those of a checkpoint with this configuration, if any; one without the key is older than they."""
+    return LoraConfig(**config["lora"]) if config.get("lora", {"rank": 0})["rank"] else None
 
 
 def run_attention(source: Path | str, implementation: str) -> AttentionConfig:

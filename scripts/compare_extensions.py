@@ -62,6 +62,7 @@ def main(arguments: Arguments) -> None:
         raise ValueError(f"stages must be of {', '.join(STAGES)}, got {', '.join(sorted(unknown))}")
     if "evaluate" in arguments.stages:
         evaluate_context.check_settings(evaluation(arguments))
+    check_windows(arguments)
     base, gpus = f"example-{arguments.base_seq_len}", places()
     # by length, before that what is there already
     chosen = sorted(arguments.methods, key=lambda method: method != BEFORE)
@@ -90,6 +91,15 @@ def main(arguments: Arguments) -> None:
         report(cases, out)
     if failed:
         raise ValueError(f"{', '.join(failed)} failed, see above: what is finished is not done again")
+
+
+def check_windows(arguments: Arguments) -> None:
+    """Raises ValueError for text too short for a model: it is cut into windows of each of seq_lens."""
+    if BEFORE in arguments.methods and min(arguments.seq_lens, default=0) < arguments.base_seq_len:
+        raise ValueError(
+            f"seq_lens must be at least base_seq_len={arguments.base_seq_len}, which {BEFORE} reads, got "
+            f"{arguments.seq_lens}"
+        )
 
 
 class Case(NamedTuple):
@@ -142,13 +152,13 @@ def evaluate(case: Case, out: Path, arguments: Arguments) -> None:
         return
     settings, folder = evaluation(arguments), run_config(case.run)["data"]["folder"]
     given = {"model": f"runs/{case.run}", "data": settings.data or folder, "out": str(out)}
-    evaluate_context.main(replace(settings, window=settings.window or case.seq_len, **given))
+    evaluate_context.main(replace(settings, window=case.seq_len, **given))
 
 
 def evaluation(arguments: Arguments) -> evaluate_context.Arguments:
     """What is measured of each run; data is empty for the run's own. Raises ValueError for what cannot be."""
     given = arguments.evaluation
-    for key in ("model", "out"):
+    for key in ("model", "out", "window"):
         if key in given:
             raise ValueError(f"evaluation.{key} differs from run to run, got {given[key]}: leave it out")
     try:
@@ -179,7 +189,12 @@ def report(cases: list[Case], out: Path) -> None:
 
 def summary(case: Case, measured: list[dict]) -> dict:
     """One line of the table: of a run's metrics and of what evaluate_context found."""
-    metrics = read_metrics(Path("runs", case.run, "metrics.jsonl"))
+    path = Path("runs", case.run, "metrics.jsonl")
+    if not path.exists():
+        raise ValueError(
+            f"{path} is not there: the report reads it beside the results, run it where runs/ is"
+        )
+    metrics = read_metrics(path)
     validated = [line["val_loss"] for line in metrics if line.get("val_loss") is not None]
     last = metrics[-1]
     by_context = {row["context"]: row["loss"] for row in measured if row["kind"] == "context"}

@@ -81,8 +81,11 @@ def main(arguments: Arguments) -> None:
         )
     seq_len, lengths = checked_lengths(arguments, model.config.max_seq_len)
     window = seq_len if arguments.window is None else arguments.window
-    if window < seq_len:
-        raise ValueError(f"window must be at least seq_len={seq_len}, got {window}")
+    if not seq_len <= window < manifest["splits"]["val"]["tokens"]:
+        raise ValueError(
+            f"window must be at least seq_len={seq_len}, and below the "
+            f"{manifest['splits']['val']['tokens']} tokens of validation text, got {window}"
+        )
     model.to(arguments.device).eval()
     loader = TokenLoader(
         arguments.data,

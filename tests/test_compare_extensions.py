@@ -82,6 +82,20 @@ def test_what_cannot_be_done_is_refused(started, stages, methods, message):
         call(*stages, methods=methods)
 
 
+def test_windows_too_short_for_the_first_model_are_refused_before_anything_is_trained(started):
+    given = {"stages": ["pretrain"], "methods": ["before"], "seq_lens": [128, 32], "base_seq_len": 64}
+    with pytest.raises(ValueError, match=r"seq_lens must be at least base_seq_len=64, .* got \[128, 32\]"):
+        compare_extensions.main(compare_extensions.Arguments(**given))
+    assert started == []
+
+
+def test_a_report_without_the_runs_says_what_it_lacks(started):
+    call("pretrain", "extend", "evaluate", methods=("linear",))
+    Path("runs").rename("elsewhere")
+    with pytest.raises(ValueError, match="runs/example-128-linear/metrics.jsonl is not there: the report"):
+        call("report", methods=("linear",))
+
+
 def test_recall_that_was_not_measured_at_the_models_own_length_is_left_open(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "runs" / "example-128-yarn"
@@ -108,6 +122,7 @@ def test_recall_that_was_not_measured_at_the_models_own_length_is_left_open(tmp_
         ({"prompts": "many"}, "is not of scripts.evaluate_context: prompts: Value 'many' .* Integer"),
         ({"prompts": 0}, "prompts must be at least 1, got 0"),
         ({"model": "mine"}, "evaluation.model differs from run to run, got mine: leave it out"),
+        ({"window": 64}, "evaluation.window differs from run to run, got 64: leave it out"),
     ],
 )
 def test_an_evaluation_is_checked_before_anything_is_trained(started, evaluation, message):

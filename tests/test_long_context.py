@@ -80,7 +80,7 @@ def test_a_model_is_taken_to_longer_sequences_and_out_again(shape, method, tmp_p
             {"seq_len": 8, "lengths": [64]},
             "^lengths must be at most 32, the tokens of 4 windows of 8",
         ),
-        ({"seq_len": 32, "window": 31, "lengths": [64]}, "^window must be at least seq_len=32, got 31"),
+        ({"seq_len": 32, "window": 31, "lengths": [64]}, r"^window must be at least seq_len=32, .* got 31"),
     ):
         with pytest.raises(ValueError, match=message):
             evaluate_context.main(evaluate_context.Arguments(**given, **lengths))

@@ -17,7 +17,7 @@ import torch
 
 from data.loader import TokenLoader
 from data.manifest import read_manifest
-from data.tokenizer import is_tokenizer, load_tokenizer, same_tokens
+from data.tokenizer import Tokenizer, is_tokenizer, load_tokenizer, same_tokens
 from model import GPT
 from scripts.arguments import argument, run_script
 from scripts.inference import check_inference
@@ -67,9 +67,9 @@ def main(arguments: Arguments) -> None:
     manifest = read_manifest(Path(arguments.data))
     name = manifest["config"]["tokenizer"]
     model = load_model(arguments.model, run_attention(arguments.model, arguments.attention))
-    own = tokenizer_name(arguments.model)
+    own, tokenizer = tokenizer_name(arguments.model), load_tokenizer(name)
     # a Hugging Face folder may lack its tokenizer
-    if is_tokenizer(own) and not same_tokens(load_tokenizer(own), load_tokenizer(name)):
+    if is_tokenizer(own) and not same_tokens(load_tokenizer(own), tokenizer):
         raise ValueError(
             f"data={arguments.data} is in tokens of {name}, the model reads those of {own}: prepare the text "
             f"with data.tokenizer={own}"
@@ -99,7 +99,7 @@ def main(arguments: Arguments) -> None:
     filler = filler_text(loader, max(lengths))
     with autocast_context(arguments.device, arguments.precision):
         rows = text_rows(model, loader, seq_len, arguments)
-        rows += recall_rows(model, filler, lengths, name, arguments)
+        rows += recall_rows(model, filler, lengths, tokenizer, arguments)
     for row in rows:
         row |= {"model": arguments.model, "seq_len": seq_len, "window": window}
     write_result(out, rows)
@@ -184,10 +184,10 @@ def mean_rows(tables: list[list[dict]]) -> list[dict]:
 
 
 def recall_rows(
-    model: GPT, filler: np.ndarray, lengths: list[int], tokenizer_name: str, arguments: Arguments
+    model: GPT, filler: np.ndarray, lengths: list[int], tokenizer: Tokenizer, arguments: Arguments
 ) -> list[dict]:
     """Accuracy of the passkey and of one key among many, for each length and depth."""
-    tokenizer, rng = load_tokenizer(tokenizer_name), np.random.default_rng(arguments.seed)
+    rng = np.random.default_rng(arguments.seed)
     rows = []
     for length, depth in product(sorted(lengths), arguments.depths):
         tasks = {

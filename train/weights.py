@@ -69,7 +69,11 @@ def check_start(config: StartConfig) -> None:
     source = Path(config.weights)
     if (source / "config.json").is_file():
         check_pretrained(source)
-    elif (lora := adapters_of(read_checkpoint(_checkpoint(source))["config"])) is not None:
+        return
+    # by their markers, which all checkpoints of a run share in this
+    infos = list(readable_checkpoints(source / "checkpoints").values()) or [read_checkpoint(source)]
+    lora = adapters_of(infos[-1]["config"])
+    if lora is not None:
         try:
             lora.check_installed()
         except ValueError as error:

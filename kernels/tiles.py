@@ -21,6 +21,8 @@ class Tile(NamedTuple):
     num_stages: int
     # read by TMA where the GPU and the strides allow it
     tma: bool = False
+    # most of a thread, where fewer let another block run beside it; None: what the compiler takes
+    registers: int | None = None
 
     def within(self, block_size: int) -> "Tile":
         """The same, but not larger than a block of a block mask; 0 means no block mask."""
@@ -30,11 +32,13 @@ class Tile(NamedTuple):
 
     def options(self) -> dict[str, int]:
         """As the keyword arguments of a kernel launch."""
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
+            **limit,
         }
 
 
@@ -87,7 +91,7 @@ HOPPER = (
         ("forward dropout", 2, 64): Tile(64, 64, 4, 2, True),
         ("dkdv dropout", 2, 64): Tile(64, 64, 4, 2, True),
         ("forward dropout blocks", 2, 64): Tile(64, 64, 4, 3, True),
-        ("dq dropout blocks", 2, 64): Tile(64, 64, 4, 5, True),
+        ("dq dropout blocks", 2, 64): Tile(64, 64, 4, 5, True, 168),
         ("dkdv dropout blocks", 2, 64): Tile(64, 64, 4, 5, True),
         ("forward window", 2, 64): Tile(64, 64, 4, 2, True),
         ("dq window", 2, 64): Tile(64, 64, 4, 2, True),

@@ -103,7 +103,7 @@ def compile_kernel(
         if arch.startswith("gfx")
         else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     )
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    options = {name: value for name, value in tile.options().items() if not name.startswith("BLOCK")}
     compiled = triton.compile(source, target=target, options=options)
     used = {"shared": compiled.metadata.shared, "registers": None, "spilled": None, "warnings": []}
     if target.backend == "cuda":

@@ -38,10 +38,10 @@ def first_of_program(spans_ptr, program, BLOCK_SIZE: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def find_span(
-    first_of_first, end_of_first, first_of_last, end_of_last, spans_ptr, entries_ptr, line,
+    first_of_first, end_of_first, first_of_last, end_of_last, listed, entries_ptr,
     MASK: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The span of a tile whose first line is `line`, from the intervals that its first and last line see."""
+    """The span of a tile, from what load_list found and the intervals that its first and last line see."""
     if BLOCK_SIZE == 0:
         start, full_start, full_end, end = split_blocks(
             first_of_first, end_of_first, first_of_last, end_of_last, BLOCK
@@ -51,17 +51,24 @@ def find_span(
         start, full_start, full_end, end = split_blocks(
             first_of_first, end_of_first, first_of_last, end_of_last, BLOCK_SIZE
         )
-        block = line // BLOCK_SIZE
-        span = listed_span(spans_ptr, entries_ptr, block, start, full_start, full_end, end, MASK)
+        span = listed_span(listed, entries_ptr, start, full_start, full_end, end, MASK)
     return span
 
 
 @triton.jit
-def listed_span(spans_ptr, entries_ptr, block, start, full_start, full_end, end, MASK: tl.constexpr):
+def load_list(spans_ptr, line, BLOCK_SIZE: tl.constexpr):
+    """Of the list of a tile whose first line is `line`: its start, that of its partial blocks, its end."""
+    listed = (0, 0, 0)
+    if BLOCK_SIZE != 0:
+        spans_ptr += 4 * (line // BLOCK_SIZE)
+        listed = (tl.load(spans_ptr), tl.load(spans_ptr + 1), tl.load(spans_ptr + 2))
+    return listed
+
+
+@triton.jit
+def listed_span(listed, entries_ptr, start, full_start, full_end, end, MASK: tl.constexpr):
     """The span of a block's list, of which an interval mask meets and wholly sees these blocks."""
-    first = tl.load(spans_ptr + 4 * block)
-    partial = tl.load(spans_ptr + 4 * block + 1)
-    last = tl.load(spans_ptr + 4 * block + 2)
+    first, partial, last = listed
     if MASK == "full":
         span = (first, first, partial, partial, partial, last)
     else:

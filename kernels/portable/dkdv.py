@@ -11,6 +11,7 @@ import triton.language as tl
 from kernels.portable.block_lists import (
     find_span,
     first_of_program,
+    load_list,
     n_tiles,
     tile_at,
     tiles_of,
@@ -111,10 +112,9 @@ def dkdv_kernel(
     first_a, end_a = queries_of_keys(first_column, seq_q, seq_k, window, bounds_ptr, MASK)
     first_b, end_b = queries_of_keys(first_column + BLOCK_N - 1, seq_q, seq_k, window, bounds_ptr, MASK)
     if BLOCK_SIZE == 0:
-        span = find_span(
-            first_a, end_a, first_b, end_b, spans_ptr, entries_ptr, first_column, MASK, BLOCK_SIZE, BLOCK_M
-        )
+        span = find_span(first_a, end_a, first_b, end_b, (0, 0, 0), entries_ptr, MASK, BLOCK_SIZE, BLOCK_M)
 
+    list_first, list_partial, list_end = load_list(spans_ptr, first_column, BLOCK_SIZE)
     k = load_tile(
         k_source, batch, kv_head, first_column, seq_k, stride_kt, stride_kd, TMA, HEAD_DIM, BLOCK_N,
         BLOCK_D, True,
@@ -132,11 +132,11 @@ def dkdv_kernel(
             q_of_head += batch * stride_qb + head * stride_qh
             dout_of_head += batch * stride_dob + head * stride_doh
         if BLOCK_SIZE != 0:
-            span = find_span(
-                first_a, end_a, first_b, end_b, spans_ptr, entries_ptr, first_column, MASK, BLOCK_SIZE,
-                BLOCK_M,
-            )  # fmt: skip
-            spans_ptr += stride_sh
+            listed = (list_first, list_partial, list_end)
+            span = find_span(first_a, end_a, first_b, end_b, listed, entries_ptr, MASK, BLOCK_SIZE, BLOCK_M)
+            if member + 1 < group_size:
+                spans_ptr += stride_sh
+                list_first, list_partial, list_end = load_list(spans_ptr, first_column, BLOCK_SIZE)
         row_of_head = (batch * n_kv_head * group_size + head) * seq_padded
         for CUT in tl.static_range(2):
             dk, dv = add_queries(

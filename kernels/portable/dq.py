@@ -6,6 +6,7 @@ import triton.language as tl
 from kernels.portable.block_lists import (
     find_span,
     first_of_program,
+    load_list,
     n_tiles,
     tile_at,
     tiles_of,
@@ -97,10 +98,11 @@ def dq_kernel(
     first_key, end_key = keys_of_queries(rows, seq_q, seq_k, window, bounds_ptr, MASK)
     first_a, end_a = keys_of_queries(first_row, seq_q, seq_k, window, bounds_ptr, MASK)
     first_b, end_b = keys_of_queries(first_row + BLOCK_M - 1, seq_q, seq_k, window, bounds_ptr, MASK)
-    span = find_span(
-        first_a, end_a, first_b, end_b, spans_ptr, entries_ptr, first_row, MASK, BLOCK_SIZE, BLOCK_N
-    )
-
+    listed = load_list(spans_ptr, first_row, BLOCK_SIZE)
+    row_of_head = head_of_batch.to(tl.int64) * seq_padded
+    lse = tl.load(lse_ptr + row_of_head + rows)
+    delta = tl.load(delta_ptr + row_of_head + rows)
+    # behind these loads: they are waited for, and those come meanwhile
     q = load_tile(
         q_source, batch, head, first_row, seq_q, stride_qt, stride_qd, TMA, HEAD_DIM, BLOCK_M, BLOCK_D, True
     )
@@ -108,9 +110,7 @@ def dq_kernel(
         dout_source, batch, head, first_row, seq_q, stride_dot, stride_dod, TMA, HEAD_DIM, BLOCK_M,
         BLOCK_D, True,
     )  # fmt: skip
-    row_of_head = head_of_batch.to(tl.int64) * seq_padded
-    lse = tl.load(lse_ptr + row_of_head + rows)
-    delta = tl.load(delta_ptr + row_of_head + rows)
+    span = find_span(first_a, end_a, first_b, end_b, listed, entries_ptr, MASK, BLOCK_SIZE, BLOCK_N)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for CUT in tl.static_range(2):
         dq = add_keys(

@@ -27,6 +27,7 @@ from torch import Tensor
 from kernels.portable.block_lists import (
     find_span,
     first_of_program,
+    load_list,
     n_programs,
     n_tiles,
     tile_at,
@@ -127,13 +128,12 @@ def forward_kernel(
     first_key, end_key = keys_of_queries(rows, seq_q, seq_k, window, bounds_ptr, MASK)
     first_a, end_a = keys_of_queries(first_row, seq_q, seq_k, window, bounds_ptr, MASK)
     first_b, end_b = keys_of_queries(first_row + BLOCK_M - 1, seq_q, seq_k, window, bounds_ptr, MASK)
-    span = find_span(
-        first_a, end_a, first_b, end_b, spans_ptr, entries_ptr, first_row, MASK, BLOCK_SIZE, BLOCK_N
-    )
-
+    listed = load_list(spans_ptr, first_row, BLOCK_SIZE)
+    # behind these loads: it is waited for, and they come meanwhile
     q = load_tile(
         q_source, batch, head, first_row, seq_q, stride_qt, stride_qd, TMA, HEAD_DIM, BLOCK_M, BLOCK_D, True
     )
+    span = find_span(first_a, end_a, first_b, end_b, listed, entries_ptr, MASK, BLOCK_SIZE, BLOCK_N)
     shift = tl.zeros([BLOCK_M], tl.float32)
     if q.dtype != tl.float32:
         shift = rows * GOLDEN_RATIO

@@ -88,9 +88,9 @@ HOPPER = (
     )
     | {
         ("forward full", 2, 128): Tile(128, 64, 4, 2, True),
-        ("forward dropout", 2, 64): Tile(64, 64, 4, 2, True),
+        ("forward dropout", 2, 64): Tile(64, 64, 4, 2, True, 128),
         ("dkdv dropout", 2, 64): Tile(64, 64, 4, 2, True),
-        ("forward dropout blocks", 2, 64): Tile(64, 64, 4, 3, True),
+        ("forward dropout blocks", 2, 64): Tile(64, 64, 4, 2, True, 128),
         ("dq dropout blocks", 2, 64): Tile(64, 64, 4, 5, True, 168),
         ("dkdv dropout blocks", 2, 64): Tile(64, 64, 4, 5, True),
         ("forward window", 2, 64): Tile(64, 64, 4, 2, True),

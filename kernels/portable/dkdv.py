@@ -114,7 +114,6 @@ def dkdv_kernel(
     if BLOCK_SIZE == 0:
         span = find_span(first_a, end_a, first_b, end_b, (0, 0, 0), entries_ptr, MASK, BLOCK_SIZE, BLOCK_M)
 
-    list_first, list_partial, list_end = load_list(spans_ptr, first_column, BLOCK_SIZE)
     k = load_tile(
         k_source, batch, kv_head, first_column, seq_k, stride_kt, stride_kd, TMA, HEAD_DIM, BLOCK_N,
         BLOCK_D, True,
@@ -132,11 +131,10 @@ def dkdv_kernel(
             q_of_head += batch * stride_qb + head * stride_qh
             dout_of_head += batch * stride_dob + head * stride_doh
         if BLOCK_SIZE != 0:
-            listed = (list_first, list_partial, list_end)
+            # in the loop: Triton 3.6 drops what a loop carries only to bound another in it
+            listed = load_list(spans_ptr, first_column, BLOCK_SIZE)
             span = find_span(first_a, end_a, first_b, end_b, listed, entries_ptr, MASK, BLOCK_SIZE, BLOCK_M)
-            if member + 1 < group_size:
-                spans_ptr += stride_sh
-                list_first, list_partial, list_end = load_list(spans_ptr, first_column, BLOCK_SIZE)
+            spans_ptr += stride_sh
         row_of_head = (batch * n_kv_head * group_size + head) * seq_padded
         for CUT in tl.static_range(2):
             dk, dv = add_queries(

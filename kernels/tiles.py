@@ -87,7 +87,6 @@ HOPPER = (
         to_256=Tile(32, 64, 8, 2, True),
     )
     | {
-        ("forward full", 2, 128): Tile(128, 64, 4, 2, True),
         ("forward dropout", 2, 64): Tile(64, 64, 4, 2, True, 128),
         ("dkdv dropout", 2, 64): Tile(64, 64, 4, 2, True),
         ("forward dropout blocks", 2, 64): Tile(64, 64, 4, 2, True, 128),

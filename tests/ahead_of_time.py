@@ -35,7 +35,7 @@ SHARED_MEMORY = {
     "gfx942": 65536,
 }
 # bytes; measured faster on an H200 than any tile that does not spill (docs/kernels.md)
-MAY_SPILL = {("sm_90", "dkdv", 128, "causal"): 384, ("sm_90", "forward", 128, "full"): 168}
+MAY_SPILL = {("sm_90", "dkdv", 128, "causal"): 384}
 POINTERS = {
     "lse_ptr": "*fp32",
     "lse_log2_ptr": "*fp32",

@@ -194,6 +194,8 @@ def test_curves_that_differ_more_than_rounding_does_are_told():
         {"run": "reference", "val_loss": 2.41, "losses": {}},
     ]
     assert [verdict.word for verdict in figure4.judge(rows)] == [REACHED, REACHED, NOT_REACHED]
+    rows.append({"run": "sdpa", "val_loss": 2.418, "losses": {}})
+    assert figure4.judge(rows)[-1].note == "PyTorch's two attentions end 0.0080 nats apart"
 
 
 def test_sizes_that_are_not_the_papers_give_no_verdict_on_speed():
@@ -330,7 +332,9 @@ def test_time_that_grows_with_density_is_reached_and_time_that_does_not_is_not()
 
     assert {verdict.word for verdict in figure2_right.judge(rows(11.0, 0.1))} == {REACHED}
     # linear, but with a third of dense as a fixed cost
-    assert [verdict.word for verdict in figure2_right.judge(rows(8.0, 3.0))][:2] == [REACHED, NOT_REACHED]
+    missed = figure2_right.judge(rows(8.0, 3.0))[:2]
+    assert [verdict.word for verdict in missed] == [REACHED, NOT_REACHED]
+    assert missed[1].note == "worst at density 0.125; the line through all is 0.80 density + 0.300"
 
 
 def test_an_unknown_baseline_is_refused():

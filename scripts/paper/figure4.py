@@ -75,8 +75,13 @@ def judge(rows: list[dict]) -> list[Verdict]:
         return value(rows, "mean_difference", pair=sorted(pair))
 
     flash, yardstick = apart("flash", "reference"), apart("sdpa", "reference")
-    losses = {name: value(rows, "val_loss", run=name) for name in ("flash", "reference")}
+    losses = {name: value(rows, "val_loss", run=name) for name in ("flash", "reference", "sdpa")}
     unit = {"unit": " nats", "at_most": True}
+
+    def at_the_end(a: str, b: str) -> float | None:
+        return None if None in (losses[a], losses[b]) else abs(losses[a] - losses[b])
+
+    pytorch = at_the_end("sdpa", "reference")
     return [
         Verdict(
             claim="flash and plain PyTorch: mean difference of training loss from step 100 on",
@@ -96,9 +101,8 @@ def judge(rows: list[dict]) -> list[Verdict]:
             claim="flash and plain PyTorch: final validation loss, difference",
             paper="none",
             gate=0.005,
-            ours=None
-            if None in losses.values() or flash is None
-            else abs(losses["flash"] - losses["reference"]),
+            ours=None if flash is None else at_the_end("flash", "reference"),
+            note="" if pytorch is None else f"PyTorch's two attentions end {pytorch:.4f} nats apart",
             **unit,
         ),
     ]

@@ -14,7 +14,7 @@ EXPERIMENTS = {
     "table7": 70,
     "table2": 270,
     "figure4": 140,
-    "table4": 380,
+    "table4": 510,
     "table3": 470,
     "table6": 380,
     "table1": 150,

@@ -32,8 +32,9 @@ HERE = """
 GPT-2 small with rotary positions, no dropout, bf16, on the source code of the installed Python packages. So
 few tokens from scratch teach a longer context less (42M leave 4K 0.22 nats behind 1K, with learned positions
 0.52), where the paper trained a thousand times longer: here one model reads most of the tokens at 1K, and at
-each length a copy of it reads the rest, the same number of tokens and of tokens a step. All models score the
-same tokens of held-out packages, each with the longest context that its model takes, half of it at least.
+each length a copy of it reads the rest, stretched by YaRN where longer, the same number of tokens and of
+tokens a step (32,768, as larger steps leave so few tokens' models much worse). All models score the same
+tokens of held-out packages, each with the longest context that its model takes, half of it at least.
 Controls: loss by position; the longest model with shorter context; and with a far context from elsewhere.
 Speed: the steps of Table 2, fp16 and dropout 0.1 as there.
 """

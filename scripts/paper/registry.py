@@ -10,13 +10,13 @@ EXPERIMENTS = {
     "figure2_left": 90,
     "figure2_middle": 120,
     "figure2_right": 50,
-    "figure3": 360,
+    "figure3": 250,
     "table7": 70,
     "table2": 270,
     "figure4": 140,
     "table4": 510,
-    "table3": 470,
-    "table6": 380,
+    "table3": 430,
+    "table6": 400,
     "table1": 150,
 }
 

@@ -8,7 +8,7 @@ from hydra.errors import HydraException
 from tests.test_config import composed
 from train import __main__ as command
 from train.config import Config
-from train.overrides import explain, refuse_model_overrides, unknown_key
+from train.overrides import explain, refuse_idle_adapters, refuse_model_overrides, unknown_key
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,13 @@ def test_a_model_beside_weights_is_refused_in_place_of_being_ignored(word):
     refuse_model_overrides([word], None)
     with pytest.raises(ValueError, match="has no effect with start.weights=runs/a, whose model is taken"):
         refuse_model_overrides(["model.dropout=0.1", "seq_len=64", word], "runs/a")
+
+
+def test_settings_of_adapters_without_adapters_are_refused():
+    refuse_idle_adapters(["lora.alpha=3", "seq_len=64"], 8)
+    refuse_idle_adapters(["lora.rank=0", "seq_len=64"], 0)
+    with pytest.raises(ValueError, match="lora.alpha=3 has no effect with lora.rank=0: add lora.rank=16, or"):
+        refuse_idle_adapters(["seq_len=64", "lora.alpha=3"], 0)
 
 
 def test_a_wrong_override_ends_the_command_with_one_line_and_exit_code_2(monkeypatch, capsys):

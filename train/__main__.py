@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from train.config import Config, parse
 from train.interruption import EXIT_INTERRUPTED, Interrupted
 from train.loop import train
-from train.overrides import CONF, explain, refuse_model_overrides
+from train.overrides import CONF, explain, refuse_idle_adapters, refuse_model_overrides
 
 EXIT_REFUSED = 2
 WANTS_TRACEBACK = "HYDRA_FULL_ERROR" in os.environ
@@ -33,7 +33,9 @@ def main(cfg: DictConfig) -> None:
     logging.getLogger("data").setLevel(logging.INFO if rank == 0 else logging.ERROR)
     try:
         config = parse(cfg)
-        refuse_model_overrides(HydraConfig.get().overrides.task, config.start.weights)
+        words = HydraConfig.get().overrides.task
+        refuse_model_overrides(words, config.start.weights)
+        refuse_idle_adapters(words, config.lora.rank)
         train(config)
     except Interrupted as interrupted:
         if rank == 0:

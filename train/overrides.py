@@ -77,6 +77,13 @@ def refuse_model_overrides(words: list[str], weights: str | None) -> None:
             )
 
 
+def refuse_idle_adapters(words: list[str], rank: int) -> None:
+    """Raises ValueError for KEY=VALUE of adapters in a run without them, which would train all weights."""
+    for word in words if rank == 0 else []:
+        if word.lstrip("+").startswith("lora.") and not word.lstrip("+").startswith("lora.rank="):
+            raise ValueError(f"{word} has no effect with lora.rank=0: add lora.rank=16, or leave it out")
+
+
 def wrong_value(error: OmegaConfBaseException, given: DictConfig) -> str:
     """Why a value of another type than its key's is refused; given: the configuration that holds it."""
     key, reason = error.full_key or "configuration", str(error.msg or error).splitlines()[0]

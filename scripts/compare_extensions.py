@@ -24,6 +24,7 @@ from scripts import evaluate_context
 from scripts.arguments import argument, command_line, run_script
 from scripts.side_by_side import places, run_side_by_side
 from train.checkpoint import newest_checkpoint, read_checkpoint
+from train.context import LEAST_LENGTH
 from train.logger import read_metrics
 from train.overrides import checked
 from train.plot_context import draw_comparison, draw_needles
@@ -68,6 +69,7 @@ def main(arguments: Arguments) -> None:
     chosen = sorted(arguments.methods, key=lambda method: method != BEFORE)
     cases = [Case(base, method, seq_len) for seq_len in sorted(arguments.seq_lens) for method in chosen]
     extensions = {case: extension(case) for case in cases if case.method != BEFORE}
+    check_finished(cases, Path(arguments.out))
     if "pretrain" in arguments.stages:
         length = f"seq_len={arguments.base_seq_len}"
         train(base, ["experiment=example_short", length, *arguments.short])
@@ -100,6 +102,38 @@ def check_windows(arguments: Arguments) -> None:
             f"seq_lens must be at least base_seq_len={arguments.base_seq_len}, which {BEFORE} reads, got "
             f"{arguments.seq_lens}"
         )
+    if "evaluate" not in arguments.stages:
+        return
+    shortest = arguments.base_seq_len if BEFORE in arguments.methods else min(arguments.seq_lens, default=0)
+    lengths = evaluation(arguments).lengths
+    if shortest < LEAST_LENGTH:
+        raise ValueError(
+            f"recall needs {LEAST_LENGTH} tokens, and a model of methods={arguments.methods} takes "
+            f"{shortest}: raise base_seq_len and seq_lens, or leave {BEFORE} out"
+        )
+    if lengths and max(lengths) > shortest:
+        raise ValueError(
+            f"evaluation.lengths={lengths} must be at most the {shortest} tokens that a model of "
+            f"methods={arguments.methods} takes: lower them, or leave {BEFORE} out"
+        )
+
+
+def check_finished(cases: list["Case"], out: Path) -> None:
+    """Raises ValueError for what is there already, under the same names, of another first model."""
+    for case in cases:
+        settings = Path("runs", case.run, "config.yaml")
+        if case.method != BEFORE and settings.exists():
+            began = OmegaConf.load(settings).start.weights
+            if began != f"runs/{case.base}":
+                raise ValueError(
+                    f"runs/{case.run} began from {began}, not from runs/{case.base}: move it away, or use "
+                    "its base_seq_len"
+                )
+        path = out / f"{case.name}.json"
+        if path.exists():
+            model = json.loads(path.read_text())["rows"][0]["model"]
+            if model != f"runs/{case.run}":
+                raise ValueError(f"{path} is of {model}, not of runs/{case.run}: choose another out=")
 
 
 class Case(NamedTuple):

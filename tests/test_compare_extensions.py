@@ -89,6 +89,32 @@ def test_windows_too_short_for_the_first_model_are_refused_before_anything_is_tr
     assert started == []
 
 
+@pytest.mark.parametrize(
+    ("base_seq_len", "evaluation", "message"),
+    [
+        (32, {}, "recall needs 64 tokens, .* takes 32: raise base_seq_len and seq_lens, or leave before out"),
+        (64, {"lengths": [64, 128]}, r"evaluation.lengths=\[64, 128\] must be at most the 64 tokens"),
+    ],
+)
+def test_recall_that_a_model_has_no_room_for_is_refused_before_anything_is_trained(
+    started, base_seq_len, evaluation, message
+):
+    given = {"methods": ["before", "linear"], "seq_lens": [128], "evaluation": evaluation}
+    with pytest.raises(ValueError, match=message):
+        compare_extensions.main(compare_extensions.Arguments(**given, base_seq_len=base_seq_len))
+    assert started == []
+
+
+def test_results_of_another_first_model_are_not_taken_for_this_ones(started):
+    call("pretrain", "extend", "evaluate", methods=("before", "linear"))
+    given = {"methods": ["linear"], "seq_lens": [128], "base_seq_len": 128, "out": "out"}
+    with pytest.raises(ValueError, match="runs/example-128-linear began from runs/example-64, not from"):
+        compare_extensions.main(compare_extensions.Arguments(**given))
+    with pytest.raises(ValueError, match="out/example-128-before.json is of runs/example-64, not of"):
+        compare_extensions.main(compare_extensions.Arguments(**given | {"methods": ["before"]}))
+    assert len(started) == 2
+
+
 def test_a_report_without_the_runs_says_what_it_lacks(started):
     call("pretrain", "extend", "evaluate", methods=("linear",))
     Path("runs").rename("elsewhere")

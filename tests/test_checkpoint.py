@@ -2,11 +2,13 @@ import json
 import pickle
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from train import checkpoint
 from train.checkpoint import (
     FORMAT_VERSION,
     check_fits,
@@ -132,14 +134,38 @@ def test_a_finished_run_without_its_checkpoints_is_not_written_over(tmp_path, re
 @pytest.mark.parametrize("own", ["auto", "elsewhere"])
 def test_going_back_below_later_checkpoints_of_another_attempt_is_refused(tmp_path, own):
     """They would count as newer than what the run saves from there on, which would be removed."""
-    named, run = write(tmp_path / "other", 7), tmp_path / "run"
-    write(run, 6)
-    refuse_other_run(run, str(named), CONFIG)
+    run = tmp_path / "run"
+    named = write(run, 7)
     write(run, 9, resume=str(named))
     refuse_other_run(run, str(named), CONFIG)
     write(run, 10, resume=own)
     with pytest.raises(ValueError, match="goes back to step 7, but .*10 is later .*: choose another name="):
         refuse_other_run(run, str(named), CONFIG)
+
+
+def test_a_checkpoint_of_another_run_does_not_replace_those_that_are_there(tmp_path):
+    """They would be among the oldest, which are removed for new ones."""
+    named, run = write(tmp_path / "other", 7), tmp_path / "run"
+    refuse_other_run(run, str(named), CONFIG)
+    write(run, 8, resume=str(named))
+    refuse_other_run(run, str(named), CONFIG)
+    (run / "step_00000008").rename(tmp_path / "away")
+    write(run, 6)
+    with pytest.raises(ValueError, match="of another run than .*6, .* would replace: choose another name="):
+        refuse_other_run(run, str(named), CONFIG)
+
+
+def test_a_whole_shard_is_read_once_and_an_altered_one_again(tmp_path, monkeypatch):
+    path, read = write(tmp_path, 1), []
+    monkeypatch.setattr(
+        checkpoint, "zlib", SimpleNamespace(crc32=lambda *a: read.append(a) or zlib.crc32(*a))
+    )
+    for _ in range(3):
+        verify_checkpoint(path)
+    assert len(read) == 1
+    (path / "shard-00000.safetensors").write_bytes(b"wEights")
+    with pytest.raises(ValueError, match="has another checksum"):
+        verify_checkpoint(path)
 
 
 def test_a_marker_that_cannot_be_read_does_not_keep_a_run_from_its_older_checkpoint(tmp_path, capsys):

@@ -34,6 +34,8 @@ FREE_MODEL_KEYS = ("dropout",)
 STREAM_KEYS = ("seed", "seq_len", "tokens_per_step")
 # these two change how data is prepared, not what it is
 FREE_DATA_KEYS = ("workers", "folder")
+# shards that this process has read and found whole
+_verified: set[tuple[str, int, int]] = set()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -133,14 +135,20 @@ def refuse_other_run(folder: Path, resume: str, config: dict) -> None:
             )
         info = read_checkpoint(Path(resume))
         check_fits(info, Path(resume), config, same_run=False)
-        _refuse_to_go_back(found, resume, info["step"])
+        _refuse_to_replace(found, folder, resume, info["step"])
     elif found:
         check_fits(newest_info, newest, config, same_run=True)
 
 
-def _refuse_to_go_back(found: dict[Path, dict], resume: str, step: int) -> None:
+def _refuse_to_replace(found: dict[Path, dict], folder: Path, resume: str, step: int) -> None:
+    others = [path for path, info in found.items() if spelled_out(info["resume"]) != spelled_out(resume)]
+    if others and Path(resume).resolve().parent != folder.resolve():
+        # the newest few are kept: those of the run that was here would be removed for new ones
+        raise ValueError(
+            f"checkpoint.resume={resume} is of another run than {others[-1]}, which checkpoints from there "
+            "would replace: choose another name=, or move the folder away"
+        )
     # later ones of another attempt would count as newer than what is saved now, which would be removed
-    others = (path for path, info in found.items() if spelled_out(info["resume"]) != spelled_out(resume))
     later = [path for path in others if found[path]["step"] > step]
     if later:
         raise ValueError(
@@ -164,7 +172,10 @@ def read_checkpoint(path: Path) -> dict:
 
 
 def verify_checkpoint(path: Path) -> None:
-    """Raises ValueError that names the first shard that is missing, truncated or altered."""
+    """Raises ValueError that names the first shard that is missing, truncated or altered.
+
+    A shard that this process found whole is not read again until its file changes.
+    """
     for name, expected in read_checkpoint(path)["shards"].items():
         shard = path / name
         if not shard.exists():
@@ -172,11 +183,15 @@ def verify_checkpoint(path: Path) -> None:
         size, checksum = shard.stat().st_size, 0
         if size != expected["bytes"]:
             raise ValueError(f"{path} is damaged: {name} has {size} bytes, not {expected['bytes']}")
+        known = (str(shard.resolve()), shard.stat().st_mtime_ns, expected["crc32"])
+        if known in _verified:
+            continue
         with shard.open("rb") as file:
             while piece := file.read(PIECE):
                 checksum = zlib.crc32(piece, checksum)
         if checksum != expected["crc32"]:
             raise ValueError(f"{path} is damaged: {name} has another checksum than when it was written")
+        _verified.add(known)
 
 
 def run_tensors(weights: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:

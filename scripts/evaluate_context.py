@@ -55,7 +55,7 @@ class Arguments:
     )
     prompts: int = argument(10, "of each length and depth")
     seed: int = argument(1, "of the prompts")
-    attention: str = argument("flash" if torch.cuda.is_available() else "sdpa", "flash, sdpa or reference")
+    attention: str = argument("", "flash, sdpa or reference; empty: the fastest that runs this model here")
     device: str = argument("cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu")
     precision: str = argument("bf16" if torch.cuda.is_available() else "fp32", "bf16, fp16 or fp32")
     out: str = argument("context.json", "the rows, a new .json; the picture goes beside it, as .png")
@@ -66,7 +66,8 @@ def main(arguments: Arguments) -> None:
     check_settings(arguments)
     manifest = read_manifest(Path(arguments.data))
     name = manifest["config"]["tokenizer"]
-    model = load_model(arguments.model, run_attention(arguments.model, arguments.attention))
+    attention = run_attention(arguments.model, arguments.attention, arguments.device)
+    model = load_model(arguments.model, attention)
     own, tokenizer = tokenizer_name(arguments.model), load_tokenizer(name)
     # a Hugging Face folder may lack its tokenizer
     if is_tokenizer(own) and not same_tokens(load_tokenizer(own), tokenizer):
@@ -138,6 +139,11 @@ def checked_lengths(arguments: Arguments, positions: int) -> tuple[int, list[int
     # its second half is scored, after the first
     if not 2 <= seq_len <= positions:
         raise ValueError(f"seq_len must be from 2 to the model's {positions} positions, got {seq_len}")
+    if positions < LEAST_LENGTH:
+        raise ValueError(
+            f"model={arguments.model} has {positions} positions, recall needs {LEAST_LENGTH}: train it with "
+            f"seq_len={LEAST_LENGTH} or more"
+        )
     lengths = arguments.lengths or [seq_len // 2**i for i in range(20) if seq_len // 2**i >= 256] or [seq_len]
     if not all(LEAST_LENGTH <= length <= positions for length in lengths):
         raise ValueError(

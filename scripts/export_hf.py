@@ -33,7 +33,7 @@ def main(arguments: Arguments) -> None:
             f"model={arguments.model} has its tokenizer in {tokenizer}, where no tokenizer.json is: give "
             "tokenizer=gpt2, bytes or a folder with tokenizer.json"
         )
-    model = load_model(arguments.model, run_attention(arguments.model, "reference"))
+    model = load_model(arguments.model, run_attention(arguments.model, "reference", "cpu"))
     export(model, tokenizer, Path(arguments.out), DTYPES[arguments.precision])
     print(f"{arguments.out}: {model.n_parameters():,} parameters, {arguments.precision}")
 

@@ -7,10 +7,14 @@ from train.config import DEVICES, PRECISIONS, one_of
 
 
 def check_inference(device: str, precision: str, attention: str) -> None:
-    """Raises ValueError for a word that is none of ours, and for what this machine cannot run."""
+    """Raises ValueError for a word that is none of ours, and for what this machine cannot run.
+
+    attention: "" where the model decides.
+    """
     one_of("precision", precision, PRECISIONS)
     one_of("device", device, DEVICES)
-    one_of("attention", attention, IMPLEMENTATIONS)
+    if attention:
+        one_of("attention", attention, IMPLEMENTATIONS)
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device=cuda, but torch sees no GPU: use device=cpu")
     if attention == "flash" and device != "cuda":

@@ -34,7 +34,7 @@ class Arguments:
     precision: str = argument(
         "bf16" if torch.cuda.is_available() else "fp32", "of weights and cache: bf16, fp16 or fp32"
     )
-    attention: str = argument("flash" if torch.cuda.is_available() else "sdpa", "flash, sdpa or reference")
+    attention: str = argument("", "flash, sdpa or reference; empty: the fastest that runs this model here")
     compile: bool = argument(False, "a minute of compiling, then fewer, larger kernels: for long outputs")
 
 
@@ -63,7 +63,7 @@ def main(arguments: Arguments) -> None:
     except ValueError as error:
         # here the keys have no group
         raise ValueError(str(error).removeprefix("sample.").removeprefix("data.")) from error
-    model = load_model(source, run_attention(source, arguments.attention))
+    model = load_model(source, run_attention(source, arguments.attention, arguments.device))
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"tokenizer={tokenizer.name} has {tokenizer.vocab_size} tokens, the model "

@@ -106,6 +106,26 @@ def test_a_run_is_sampled_from_its_newest_checkpoint(corpus, capsys, model):
     assert printed(run="runs/test", samples=2).count("---\ndef") == 2
 
 
+def test_a_run_with_windowed_layers_is_sampled_without_naming_an_attention(corpus, capsys):
+    run("attention=reference", 'attention.patterns=["window(8)"]', "total_tokens=1024")
+    capsys.readouterr()
+    sample.main(sample.Arguments(run="runs/test", tokens=5, device="cpu"))
+    assert capsys.readouterr().out.startswith("def")
+    with pytest.raises(ValueError, match="attention=sdpa has no patterns .* use attention=reference"):
+        sample.main(sample.Arguments(run="runs/test", tokens=5, device="cpu", attention="sdpa"))
+
+
+def test_a_run_goes_on_from_its_own_checkpoint_where_its_first_weights_are_damaged(corpus):
+    run("name=first", "total_tokens=1024")
+    run("start.weights=runs/first", "total_tokens=3072")
+    shard = Path("runs/first/checkpoints/step_00000002/shard-00000.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    run("start.weights=runs/first")
+    assert len(losses()) == 12
+    with pytest.raises(ValueError, match="start.weights: .* all 1 checkpoints are damaged"):
+        run("start.weights=runs/first", "name=other")
+
+
 def test_the_same_seed_gives_the_same_losses_and_another_seed_others(corpus):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         run(f"name={name}", f"seed={seed}")
@@ -151,8 +171,37 @@ def test_a_finished_run_is_not_trained_further_and_says_so(corpus, capsys):
 def test_a_raised_budget_continues_a_finished_run_and_tells_of_other_settings(corpus, capsys):
     run()
     run("total_tokens=7168")
-    assert "continues after step 12 with other settings, runs/test/config_from_s" in capsys.readouterr().out
+    assert "continues after step 12 with the settings of runs/test/config_from_s" in capsys.readouterr().out
     assert len(losses()) == 14
+
+
+def test_what_an_attempt_without_a_checkpoint_left_is_set_aside_and_named(corpus, capsys):
+    run()
+    for left in (Path("runs/test/checkpoints"), Path("runs/other/checkpoints")):
+        left.mkdir(parents=True, exist_ok=True)
+    for name in ("metrics.jsonl", "config.yaml"):
+        Path("runs/test", name).rename(Path("runs/other", name))
+    Path("runs/other/left_out.json").write_text("[0, 1, 2]")
+    kept = Path("runs/other/metrics.jsonl").read_text()
+    capsys.readouterr()
+    # the batches that were left out are in, with the losses of a run that never had the file
+    run("name=other", "seed=2")
+    assert "starts over; what an attempt without a checkpoint left is in runs/other/attempt_1" in (
+        capsys.readouterr().out
+    )
+    assert Path("runs/other/attempt_1/metrics.jsonl").read_text() == kept
+    assert Path("runs/other/attempt_1/left_out.json").read_text() == "[0, 1, 2]"
+    run("name=clean", "seed=2")
+    assert losses("other") == losses("clean")
+    run("name=other", "seed=2")
+    assert not Path("runs/other/attempt_2").exists()
+
+
+def test_a_finished_run_lists_no_sample_of_an_earlier_launch(corpus, capsys):
+    run()
+    capsys.readouterr()
+    run("total_tokens=7168", "sample.tokens=0")
+    assert "runs/test/sample.txt" not in capsys.readouterr().out
 
 
 def test_a_checkpoint_that_leaves_nothing_to_train_is_refused_with_the_budget_that_would(corpus):

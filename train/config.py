@@ -22,7 +22,7 @@ from train.overrides import checked
 from train.parallel import STRATEGIES
 from train.sample import SampleConfig, prompt_ids
 from train.step import DTYPES
-from train.weights import StartConfig, check_start, start_model, tokenizer_name
+from train.weights import StartConfig, began_from, check_start, start_model, tokenizer_name
 
 PRECISIONS = tuple(DTYPES)
 DEVICES = ("cuda", "cpu")
@@ -125,6 +125,10 @@ class Config:
         self.lora.check(self.start.weights, self.optim.algorithm)
 
     @property
+    def folder(self) -> Path:
+        return Path("runs") / self.name
+
+    @property
     def steps(self) -> int:
         return math.ceil(self.total_tokens / self.tokens_per_step)
 
@@ -217,7 +221,7 @@ def parse(cfg: DictConfig) -> Config:
     config = checked(cfg, Config)
     if config.start.weights is not None:
         longest = max(config.seq_len, config.pose_seq_len or 0)
-        config.model = start_model(config.start, longest, config.model.dropout, Path("runs") / config.name)
+        config.model = start_model(config.start, longest, config.model.dropout, config.folder)
     config.check_pose()
     config.lora.check_rank(config.model)
     return config
@@ -246,8 +250,7 @@ def check_machine(config: Config) -> None:
         family_of(config.model)
     tokenizer = load_tokenizer(config.data.tokenizer)
     vocab_size = tokenizer.vocab_size
-    # a run that goes on does not need them any more
-    if config.start.weights is not None and Path(config.start.weights).exists():
+    if config.start.weights is not None and began_from(config.start.weights, config.folder) is None:
         check_start(config.start)
         own = tokenizer_name(config.start.weights)
         if is_tokenizer(own) and not same_tokens(tokenizer, load_tokenizer(own)):
@@ -275,14 +278,18 @@ def check_machine(config: Config) -> None:
 
 
 def write_config(config: Config, folder: Path, first_step: int) -> Path:
-    """Writes folder/config.yaml, or beside it config_from_step_<first_step>.yaml if a resumed run differs.
+    """Writes folder/config.yaml, or beside it config_from_step_<first_step>.yaml where a resumed run differs.
 
-    Returns the file.
+    Returns the file that holds these settings.
     """
     text = OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
     path = folder / "config.yaml"
-    if first_step > 0 and path.exists() and path.read_text() != text:
-        path = folder / f"config_from_step_{first_step}.yaml"
+    if first_step > 0 and path.exists():
+        # the settings of the last steps before these
+        changes = {int(p.stem.rpartition("_")[2]): p for p in folder.glob("config_from_step_*.yaml")}
+        path = changes[max(changes)] if changes else path
+        if path.read_text() != text:
+            path = folder / f"config_from_step_{first_step}.yaml"
     path.write_text(text)
     return path
 

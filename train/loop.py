@@ -33,7 +33,7 @@ from train.optim import build_optimizer, learning_rate
 from train.out_of_memory import end_out_of_memory
 from train.parallel import gather, shard
 from train.profiler import Profiler
-from train.report import finish_run, open_run, run_flops, step_metrics
+from train.report import finish_run, open_run, run_flops, set_aside, step_metrics
 from train.run_lock import lock_run
 from train.saving import CheckpointSaver, remove_unfinished
 from train.step import autocast_context, forward_backward, update
@@ -51,7 +51,7 @@ def train(config: Config) -> float:
     SIGTERM or SIGINT, when the state is saved.
     """
     check_machine(config)
-    folder = Path("runs") / config.name
+    folder = config.folder
     resume = config.checkpoint.resume
     with join_processes(config.device) as processes:
         config.check_processes(processes.world_size)
@@ -66,6 +66,7 @@ def train(config: Config) -> float:
             Watchdog(processes, config.hang_seconds),
         ):
             processes.from_main(lambda: remove_unfinished(folder / "checkpoints"))
+            processes.from_main(lambda: set_aside(folder))
             left_out = processes.from_main(lambda: read_left_out(folder))
             # one for all attempts: groups of processes are never given back
             context = join_context_groups(processes, config.context_parallel)

@@ -10,6 +10,8 @@ from data.loader import TokenLoader
 from data.tokenizer import load_tokenizer
 from model import GPT
 from model.flops import flops_ledger
+from train.bad_steps import LEFT_OUT
+from train.checkpoint import list_checkpoints
 from train.config import Config, write_config
 from train.distributed import Processes
 from train.documents import document_ids
@@ -20,6 +22,29 @@ from train.profiler import MEMORY, TRACE
 from train.results import write_result
 from train.sample import sample_text
 from train.throughput import StepTimer, flop_utilization, peak_memory_bytes
+
+# what each run writes from its first step on; summary and pictures come at the end
+OF_AN_ATTEMPT = ("config*.yaml", "metrics.jsonl", LEFT_OUT, "wandb_id")
+
+
+def set_aside(folder: Path) -> None:
+    """Moves what an attempt without a checkpoint left into folder/attempt_<n>, and says so.
+
+    A run that begins anew has its own settings and metrics, leaves out no batches of that attempt, and is
+    another run to wandb.
+    """
+    if list_checkpoints(folder / "checkpoints"):
+        return
+    left = [path for pattern in OF_AN_ATTEMPT for path in sorted(folder.glob(pattern))]
+    if not left:
+        return
+    number = 1
+    while (aside := folder / f"attempt_{number}").exists():
+        number += 1
+    aside.mkdir()
+    for path in left:
+        path.rename(aside / path.name)
+    print(f"starts over; what an attempt without a checkpoint left is in {aside}", flush=True)
 
 
 def open_run(
@@ -56,7 +81,7 @@ def open_run(
             "name= for a new run"
         )
     elif first_step:
-        changed = "" if written.name == "config.yaml" else f" with other settings, {written}"
+        changed = "" if written.name == "config.yaml" else f" with the settings of {written}"
         print(f"continues after step {first_step}{changed}")
     if config.compile:
         print("compiling the model: the first step takes a minute or two", flush=True)
@@ -149,6 +174,8 @@ def finish_run(
         sample = sample_text(weights, load_tokenizer(config.data.tokenizer), config.sample, config.seed)
         (folder / "sample.txt").write_text(sample + "\n")
         print(f"--- sample ---\n{sample}\n--------------")
+    # what an earlier launch made of fewer steps is not this one's
+    made = {"sample.txt": config.sample.tokens > 0, EXPORT: config.export}
     for name, what in (
         ("loss.png", "loss curve"),
         ("sample.txt", "sample"),
@@ -159,7 +186,7 @@ def finish_run(
         (TRACE, "trace"),
         (MEMORY, "memory"),
     ):
-        if (folder / name).exists():
+        if made.get(name, True) and (folder / name).exists():
             print(f"{what:<12} {folder / name}")
     print(f"{'more text':<12} python -m scripts.sample run={folder} 'prompt=...'", flush=True)
 

@@ -43,19 +43,27 @@ class StartConfig:
 def start_model(config: StartConfig, seq_len: int, dropout: float, run: Path) -> ModelConfig:
     """The shape of the model that training starts from, with room for seq_len tokens.
 
-    run: the run's folder, whose own checkpoints have it where the weights that it started from are gone.
+    run: the run's folder, whose own checkpoints have it where the weights that it started from are gone or
+    damaged.
     """
-    if not Path(config.weights).exists():
-        for info in readable_checkpoints(run / "checkpoints").values():
-            began = info["config"].get("start", {}).get("weights")
-            if spelled_out(began) == spelled_out(config.weights):
-                return ModelConfig(**{**info["config"]["model"], "dropout": dropout})
     try:
         model = read_model_config(config.weights)
     except ValueError as error:
+        own = began_from(config.weights, run)
+        if own is not None:
+            return ModelConfig(**{**own["config"]["model"], "dropout": dropout})
         raise ValueError(f"start.weights: {error}") from error
     model = extended_config(model, seq_len, config.positions, config.rotary_base)
     return replace(model, dropout=dropout)
+
+
+def began_from(weights: str, run: Path) -> dict | None:
+    """What a checkpoint of the run tells, if the run began from these weights: it needs them no more."""
+    for info in readable_checkpoints(run / "checkpoints").values():
+        began = info["config"].get("start", {}).get("weights")
+        if spelled_out(began) == spelled_out(weights):
+            return info
+    return None
 
 
 def locate(source: Path | str) -> Path:
@@ -120,16 +128,24 @@ def adapters_of(config: dict) -> LoraConfig | None:
     return LoraConfig(**config["lora"]) if config.get("lora", {"rank": 0})["rank"] else None
 
 
-def run_attention(source: Path | str, implementation: str) -> AttentionConfig:
-    """What the layers of this model see, its patterns of blocks, by this implementation.
+def run_attention(source: Path | str, implementation: str, device: str) -> AttentionConfig:
+    """What the layers of this model see, its patterns of blocks, by this implementation; "": by any.
 
-    A model in a Hugging Face folder is dense.
+    A model in a Hugging Face folder is dense. Raises ValueError for an implementation that lacks a pattern.
     """
     source = Path(source)
-    if (source / "config.json").is_file():
-        return AttentionConfig(implementation=implementation)
-    trained = read_checkpoint(_checkpoint(source))["config"]["attention"]
-    return AttentionConfig(**{**trained, "implementation": implementation})
+    trained = {}
+    if not (source / "config.json").is_file():
+        trained = read_checkpoint(_checkpoint(source))["config"]["attention"]
+    attention = AttentionConfig(**{**trained, "implementation": "reference"})
+    # sdpa knows no block masks
+    able = "flash" if device == "cuda" else "reference" if attention.sparse else "sdpa"
+    if implementation == "sdpa" and attention.sparse:
+        raise ValueError(
+            f"attention=sdpa has no patterns of blocks, and {source} was trained with "
+            f"{list(attention.patterns)}: use attention={able}"
+        )
+    return replace(attention, implementation=implementation or able)
 
 
 def tokenizer_name(source: Path | str) -> str:

@@ -3,8 +3,10 @@
     python -m scripts.tune_tiles kernels=[dkdv] head_dims=[64] out=tiles.json
     python -m scripts.tune_tiles kernels=[dkdv] 'candidates=[[64,64,4,2],[64,64,8,2]]'
 
-Candidates are compiled in parallel. A row gives TFLOP/s of that kernel alone at each length; a kernel counts
-the matrix products that it does: forward 2, dq 3, dkdv 4. kernels/tiles.py is edited by hand from this.
+Candidates are compiled in parallel and measured in turns: one after the other, the clock of a GPU that grows
+warm decides between tiles that are 2% apart. A row gives TFLOP/s of that kernel alone at each length, medians
+of the rounds; a kernel counts the matrix products that it does: forward 2, dq 3, dkdv 4. kernels/tiles.py is
+edited by hand from this, once benchmark_attention has seen it beside others too.
 """
 
 import math
@@ -16,6 +18,7 @@ from functools import cache
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 
 import torch
 import triton
@@ -32,6 +35,7 @@ from train.results import write_result
 PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}
 BLOCKS = [(64, 32), (64, 64), (128, 32), (128, 64), (64, 128), (128, 128)]
 WARPS, STAGES = (4, 8), (2, 3)
+ROUNDS = 5
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,7 +44,9 @@ class Arguments:
     head_dims: list[int] = argument([64, 128], "D")
     seq_lens: list[int] = argument([1024, 4096, 16384], "T")
     causal: list[bool] = argument([True, False], "masks: causal, full or both")
-    candidates: list[list[int]] | None = argument(None, "lists of BLOCK_M, BLOCK_N, warps, stages")
+    candidates: list[list[int]] | None = argument(
+        None, "lists of BLOCK_M, BLOCK_N, warps, stages, and if held, registers of a thread"
+    )
     tma: list[bool] = argument([True], "reading by TMA, by pointers or both")
     window: int | None = argument(None, "keys that a query sees")
     pattern: str | None = argument(None, "a block mask, such as window(1024); replaces causal")
@@ -56,24 +62,21 @@ def main(arguments: Arguments) -> None:
     if not torch.cuda.is_available():
         raise ValueError("tune_tiles needs a CUDA GPU; none was found")
     grid = [(*blocks, warps, stages) for blocks, warps, stages in product(BLOCKS, WARPS, STAGES)]
-    tiles = [Tile(*shape, tma) for shape, tma in product(arguments.candidates or grid, arguments.tma)]
-    jobs = [
-        (arguments, kernel, head_dim, causal, tile)
-        for kernel, head_dim, causal in product(arguments.kernels, arguments.head_dims, arguments.causal)
-        for tile in tiles
-    ]
+    shapes = arguments.candidates or grid
+    tiles = [Tile(*shape[:4], tma, *shape[4:]) for shape, tma in product(shapes, arguments.tma)]
+    cases = list(product(arguments.kernels, arguments.head_dims, arguments.causal))
+    jobs = [(arguments, *case, tile) for case in cases for tile in tiles]
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        runs = list(pool.map(compiles, jobs))
+        able = {job[1:]: ran for job, ran in zip(jobs, pool.map(compiles, jobs), strict=True)}
     rows = []
-    for job, ran in zip(jobs, runs, strict=True):
-        if ran:
-            rows.append(measure(*job))
-    write_result(Path(arguments.out), rows)
-    for kernel, head_dim, causal in product(arguments.kernels, arguments.head_dims, arguments.causal):
+    for kernel, head_dim, causal in cases:
+        chosen = [tile for tile in tiles if able[kernel, head_dim, causal, tile]]
+        measured = measure(arguments, kernel, head_dim, causal, chosen)
+        rows += measured
         print(f"{kernel} head_dim {head_dim} {'causal' if causal else 'full'}")
-        chosen = [r for r in rows if (r["kernel"], r["head_dim"], r["causal"]) == (kernel, head_dim, causal)]
-        for row in sorted(chosen, key=lambda row: -math.prod(row["tflops"]))[: arguments.best]:
+        for row in sorted(measured, key=lambda row: -math.prod(row["tflops"]))[: arguments.best]:
             print("   ", Tile(*row["tile"]), [round(speed) for speed in row["tflops"]])
+    write_result(Path(arguments.out), rows)
 
 
 def compiles(job: tuple) -> bool:
@@ -87,19 +90,18 @@ def compiles(job: tuple) -> bool:
     return True
 
 
-def measure(arguments: Arguments, kernel: str, head_dim: int, causal: bool, tile: Tile) -> dict:
-    """The median speed of one candidate at each length."""
-    speeds = []
+def measure(arguments: Arguments, kernel: str, head_dim: int, causal: bool, tiles: list[Tile]) -> list[dict]:
+    """A row for each candidate: its median speed at each length, in turns with the others."""
+    speeds = {tile: [] for tile in tiles}
     for seq_len in arguments.seq_lens:
-        run = launcher(arguments, kernel, head_dim, causal, tile, seq_len)
-        milliseconds = triton.testing.do_bench(run, warmup=5, rep=15, return_mode="median")
         share = visible_share(seq_len, arguments.window) if causal else 1.0
         if arguments.pattern is not None:
             mask = block_mask(arguments, seq_len)
             share = len(mask.keys) * mask.block_size**2 / seq_len**2
-        scores = arguments.tokens * seq_len * share
-        speeds.append(PRODUCTS[kernel] * 2 * scores * arguments.width / milliseconds / 1e9)
-    return {
+        flop = PRODUCTS[kernel] * 2 * arguments.tokens * seq_len * share * arguments.width
+        for tile, milliseconds in in_turns(arguments, kernel, head_dim, causal, tiles, seq_len).items():
+            speeds[tile].append(flop / milliseconds / 1e9)
+    shared = {
         "kernel": kernel,
         "head_dim": head_dim,
         "causal": causal,
@@ -108,9 +110,21 @@ def measure(arguments: Arguments, kernel: str, head_dim: int, causal: bool, tile
         "block_size": arguments.block_size if arguments.pattern else None,
         "dropout_p": arguments.dropout_p,
         "seq_lens": arguments.seq_lens,
-        "tile": list(tile),
-        "tflops": speeds,
     }
+    return [{**shared, "tile": list(tile), "tflops": tflops} for tile, tflops in speeds.items()]
+
+
+def in_turns(
+    arguments: Arguments, kernel: str, head_dim: int, causal: bool, tiles: list[Tile], seq_len: int
+) -> dict[Tile, float]:
+    """Milliseconds of each candidate, the median of rounds in which each has one turn."""
+    times = {tile: [] for tile in tiles}
+    for number in range(ROUNDS):
+        # there and back, so that nobody always follows the same one
+        for tile in tiles if number % 2 == 0 else reversed(tiles):
+            run = launcher(arguments, kernel, head_dim, causal, tile, seq_len)
+            times[tile].append(triton.testing.do_bench(run, warmup=2, rep=5, return_mode="median"))
+    return {tile: median(ms) for tile, ms in times.items()}
 
 
 def launcher(

@@ -1,0 +1,26 @@
+"""The tuner: tiles are compared in turns. What a GPU measures is not tested here."""
+
+from collections import Counter
+
+import pytest
+
+from kernels.tiles import Tile
+from scripts import tune_tiles
+
+TILES = [Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(128, 64, 8, 2)]
+
+
+def test_candidates_are_measured_in_turns_and_a_card_that_slows_down_favours_none(monkeypatch):
+    """Each turn takes 1% longer than the one before, whoever has it."""
+    turns = []
+    monkeypatch.setattr(tune_tiles, "launcher", lambda *given: turns.append(given[4]))
+    monkeypatch.setattr(tune_tiles.triton.testing, "do_bench", lambda *_, **__: 1.01 ** len(turns))
+    arguments = tune_tiles.Arguments(seq_lens=[4096])
+    rows = tune_tiles.measure(arguments, "forward", 128, False, TILES)
+    assert Counter(turns) == dict.fromkeys(TILES, tune_tiles.ROUNDS)
+    assert [Tile(*row["tile"]) for row in rows] == TILES
+    speeds = [row["tflops"][0] for row in rows]
+    assert max(speeds) / min(speeds) < 1.03
+    # two products of 4096 x 4096 scores a head, 4 sequences of 2048 channels in all
+    flop = 2 * 2 * 16384 * 4096 * 2048
+    assert speeds[1] == pytest.approx(flop / 1.01**8 / 1e9)

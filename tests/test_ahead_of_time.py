@@ -13,7 +13,7 @@ from tests.compile_apart import compile_apart, each_triton
 @each_triton
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 def test_kernels_fit_their_gpus_without_spilling(arch, version):
-    # where a tile depends on the mask
+    # where tiles are measured, full masks too
     masks = ("causal", "full") if arch == "sm_90" else ("causal",)
     arguments = [f"arch={arch}", "kernel=forward,dkdv,dq", "head_dim=64,128", "dtype=bf16", "dropout=0"]
     rows = compile_apart("tests.ahead_of_time", version, *arguments, f"mask={','.join(masks)}")

@@ -63,6 +63,7 @@ def main(arguments: Arguments) -> None:
         raise ValueError(f"stages must be of {', '.join(STAGES)}, got {', '.join(sorted(unknown))}")
     if "evaluate" in arguments.stages:
         evaluate_context.check_settings(evaluation(arguments))
+        check_recall(arguments)
     check_windows(arguments)
     base, gpus = f"example-{arguments.base_seq_len}", places()
     # by length, before that what is there already
@@ -102,8 +103,10 @@ def check_windows(arguments: Arguments) -> None:
             f"seq_lens must be at least base_seq_len={arguments.base_seq_len}, which {BEFORE} reads, got "
             f"{arguments.seq_lens}"
         )
-    if "evaluate" not in arguments.stages:
-        return
+
+
+def check_recall(arguments: Arguments) -> None:
+    """Raises ValueError for prompts of recall that a model of these methods and lengths has no room for."""
     shortest = arguments.base_seq_len if BEFORE in arguments.methods else min(arguments.seq_lens, default=0)
     lengths = evaluation(arguments).lengths
     if shortest < LEAST_LENGTH:

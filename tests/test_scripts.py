@@ -243,6 +243,12 @@ def test_an_evaluation_refuses_lengths_that_the_model_has_no_room_for(given, mes
         evaluate_context.checked_lengths(evaluate_context.Arguments(model="a", data="b", **given), 512)
 
 
+def test_an_evaluation_refuses_a_model_too_short_for_recall():
+    arguments = evaluate_context.Arguments(model="a", data="b", seq_len=16)
+    with pytest.raises(ValueError, match="model=a has 32 positions, recall needs 64: train it with"):
+        evaluate_context.checked_lengths(arguments, 32)
+
+
 def test_an_evaluation_takes_the_models_length_and_its_halves():
     arguments = evaluate_context.Arguments(model="a", data="b")
     assert evaluate_context.checked_lengths(arguments, 1024) == (1024, [1024, 512, 256])

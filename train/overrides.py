@@ -70,7 +70,7 @@ def unknown_key(key: str, schema: type) -> str:
 def refuse_model_overrides(words: list[str], weights: str | None) -> None:
     """Raises ValueError for KEY=VALUE that start.weights would leave without effect."""
     for word in words if weights is not None else []:
-        key = word.lstrip("+~").partition("=")[0]
+        key = _key(word)
         if key == "model" or (key.startswith("model.") and key != "model.dropout"):
             raise ValueError(
                 f"{word} has no effect with start.weights={weights}, whose model is taken: leave it out"
@@ -80,7 +80,7 @@ def refuse_model_overrides(words: list[str], weights: str | None) -> None:
 def refuse_idle_adapters(words: list[str], rank: int) -> None:
     """Raises ValueError for KEY=VALUE of adapters in a run without them, which would train all weights."""
     for word in words if rank == 0 else []:
-        if word.lstrip("+").startswith("lora.") and not word.lstrip("+").startswith("lora.rank="):
+        if _key(word).startswith("lora.") and _key(word) != "lora.rank":
             raise ValueError(f"{word} has no effect with lora.rank=0: add lora.rank=16, or leave it out")
 
 
@@ -92,6 +92,11 @@ def wrong_value(error: OmegaConfBaseException, given: DictConfig) -> str:
     if "is not a ListConfig" in reason:
         return f"{key} must be a list: write '{key}=[{OmegaConf.select(given, key)}]'"
     return f"{key}: {reason}"
+
+
+def _key(word: str) -> str:
+    """What KEY=VALUE changes, +KEY=VALUE adds and ~KEY takes away."""
+    return word.lstrip("+~").partition("=")[0]
 
 
 def _keys(schema: type, group: str = "") -> Iterator[str]:

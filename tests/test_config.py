@@ -234,3 +234,6 @@ def test_a_resumed_run_with_other_settings_keeps_the_first_config_file(tmp_path)
     assert again.name == "config_from_step_9.yaml"
     assert again.read_text() == before
     assert write_config(parse(composed("total_tokens=1000")), tmp_path, first_step=12) == again
+    # from an older checkpoint, as the newest is damaged: what held there holds
+    older = write_config(parse(composed("total_tokens=2000")), tmp_path, first_step=8)
+    assert older.name == "config_from_step_7.yaml"

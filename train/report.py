@@ -176,6 +176,7 @@ def finish_run(
         print(f"--- sample ---\n{sample}\n--------------")
     # what an earlier launch made of fewer steps is not this one's
     made = {"sample.txt": config.sample.tokens > 0, EXPORT: config.export}
+    made |= dict.fromkeys((TRACE, MEMORY), config.profile)
     for name, what in (
         ("loss.png", "loss curve"),
         ("sample.txt", "sample"),

@@ -1,4 +1,4 @@
-"""A long cache of keys for generation: adding one, and attention of a few new queries to all of them.
+"""Attention of a few new queries to a long cache of keys, to which it may add the newest, for generation.
 
 One query has no rows to share out over a GPU, so its keys are: program (b, kv head, split) takes the queries
 of all heads that share the kv head, and every tile of keys of its split, by the recurrence of
@@ -7,13 +7,15 @@ portable/forward.py. A second kernel merges the splits by their lse:
     lse = log sum_s e^lse_s        out = sum_s e^(lse_s - lse) out_s
 
 How many keys a sequence has is read from the GPU's memory, and so is which blocks a pattern keeps: the launch
-is the same for every token, and a CUDA graph of it can be replayed.
+is the same for every token, and a CUDA graph of it can be replayed. A token is a hundred small kernels: each
+of these may be launched before the one in front has ended (programmatic dependent launch), and waits then.
 
 Start reading at decode_attention. Source: Dao et al., Flash-Decoding for long-context inference, 2023
 (crfm.stanford.edu/2023/10/12).
 """
 
 import math
+from functools import cache
 
 import torch
 import triton
@@ -36,24 +38,42 @@ MAX_ROWS = 128
 MIN_ROWS = 16
 
 
+@triton.jit
+def wait_and_let_the_next_start():
+    """Waits for what the kernel before has written; the one behind may be launched from here on."""
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+
+
 @triton.jit(do_not_specialize=["capacity"])
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, lengths_ptr, parts_ptr, lse_ptr, spans_ptr, entries_ptr, bits_ptr,
+    q_ptr, k_ptr, v_ptr, new_k_ptr, new_v_ptr, lengths_ptr, parts_ptr, lse_ptr,
+    spans_ptr, entries_ptr, bits_ptr,
     stride_qb, stride_qt, stride_qh,
     stride_kb, stride_kt, stride_kh,
     stride_vb, stride_vt, stride_vh,
+    stride_new_kb, stride_new_kh,
+    stride_new_vb, stride_new_vh,
     n_kv_head, capacity, scale_log2,
     N_QUERY: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    APPENDS: tl.constexpr, OVERLAPS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Row r of the tile is query r // GROUP of head kv_head * GROUP + r % GROUP."""
+    """Row r of the tile is query r // GROUP of head kv_head * GROUP + r % GROUP.
+
+    With APPENDS the newest key and value are not in the cache yet: the split that meets their place adds them
+    behind its loop, the first split stores them.
+    """
+    if OVERLAPS:
+        wait_and_let_the_next_start()
     split, n_splits = tl.program_id(0), tl.num_programs(0)
     batch = (tl.program_id(1) // n_kv_head).to(tl.int64)
     kv_head = (tl.program_id(1) % n_kv_head).to(tl.int64)
     k_ptr += batch * stride_kb + kv_head * stride_kh
     v_ptr += batch * stride_vb + kv_head * stride_vh
     # a cache that is a ring has seen more than it holds
-    length = tl.minimum(tl.load(lengths_ptr + batch).to(tl.int32), capacity)
+    seen = tl.load(lengths_ptr + batch)
+    length = tl.minimum(seen.to(tl.int32), capacity)
 
     rows = tl.arange(0, BLOCK_M)
     is_row = rows < N_QUERY * GROUP
@@ -79,18 +99,24 @@ def decode_kernel(
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    new_place = (seen - 1) % capacity
+    meets_new = tl.zeros([BLOCK_N], tl.int1)
     for i in tl.range(first_tile, tl.minimum(first_tile + tiles_of_split, n_tiles)):
         if BLOCK_SIZE == 0:
             columns = i * BLOCK_N + tl.arange(0, BLOCK_N)
-            visible = columns[None, :] < end_key[:, None]
+            is_kept = columns < length
         else:
             entry = entries_ptr + 2 * (first_entry + i // tiles_in_block)
             in_block = i % tiles_in_block * BLOCK_N + tl.arange(0, BLOCK_N)
             columns = tl.load(entry) * BLOCK_SIZE + in_block
             tile = tl.load(entry + 1).to(tl.int64) * (BLOCK_SIZE * BLOCK_SIZE // 32)
             bits = tl.load(words_of_row + tile + in_block // 32) >> (in_block % 32)
-            visible = (columns[None, :] < end_key[:, None]) & (bits & 1 != 0)[None, :]
-        inside = (columns < length)[:, None] & is_channel
+            is_kept = (columns < length) & (bits & 1 != 0)
+        if APPENDS:
+            meets_new |= is_kept & (columns == new_place)
+            is_kept &= columns != new_place
+        visible = (columns[None, :] < end_key[:, None]) & is_kept[None, :]
+        inside = is_kept[:, None] & is_channel
         offs_n = columns.to(tl.int64)[:, None]
         k = tl.load(k_ptr + offs_n * stride_kt + offs_d[None, :], mask=inside, other=0.0)  # (BLOCK_N, D)
         v = tl.load(v_ptr + offs_n * stride_vt + offs_d[None, :], mask=inside, other=0.0)  # (BLOCK_N, D)
@@ -105,6 +131,24 @@ def decode_kernel(
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)  # (BLOCK_M, D)
         m_i = m_new
 
+    if APPENDS:
+        new_k_ptrs = new_k_ptr + batch * stride_new_kb + kv_head * stride_new_kh + offs_d
+        new_v_ptrs = new_v_ptr + batch * stride_new_vb + kv_head * stride_new_vh + offs_d
+        new_k = tl.load(new_k_ptrs, mask=offs_d < HEAD_DIM, other=0.0)
+        new_v = tl.load(new_v_ptrs, mask=offs_d < HEAD_DIM, other=0.0)
+        stores = (offs_d < HEAD_DIM) & (split == 0)
+        tl.store(k_ptr + new_place * stride_kt + offs_d, new_k, mask=stores)
+        tl.store(v_ptr + new_place * stride_vt + offs_d, new_v, mask=stores)
+        score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale_log2
+        score = tl.where(tl.max(meets_new.to(tl.int32), 0) > 0, score, float("-inf"))
+        m_new = tl.maximum(m_i, score)
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(score - m_safe)
+        alpha = tl.exp2(m_i - m_safe)
+        l_i = l_i * alpha + p
+        acc = acc * alpha[:, None] + p[:, None] * new_v.to(tl.float32)[None, :]
+        m_i = m_new
+
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     row_of_part = (tl.program_id(1).to(tl.int64) * n_splits + split) * (N_QUERY * GROUP) + rows
     parts_ptrs = parts_ptr + row_of_part[:, None] * HEAD_DIM + offs_d[None, :]
@@ -115,10 +159,12 @@ def decode_kernel(
 @triton.jit(do_not_specialize=["n_splits"])
 def merge_kernel(
     parts_ptr, lse_ptr, out_ptr, n_splits, n_kv_head,
-    N_QUERY: tl.constexpr, GROUP: tl.constexpr,
+    N_QUERY: tl.constexpr, GROUP: tl.constexpr, OVERLAPS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One query of one head: program ((b n_kv_head + kv_head) N_QUERY + query) GROUP + head in the group."""
+    if OVERLAPS:
+        wait_and_let_the_next_start()
     program = tl.program_id(0).to(tl.int64)
     row, kv_head_of_batch = program % (N_QUERY * GROUP), program // (N_QUERY * GROUP)
     splits, offs_d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
@@ -136,34 +182,13 @@ def merge_kernel(
     tl.store(out_ptr + out_row * HEAD_DIM + offs_d, out.to(out_ptr.dtype.element_ty), mask=offs_d < HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["capacity"])
-def append_kernel(
-    k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, lengths_ptr,
-    stride_cb, stride_ct, stride_ch,
-    stride_kb, stride_kh,
-    stride_vb, stride_vh,
-    n_kv_head, capacity,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """One new token's key and value of one head."""
-    batch = (tl.program_id(0) // n_kv_head).to(tl.int64)
-    head = (tl.program_id(0) % n_kv_head).to(tl.int64)
-    place = (tl.load(lengths_ptr + batch).to(tl.int64) - 1) % capacity
-    offs_d = tl.arange(0, BLOCK_D)
-    inside = offs_d < HEAD_DIM
-    k = tl.load(k_ptr + batch * stride_kb + head * stride_kh + offs_d, mask=inside)
-    v = tl.load(v_ptr + batch * stride_vb + head * stride_vh + offs_d, mask=inside)
-    row = batch * stride_cb + place * stride_ct + head * stride_ch
-    tl.store(k_cache_ptr + row + offs_d, k, mask=inside)
-    tl.store(v_cache_ptr + row + offs_d, v, mask=inside)
-
-
 def decode_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     lengths: Tensor,
     *,
+    new: tuple[Tensor, Tensor] | None = None,
     block_mask: BlockMask | None = None,
     softmax_scale: float | None = None,
 ) -> Tensor:
@@ -171,15 +196,18 @@ def decode_attention(
 
     q: (B, Tq, H, D), Tq H / Hkv at most 128; k, v: (B, capacity, Hkv, D), channels contiguous, of which the
     first lengths[b] are filled, the new tokens' own among them, or, with Tq = 1, all if lengths[b] is larger;
-    lengths: (B,) int32 or int64 on q's device. A sequence of length 0 gives zeros. block_mask: of capacity
-    queries and keys, one for all batches and heads, with Tq = 1. Not differentiable. Raises ValueError for
-    other shapes. Source: Flash-Decoding.
+    lengths: (B,) int32 or int64 on q's device. A sequence of length 0 gives zeros. new: key and value of the
+    newest token, (B, 1, Hkv, D), with Tq = 1 and lengths of at least 1: they count, and are written to place
+    (lengths[b] - 1) % capacity of k and v. block_mask: of capacity queries and keys, one for all batches and
+    heads, with Tq = 1. Not differentiable. Raises ValueError for other shapes. Source: Flash-Decoding.
     """
-    _check(q, k, v, lengths, block_mask)
+    _check(q, k, v, lengths, new, block_mask)
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     blocks = [] if block_mask is None else [*block_mask.tensors()[:2], block_mask.bits]
-    return _decode(q, k, v, lengths, blocks, softmax_scale, None)
+    if new is None:
+        return _decode(q, k, v, lengths, blocks, softmax_scale, None)
+    return _append_and_decode(q, k, v, *new, lengths, blocks, softmax_scale)
 
 
 @torch.library.custom_op("nanoflash::decode_attention", mutates_args=())
@@ -194,6 +222,40 @@ def _decode(
     n_splits: int | None,
 ) -> Tensor:
     """blocks: spans, entries and bits of the rows of a block mask, or nothing."""
+    return _launch(q, k, v, None, lengths, blocks, softmax_scale, n_splits)
+
+
+@torch.library.custom_op("nanoflash::append_and_decode", mutates_args=("k", "v"))
+@on_its_gpu
+def _append_and_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    new_k: Tensor,
+    new_v: Tensor,
+    lengths: Tensor,
+    blocks: list[Tensor],
+    softmax_scale: float,
+) -> Tensor:
+    return _launch(q, k, v, (new_k, new_v), lengths, blocks, softmax_scale, None)
+
+
+@_decode.register_fake
+@_append_and_decode.register_fake
+def _(q, *options):
+    return q.new_empty(q.shape)
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    lengths: Tensor,
+    blocks: list[Tensor],
+    softmax_scale: float,
+    n_splits: int | None,
+) -> Tensor:
     batch, n_query, n_head, head_dim = q.shape
     capacity, n_kv_head = k.shape[1:3]
     group = n_head // n_kv_head
@@ -206,46 +268,29 @@ def _decode(
     lse = torch.empty(batch * n_kv_head, n_splits, n_rows, dtype=torch.float32, device=q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     shape = {"N_QUERY": n_query, "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_D": padded_head_dim(head_dim)}
+    overlaps = can_overlap(q.device)
+    # other compilers do not know this option
+    launch = {"OVERLAPS": overlaps} | ({"launch_pdl": True} if overlaps else {})
+    new_strides = (0, 0, 0, 0) if new is None else [x.stride(i) for x in new for i in (0, 2)]
     decode_kernel[n_splits, batch * n_kv_head](
-        q, k, v, lengths, parts, lse, *(blocks or (None, None, None)),
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        q, k, v, *(new or (None, None)), lengths, parts, lse, *(blocks or (None, None, None)),
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *new_strides,
         n_kv_head, capacity, softmax_scale * math.log2(math.e),
-        BLOCK_SIZE=block_size, PRECISION=dot_precision(),
-        **shape, **tile._replace(block_m=padded_rows(n_rows)).options(),
+        BLOCK_SIZE=block_size, PRECISION=dot_precision(), APPENDS=new is not None,
+        **launch, **shape, **tile._replace(block_m=padded_rows(n_rows)).options(),
     )  # fmt: skip
     merge_kernel[batch * n_kv_head * n_rows,](
-        parts, lse, out, n_splits, n_kv_head, BLOCK_S=triton.next_power_of_2(n_splits), **shape
+        parts, lse, out, n_splits, n_kv_head, BLOCK_S=triton.next_power_of_2(n_splits), **launch, **shape
     )
     return out
 
 
-@torch.library.custom_op("nanoflash::append_keys", mutates_args=("k_cache", "v_cache"))
-@on_its_gpu
-def append_keys(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
-    """Writes token lengths[b] - 1 of each sequence to its place, that number modulo capacity, in the caches.
-
-    k_cache, v_cache: (B, capacity, Hkv, D) of equal strides; k, v: (B, 1, Hkv, D); lengths: (B,) int64. One
-    launch, where PyTorch's indexing takes five.
-    """
-    batch, capacity, n_kv_head, head_dim = k_cache.shape
-    assert k_cache.stride() == v_cache.stride()
-    assert {x.stride(3) for x in (k_cache, k, v)} == {1}
-    append_kernel[batch * n_kv_head,](
-        k_cache, v_cache, k, v, lengths,
-        *k_cache.stride()[:3], k.stride(0), k.stride(2), v.stride(0), v.stride(2),
-        n_kv_head, capacity,
-        HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim), num_warps=1,
-    )  # fmt: skip
-
-
-@append_keys.register_fake
-def _(k_cache, v_cache, k, v, lengths):
-    pass
-
-
-@_decode.register_fake
-def _(q, *options):
-    return q.new_empty(q.shape)
+@cache
+def can_overlap(device: torch.device) -> bool:
+    """Whether a kernel may be launched before the one in front of it has ended: NVIDIA's since Hopper."""
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def choose_splits(n_heads: int, n_tiles: int, device: torch.device) -> int:
@@ -260,10 +305,26 @@ def padded_rows(n_rows: int) -> int:
     return max(MIN_ROWS, triton.next_power_of_2(n_rows))
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, block_mask: BlockMask | None) -> None:
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    block_mask: BlockMask | None,
+) -> None:
     checks.check_tensors(q, k, v, n_dims=4)
-    batch, n_query, n_head, _ = q.shape
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    batch, n_query, n_head, head_dim = q.shape
+    tensors = {"q": q, "k": k, "v": v} | ({} if new is None else {"new[0]": new[0], "new[1]": new[1]})
+    for name, x in list(tensors.items())[3:]:
+        if x.shape != (batch, 1, k.shape[2], head_dim) or n_query != 1:
+            raise ValueError(
+                f"{name} must be ({batch}, 1, {k.shape[2]}, {head_dim}), one token as q, got "
+                f"{tuple(x.shape)} and q of {n_query}"
+            )
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(f"{name} must be {q.dtype} on {q.device} as q, got {x.dtype} on {x.device}")
+    for name, x in tensors.items():
         if x.stride(3) != 1:
             raise ValueError(f"{name} must have contiguous channels, got strides {x.stride()}")
     if n_query * (n_head // k.shape[2]) > MAX_ROWS:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.block_mask import BlockMask
-from kernels.decode import append_keys, decode_attention
+from kernels.decode import decode_attention
 from kernels.reference import decode_reference
 
 
@@ -57,8 +57,7 @@ class LayerCache:
         """Stores one new token's k, v (B, 1, Hkv, D), and gives its attention, (B, 1, H, D) as q."""
         capacity = self.k.shape[1]
         if implementation == "flash":
-            append_keys(self.k, self.v, k, v, self.lengths)
-            return decode_attention(q, self.k, self.v, self.lengths, block_mask=self.block_mask)
+            return decode_attention(q, self.k, self.v, self.lengths, new=(k, v), block_mask=self.block_mask)
         rows, place = torch.arange(len(k), device=k.device), (self.lengths - 1) % capacity
         self.k[rows, place], self.v[rows, place] = k[:, 0], v[:, 0]
         if implementation == "reference":

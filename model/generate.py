@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from kernels.decode import can_overlap
 from model.attention import layer_masks, window_of
 from model.cache import LayerCache
 from model.gpt import GPT
@@ -12,7 +13,8 @@ from model.gpt import GPT
 
 def generate(model: GPT, tokens: Tensor, n_new: int, **options) -> Tensor:
     """The prompts and up to n_new sampled tokens, (B, T + n) int64; arguments as of `stream`."""
-    return torch.cat([tokens, *(new[:, None] for new in stream(model, tokens, n_new, **options))], dim=1)
+    new = (x[:, None] for x in stream(model, tokens, n_new, **options))
+    return torch.cat([tokens.cpu(), *new], dim=1).to(tokens.device)
 
 
 @torch.no_grad()
@@ -30,7 +32,7 @@ def stream(
     generator: torch.Generator | None = None,
     compiled: bool = False,
 ) -> Iterator[Tensor]:
-    """Yields the next token of each of B sequences, (B,) int64, up to n_new times.
+    """Yields the next token of each of B sequences, (B,) int64 on the CPU, up to n_new times.
 
     tokens: prompts (B, T), T >= 1; lengths: (B,) int64, where they end, if some are shorter than T.
     temperature 0 takes the likeliest token; top_k keeps the k likeliest; top_p keeps the smallest set of
@@ -51,18 +53,36 @@ def stream(
         decoder = Decoder(model, batch, prompt_len + n_new, compiled=compiled)
         stops = torch.tensor(stop_tokens, dtype=torch.int64, device=tokens.device)
         stopped = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
-        new = None
-        for _ in range(n_new):
-            logits = decoder.start(tokens, lengths) if new is None else decoder.step(new)
+        logits, new = decoder.start(tokens, lengths), None
+        for left in reversed(range(n_new)):
             drawn = sample(logits[:, :vocab_size].float(), temperature, top_k, top_p, generator)
             new = drawn if new is None else torch.where(stopped, new, drawn)
-            yield new
             if stop_tokens:
                 stopped |= torch.isin(new, stops)
-                if stopped.all():
-                    return
+            arriving = Arriving(new, stopped)
+            if left:
+                # the GPU goes on while the caller reads this token
+                logits = decoder.step(new)
+            new_on_cpu, stopped_on_cpu = arriving.wait()
+            yield new_on_cpu
+            if stopped_on_cpu.all():
+                return
     finally:
         model.train(was_training)
+
+
+class Arriving:
+    """Tensors on their way to the CPU, behind which a GPU may be given more to do."""
+
+    def __init__(self, *tensors: Tensor):
+        self._copies = [x.to("cpu", non_blocking=True) for x in tensors]
+        is_cuda = tensors[0].is_cuda
+        self._copied = torch.cuda.current_stream(tensors[0].device).record_event() if is_cuda else None
+
+    def wait(self) -> list[Tensor]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._copies
 
 
 class Decoder:
@@ -77,8 +97,9 @@ class Decoder:
         device = model.token_embedding.weight.device
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.caches = empty_caches(model, capacity, self.lengths)
-        # then Inductor makes a product of one row itself, where cuBLAS is far from the memory's speed
-        tuned = {"coordinate_descent_tuning": True}
+        # then Inductor makes a product of one row itself, where cuBLAS is far from the memory's speed, and a
+        # kernel may start while the one in front of it ends
+        tuned = {"coordinate_descent_tuning": True, "triton.enable_pdl": can_overlap(device)}
         self._logits_of = (
             torch.compile(self._eager, dynamic=False, options=tuned) if compiled else self._eager
         )

@@ -35,11 +35,16 @@ def compile_kernel(
         "GROUP": group,
         "BLOCK_SIZE": block_size,
         "PRECISION": "ieee",
+        # one new query brings its key along
+        "APPENDS": n_query == 1,
+        "OVERLAPS": arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 90,
         "HEAD_DIM": head_dim,
         "BLOCK_M": padded_rows(n_query * group),
         "BLOCK_N": tile.block_n,
         "BLOCK_D": padded_head_dim(head_dim),
     }
+    if n_query > 1:
+        constants |= {"new_k_ptr": None, "new_v_ptr": None}
     if not block_size:
         constants |= {"spans_ptr": None, "entries_ptr": None, "bits_ptr": None}
     pointers = POINTERS | {"parts_ptr": "*fp32", "lengths_ptr": "*i64"}

@@ -51,6 +51,39 @@ def test_a_pattern_of_blocks_sees_what_its_row_of_the_mask_says(pattern, block_s
     assert_as_accurate_as_torch(q, k, v, lengths, block_mask=mask)
 
 
+@pytest.mark.parametrize("pattern", [None, "window(70) | sinks(3)", "window(30) & strided(2)"])
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_a_new_key_counts_as_if_it_were_in_the_cache_and_is_there_afterwards(head_dim, pattern, device):
+    q, k, v = random_cache(6, 1, 4, 2, head_dim, torch.float32, device)
+    # a block mask has no more queries than the cache has places; without one it may be a ring
+    lengths = [1, 32, 33, 64, 131, CAPACITY if pattern else CAPACITY + 77]
+    lengths = torch.tensor(lengths, device=device)
+    mask = pattern and block_masks.parse(pattern, CAPACITY, block_size=64, device=device)
+    rows, places = torch.arange(6, device=device), (lengths - 1) % CAPACITY
+    new = tuple(x[rows, places][:, None].clone() for x in (k, v))
+    complete = k.clone(), v.clone()
+    # what stood in its place before is not looked at
+    k[rows, places], v[rows, places] = float("nan"), float("nan")
+    ours = decode_attention(q, k, v, lengths, new=new, block_mask=mask)
+    torchs = decode_reference(q, *complete, lengths, block_mask=mask)
+    truth = decode_reference(q.double(), *(x.double() for x in complete), lengths, block_mask=mask)
+    assert_within_rule("out", ours, torchs, truth)
+    assert torch.equal(k, complete[0])
+    assert torch.equal(v, complete[1])
+
+
+def test_a_key_that_its_own_query_does_not_see_is_stored_and_does_not_count(device):
+    q, k, v = random_cache(1, 1, 2, 2, 64, torch.float32, device)
+    sees = torch.ones(CAPACITY, CAPACITY, dtype=torch.bool).tril(-1).to(device)
+    mask = block_masks.from_dense(sees, block_size=64)
+    lengths = torch.tensor([150], device=device)
+    expected = decode_attention(q, k, v, lengths, block_mask=mask)
+    new = torch.randn(2, 1, 1, 2, 64, device=device)
+    out = decode_attention(q, k, v, lengths, new=tuple(new), block_mask=mask)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(k[:, 149:150], new[0])
+
+
 @pytest.mark.parametrize("n_splits", [1, 2, 7, 100])
 def test_the_number_of_splits_changes_nothing_but_rounding(n_splits, device):
     q, k, v = random_cache(2, 2, 4, 2, 64, torch.float32, device)
@@ -77,6 +110,9 @@ def test_the_operator_keeps_pytorchs_rules(device):
     arguments = q, k, v, torch.tensor([77], device=device), [], 0.125, None
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.nanoflash.decode_attention, arguments, test_utils=checks)
+    new = torch.randn(2, 1, 1, 2, 64, device=device)
+    arguments = q, k, v, *new, torch.tensor([77], device=device), [], 0.125
+    torch.library.opcheck(torch.ops.nanoflash.append_and_decode, arguments, test_utils=checks)
 
 
 def test_there_are_splits_enough_for_the_gpu_and_never_more_than_tiles():
@@ -96,6 +132,9 @@ def test_there_are_splits_enough_for_the_gpu_and_never_more_than_tiles():
         ({"lengths": torch.zeros(1)}, r"int32 or int64, got \(1,\) torch.float32"),
         ({"q": torch.zeros(1, 129, 2, 64)}, "129 queries for each of 1 heads.*use flash_attention"),
         ({"lengths": torch.zeros(2, dtype=torch.int32)}, r"lengths must be \(1,\) int32 or int64"),
+        ({"new": (torch.zeros(1, 1, 1, 64),) * 2}, r"new\[0\] must be \(1, 1, 2, 64\), one token as q, got"),
+        ({"q": torch.zeros(1, 3, 2, 64), "new": (torch.zeros(1, 1, 2, 64),) * 2}, "one token as q.* q of 3"),
+        ({"new": (torch.zeros(1, 1, 2, 64).half(),) * 2}, r"new\[0\] must be torch.float32 .* as q"),
         ({"block_mask": block_masks.causal(100)}, "block_mask must be of 200 queries and keys"),
     ],
 )

@@ -60,7 +60,7 @@ FLOAT32 = (
 # one query's keys: small tiles, of which many are under way at once
 DECODE = rows(
     "decode", 4, to_64=Tile(16, 32, 4, 2), to_128=Tile(16, 16, 4, 2), to_256=Tile(16, 16, 4, 2)
-) | rows("decode", 2, to_64=Tile(16, 64, 4, 3), to_128=Tile(16, 64, 4, 2), to_256=Tile(16, 32, 4, 2))
+) | rows("decode", 2, to_64=Tile(16, 32, 1, 4), to_128=Tile(16, 32, 1, 4), to_256=Tile(16, 32, 4, 2))
 # head_dim 64 and 128 measured on an H200: torch 2.11, triton 3.6, bf16, 2026-11-21, docs/kernels.md
 HOPPER = (
     FLOAT32
@@ -96,7 +96,7 @@ HOPPER = (
         ("dq window", 2, 64): Tile(64, 64, 4, 2, True),
         ("dq window", 2, 128): Tile(64, 64, 4, 2, True),
         # a list's entry is loaded ahead of its tile: of n stages (n - 1) // 2 + 1 are of tiles
-        ("dq blocks", 2, 64): Tile(64, 64, 4, 5, True),
+        ("dq blocks", 2, 64): Tile(64, 64, 4, 5, True, 168),
         ("dkdv blocks", 2, 64): Tile(64, 64, 4, 5, True),
         ("forward blocks", 2, 128): Tile(128, 64, 8, 5, True),
         ("dq blocks", 2, 128): Tile(128, 64, 8, 5, True),

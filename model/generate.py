@@ -9,6 +9,7 @@ from kernels.decode import can_overlap
 from model.attention import layer_masks, window_of
 from model.cache import LayerCache
 from model.gpt import GPT
+from model.rope import rotation
 
 
 def generate(model: GPT, tokens: Tensor, n_new: int, **options) -> Tensor:
@@ -55,7 +56,7 @@ def stream(
         stopped = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
         logits, new = decoder.start(tokens, lengths), None
         for left in reversed(range(n_new)):
-            drawn = sample(logits[:, :vocab_size].float(), temperature, top_k, top_p, generator)
+            drawn = sample(logits[:, :vocab_size], temperature, top_k, top_p, generator)
             new = drawn if new is None else torch.where(stopped, new, drawn)
             if stop_tokens:
                 stopped |= torch.isin(new, stops)
@@ -97,6 +98,10 @@ class Decoder:
         device = model.token_embedding.weight.device
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.caches = empty_caches(model, capacity, self.lengths)
+        self._turns = None
+        if model.config.rotary is not None:
+            positions = torch.arange(capacity, device=device)
+            self._turns = rotation(model.config.rotary, model.config.head_dim, positions)
         # then Inductor makes a product of one row itself, where cuBLAS is far from the memory's speed, and a
         # kernel may start while the one in front of it ends
         tuned = {"coordinate_descent_tuning": True, "triton.enable_pdl": can_overlap(device)}
@@ -129,10 +134,12 @@ class Decoder:
 
     def _step(self, tokens: Tensor) -> Tensor:
         self.lengths += 1
-        return self._logits_of(tokens[:, None], (self.lengths - 1)[:, None])
+        return self._logits_of(tokens[:, None], self.lengths)
 
-    def _eager(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        hidden = self.model.hidden_states(tokens, positions=positions, caches=self.caches)
+    def _eager(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        positions = (lengths - 1)[:, None]
+        turn = self._turns and tuple(x[positions] for x in self._turns)
+        hidden = self.model.hidden_states(tokens, positions=positions, caches=self.caches, turn=turn)
         return self.model.logits(hidden[:, 0])
 
 
@@ -161,10 +168,10 @@ def sample(
     top_p: float | None,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """One token id a row, (B,), from logits (B, V) float32."""
+    """One token id a row, (B,), from logits (B, V)."""
     if temperature == 0.0:
         return logits.argmax(dim=-1)
-    logits = logits / temperature
+    logits = logits.float() / temperature
     if top_k is None:
         values, ids = logits.sort(dim=-1, descending=True)
     else:

@@ -151,11 +151,12 @@ class GPT(nn.Module):
         positions: Tensor | None = None,
         caches: list[LayerCache] | None = None,
         ring: Ring | None = None,
+        turn: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """The residual stream after the final norm, (B, T, C): what the head reads.
 
         caches: one a layer, extended by the tokens: by whole prompts while they are empty, then by one (B, 1)
-        at a time. The other arguments as of forward.
+        at a time. turn: rope.rotation at the positions, where it is known. The other arguments as of forward.
         """
         if tokens.shape[1] > self.config.max_seq_len:
             raise ValueError(
@@ -164,10 +165,10 @@ class GPT(nn.Module):
             )
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x, turn = self.token_embedding(tokens), None
+        x = self.token_embedding(tokens)
         if self.config.rotary is None:
             x = x + self.position_embedding(positions)
-        else:
+        elif turn is None:
             turn = rotation(self.config.rotary, self.config.head_dim, positions)
         x = self.embedding_dropout(x)
         if self.low_precision_residual:

@@ -32,20 +32,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 # programs on each multiprocessor: enough loads are under way to fill its share of the bandwidth
 PROGRAMS_PER_MULTIPROCESSOR = 4
 MAX_SPLITS = 128
-# keys of its own that a program asks for before it knows the query
-AHEAD = tl.constexpr(128)
 # queries times heads that share a kv head: beyond, the work is flash_attention's
 MAX_ROWS = 128
 # of a matrix unit
 MIN_ROWS = 16
-
-
-@triton.jit
-def fetch_to_l2(pointers):
-    """Brings the line of memory at each pointer on its way to the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, False, 1
-    )
 
 
 @triton.jit
@@ -80,13 +70,6 @@ def decode_kernel(
     k_ptr += batch * stride_kb + kv_head * stride_kh
     v_ptr += batch * stride_vb + kv_head * stride_vh
     if OVERLAPS:
-        if BLOCK_SIZE == 0:
-            # older tokens' keys do not depend on the kernel before: they are asked for while it ends
-            filled = tl.minimum(tl.load(lengths_ptr + batch).to(tl.int32), capacity)
-            first = split * tl.cdiv(tl.cdiv(filled, BLOCK_N), n_splits) * BLOCK_N
-            ahead = tl.minimum(first + tl.arange(0, AHEAD), capacity - 1).to(tl.int64)
-            fetch_to_l2(k_ptr + ahead * stride_kt)
-            fetch_to_l2(v_ptr + ahead * stride_vt)
         wait_and_let_the_next_start()
     # a cache that is a ring has seen more than it holds
     seen = tl.load(lengths_ptr + batch)

@@ -102,9 +102,13 @@ class Decoder:
         if model.config.rotary is not None:
             positions = torch.arange(capacity, device=device)
             self._turns = rotation(model.config.rotary, model.config.head_dim, positions)
-        # then Inductor makes a product of one row itself, where cuBLAS is far from the memory's speed, and a
-        # kernel may start while the one in front of it ends
-        tuned = {"coordinate_descent_tuning": True, "triton.enable_pdl": can_overlap(device)}
+        # then Inductor makes a product of one row itself, where cuBLAS is far from the memory's speed; small
+        # kernels are joined, and one may start while the one in front of it ends
+        tuned = {
+            "coordinate_descent_tuning": True,
+            "combo_kernels": True,
+            "triton.enable_pdl": can_overlap(device),
+        }
         self._logits_of = (
             torch.compile(self._eager, dynamic=False, options=tuned) if compiled else self._eager
         )

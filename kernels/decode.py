@@ -61,8 +61,8 @@ def decode_kernel(
 ):  # fmt: skip
     """Row r of the tile is query r // GROUP of head kv_head * GROUP + r % GROUP.
 
-    With APPENDS the newest key and value are not in the cache yet: the split that meets their place adds them
-    behind its loop, the first split stores them.
+    With APPENDS the newest key and value are not in the cache yet: the first split stores them, the split
+    that meets their place leaves it out of its loop and adds them at the end.
     """
     split, n_splits = tl.program_id(0), tl.num_programs(0)
     batch = (tl.program_id(1) // n_kv_head).to(tl.int64)
@@ -101,6 +101,15 @@ def decode_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     new_place = (seen - 1) % capacity
     meets_new = tl.zeros([BLOCK_N], tl.int1)
+    if APPENDS:
+        new_k_ptrs = new_k_ptr + batch * stride_new_kb + kv_head * stride_new_kh + offs_d
+        new_v_ptrs = new_v_ptr + batch * stride_new_vb + kv_head * stride_new_vh + offs_d
+        new_k = tl.load(new_k_ptrs, mask=offs_d < HEAD_DIM, other=0.0)
+        new_v = tl.load(new_v_ptrs, mask=offs_d < HEAD_DIM, other=0.0)
+        stores = (offs_d < HEAD_DIM) & (split == 0)
+        tl.store(k_ptr + new_place * stride_kt + offs_d, new_k, mask=stores)
+        tl.store(v_ptr + new_place * stride_vt + offs_d, new_v, mask=stores)
+        new_score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale_log2
     for i in tl.range(first_tile, tl.minimum(first_tile + tiles_of_split, n_tiles)):
         if BLOCK_SIZE == 0:
             columns = i * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -132,15 +141,7 @@ def decode_kernel(
         m_i = m_new
 
     if APPENDS:
-        new_k_ptrs = new_k_ptr + batch * stride_new_kb + kv_head * stride_new_kh + offs_d
-        new_v_ptrs = new_v_ptr + batch * stride_new_vb + kv_head * stride_new_vh + offs_d
-        new_k = tl.load(new_k_ptrs, mask=offs_d < HEAD_DIM, other=0.0)
-        new_v = tl.load(new_v_ptrs, mask=offs_d < HEAD_DIM, other=0.0)
-        stores = (offs_d < HEAD_DIM) & (split == 0)
-        tl.store(k_ptr + new_place * stride_kt + offs_d, new_k, mask=stores)
-        tl.store(v_ptr + new_place * stride_vt + offs_d, new_v, mask=stores)
-        score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale_log2
-        score = tl.where(tl.max(meets_new.to(tl.int32), 0) > 0, score, float("-inf"))
+        score = tl.where(tl.max(meets_new.to(tl.int32), 0) > 0, new_score, float("-inf"))
         m_new = tl.maximum(m_i, score)
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2(score - m_safe)
@@ -170,10 +171,11 @@ def merge_kernel(
     splits, offs_d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     rows = (kv_head_of_batch * n_splits + splits) * (N_QUERY * GROUP) + row
     lse = tl.load(lse_ptr + rows, mask=splits < n_splits, other=float("-inf"))
-    largest = tl.max(lse, 0)
-    weight = tl.exp(lse - tl.where(largest == float("-inf"), 0.0, largest))
+    # asked for beside lse, not behind it
     inside = (splits < n_splits)[:, None] & (offs_d < HEAD_DIM)[None, :]
     parts = tl.load(parts_ptr + rows[:, None] * HEAD_DIM + offs_d[None, :], mask=inside, other=0.0)
+    largest = tl.max(lse, 0)
+    weight = tl.exp(lse - tl.where(largest == float("-inf"), 0.0, largest))
     total = tl.sum(weight, 0)
     out = tl.sum(parts * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     batch, kv_head = kv_head_of_batch // n_kv_head, kv_head_of_batch % n_kv_head

@@ -52,38 +52,39 @@ def stream(
     model.eval()
     try:
         decoder = Decoder(model, batch, prompt_len + n_new, compiled=compiled)
-        stops = torch.tensor(stop_tokens, dtype=torch.int64, device=tokens.device)
-        stopped = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
+        stops = torch.tensor(stop_tokens, dtype=torch.int64)
+        stops_there, stopped = stops.to(tokens.device), torch.zeros(batch, dtype=torch.bool)
         logits, new = decoder.start(tokens, lengths), None
         for left in reversed(range(n_new)):
             drawn = sample(logits[:, :vocab_size], temperature, top_k, top_p, generator)
-            new = drawn if new is None else torch.where(stopped, new, drawn)
-            if stop_tokens:
-                stopped |= torch.isin(new, stops)
-            arriving = Arriving(new, stopped)
+            if stop_tokens and new is not None:
+                # a stopped sequence repeats its stop token
+                drawn = torch.where(torch.isin(new, stops_there), new, drawn)
+            new = drawn
+            arriving = Arriving(new)
             if left:
                 # the GPU goes on while the caller reads this token
                 logits = decoder.step(new)
-            new_on_cpu, stopped_on_cpu = arriving.wait()
-            yield new_on_cpu
-            if stopped_on_cpu.all():
-                return
+            yield arriving.wait()
+            if stop_tokens:
+                stopped |= torch.isin(arriving.wait(), stops)
+                if stopped.all():
+                    return
     finally:
         model.train(was_training)
 
 
 class Arriving:
-    """Tensors on their way to the CPU, behind which a GPU may be given more to do."""
+    """A tensor on its way to the CPU, behind which a GPU may be given more to do."""
 
-    def __init__(self, *tensors: Tensor):
-        self._copies = [x.to("cpu", non_blocking=True) for x in tensors]
-        is_cuda = tensors[0].is_cuda
-        self._copied = torch.cuda.current_stream(tensors[0].device).record_event() if is_cuda else None
+    def __init__(self, tensor: Tensor):
+        self._copy = tensor.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
-    def wait(self) -> list[Tensor]:
+    def wait(self) -> Tensor:
         if self._copied is not None:
             self._copied.synchronize()
-        return self._copies
+        return self._copy
 
 
 class Decoder:

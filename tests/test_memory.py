@@ -127,7 +127,9 @@ def test_recomputation_fsdp_and_smaller_micro_batches_take_less():
     none, selective, full = (peak_bytes(replace(xl, recompute=kind)) for kind in kinds)
     assert full < selective < none
     assert peak_bytes(replace(xl, tokens_per_microbatch=8192)) < none
-    assert peak_bytes(replace(xl, distributed="fsdp"), 4) < none
+    gathered_in_turn = replace(xl, distributed="fsdp")
+    gathered_at_once = replace(gathered_in_turn, reshard_after_forward=False)
+    assert peak_bytes(gathered_in_turn, 4) < peak_bytes(gathered_at_once, 4) < none
     wide = replace(xl, tokens_per_microbatch=65536)
     assert peak_bytes(wide) < peak_bytes(replace(wide, fused_loss=False))
 

@@ -51,6 +51,12 @@ def test_a_group_for_shards_needs_shards_and_divides_the_processes():
         parse(composed("distributed=fsdp", "shard_processes=4")).check_processes(6)
 
 
+def test_only_shards_are_gathered_once_a_step():
+    with pytest.raises(ValueError, match="reshard_after_forward=false needs distributed=fsdp, got ddp"):
+        parse(composed("reshard_after_forward=false"))
+    assert not parse(composed("reshard_after_forward=false", "distributed=fsdp")).reshard_after_forward
+
+
 def test_processes_that_share_a_sequence_divide_all_of_them():
     config = parse(composed("context_parallel=4"))
     with pytest.raises(ValueError, match="context_parallel=4 must divide the 6 processes"):
@@ -63,7 +69,8 @@ def train(config: Config, processes: Processes, *, steps: int = 2, watch=nullcon
     weights = small(config.recompute)
     is_sharded = config.distributed == "fsdp" and processes.world_size > 1
     if is_sharded:
-        shard(weights, processes, config.shard_processes, compiled=False)
+        reshards = config.reshard_after_forward
+        shard(weights, processes, config.shard_processes, compiled=False, reshard_after_forward=reshards)
     optimizer = build_optimizer(weights, config.optim)
     context = ContextGroups(1, processes.rank, processes.world_size, None)
     model = build_step_model(weights, config, processes, context, is_sharded=is_sharded)
@@ -90,6 +97,7 @@ def steps_are_those_of_one_process(rank: int, folder: Path) -> None:
             ["distributed=ddp", "recompute=selective"],
             ["distributed=fsdp", "recompute=full"],
             ["distributed=fsdp", "shard_processes=2"],
+            ["distributed=fsdp", "reshard_after_forward=false"],
         ):
             found = train(parse(composed(*base, f"optim={optim}", *given)), together)
             torch.testing.assert_close(found["norms"], expected["norms"], rtol=1e-3, atol=0)
@@ -107,19 +115,22 @@ def test_steps_on_four_processes_are_those_of_one_under_ddp_fsdp_and_hybrid_shar
 
 def gradients_travel_once_a_step(rank: int) -> None:
     together = Processes(rank, 2, torch.device("cpu"), None, None)
-    # all weights fit one bucket of DDP, and the loss travels too; two blocks and what is outside of them
-    for distributed, operator, count in (
-        ("ddp", "c10d::allreduce_", 2),
-        ("fsdp", "c10d::_reduce_scatter_base_", 3),
+    gather, scatter = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"
+    # all weights fit one bucket of DDP, and the loss travels too; two blocks and what is outside of them,
+    # which FSDP2 gathers once a micro-batch, and the blocks twice
+    for given, expected in (
+        (["distributed=ddp"], {"c10d::allreduce_": 2}),
+        (["distributed=fsdp"], {scatter: 3, gather: 2 * (1 + 2 * 2)}),
+        (["distributed=fsdp", "reshard_after_forward=false"], {scatter: 3, gather: 3}),
     ):
-        config = parse(composed("compile=false", "device=cpu", f"distributed={distributed}"))
+        config = parse(composed("compile=false", "device=cpu", *given))
         profiler = profile(activities=[ProfilerActivity.CPU])
         train(config, together, steps=1, watch=lambda profiler=profiler: profiler)
         calls = {event.key: event.count for event in profiler.key_averages()}
-        assert calls[operator] == count, distributed
+        assert {key: calls[key] for key in expected} == expected, given
 
 
-def test_gradients_travel_once_a_step_however_many_micro_batches_it_has(tmp_path):
+def test_gradients_travel_once_a_step_however_many_micro_batches_it_has_and_weights_where_they_stay(tmp_path):
     run_together(gradients_travel_once_a_step, 2, tmp_path / "meeting")
 
 
@@ -149,7 +160,9 @@ def test_a_compiled_graph_is_cut_for_traveling_gradients_only_where_each_micro_b
     run_together(a_graph_is_cut_for_traveling_gradients, 2, tmp_path / "meeting")
 
 
-def test_hybrid_shards_with_muon_resume_bit_for_bit_and_on_other_shards(tmp_path, monkeypatch):
+def test_hybrid_shards_with_muon_resume_bit_for_bit_and_on_other_shards_and_gathered_once_a_step(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     faults.write_corpus(tmp_path)
     given = ["optim=muon", "distributed=fsdp", "optim.final_learning_rate_ratio=1.0", "model.dropout=0.0"]
@@ -158,16 +171,19 @@ def test_hybrid_shards_with_muon_resume_bit_for_bit_and_on_other_shards(tmp_path
         faults.complete(faults.small_config("whole", 10, *hybrid), 4)
         faults.complete(faults.small_config("parts", 5, *hybrid), 4)
         faults.complete(faults.small_config("parts", 10, *hybrid), 4)
+        for steps in (5, 10):
+            faults.complete(faults.small_config("kept", steps, *hybrid, "reshard_after_forward=false"), 4)
         # another run's checkpoint, on two processes that share one copy
         start = f"checkpoint.resume={tmp_path}/runs/whole/checkpoints/step_00000005"
         faults.complete(faults.small_config("other", 10, *given, start), 2)
     finally:
         faults.Attempt.kill_all()
     attention = AttentionConfig(implementation="sdpa")
-    names = ("whole", "parts", "other")
-    whole, parts, other = (load_model(f"runs/{name}", attention).state_dict() for name in names)
+    names = ("whole", "parts", "kept", "other")
+    whole, parts, kept, other = (load_model(f"runs/{name}", attention).state_dict() for name in names)
     for name, value in whole.items():
         assert torch.equal(parts[name], value), name
+        assert torch.equal(kept[name], value), name
         # the products of Muon round to bf16
         torch.testing.assert_close(other[name], value, rtol=0.05, atol=2e-3, msg=name)
 

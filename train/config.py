@@ -53,6 +53,9 @@ class Config:
     distributed: str
     # with fsdp: so many neighbouring processes share one copy of the weights; null: all of them
     shard_processes: int | None
+    # with fsdp: gather the weights for each pass of each micro-batch; false: once a step, which costs 4 bytes
+    # a weight of memory and less exchange
+    reshard_after_forward: bool
     # tokens a sequence: the one dial of context length
     seq_len: int
     # training sequences take positions below this length, with a stretch left out (PoSE); null: their own
@@ -103,6 +106,11 @@ class Config:
             raise ValueError(
                 f"shard_processes={self.shard_processes} must be at least 2, and needs distributed=fsdp, got "
                 f"distributed={self.distributed}: use shard_processes=null for all processes"
+            )
+        if not self.reshard_after_forward and self.distributed != "fsdp":
+            raise ValueError(
+                f"reshard_after_forward=false needs distributed=fsdp, got {self.distributed}, where every "
+                "process has all weights: leave it true"
             )
         one_of("on_bad_step", self.on_bad_step, BAD_STEP_ACTIONS)
         for name in ("seed", "hang_seconds"):

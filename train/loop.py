@@ -119,7 +119,13 @@ def _train(
     weights = build_weights(config, device, start)
     is_sharded = config.distributed == "fsdp" and processes.world_size > 1
     if is_sharded:
-        shard(weights, processes, config.shard_processes, compiled=config.compile)
+        shard(
+            weights,
+            processes,
+            config.shard_processes,
+            compiled=config.compile,
+            reshard_after_forward=config.reshard_after_forward,
+        )
     optimizer = build_optimizer(weights, config.optim)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     guard = StepGuard(

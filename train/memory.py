@@ -48,8 +48,9 @@ def peak_bytes(config: Config, world_size: int = 1, chunk: int = LOGIT_ROWS) -> 
     held = 4 * n_weights if accumulates else 0
     if world_size > 1 and not is_sharded:
         held = gradients
-    # two layers and what is outside of them are gathered at a time
-    gathered = 4 * (n_weights - layers * matrices + 2 * matrices) if is_sharded else 0
+    # two layers and what is outside of them are gathered at a time, or all
+    gathered = 4 * (n_weights - (layers - 2) * matrices if config.reshard_after_forward else n_weights)
+    gathered *= is_sharded
 
     kept_layer, casts = kept_bytes(config, small, stream), small * layers * matrices if small < 4 else 0
     one_layer = 0

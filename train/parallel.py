@@ -19,12 +19,21 @@ warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
 STRATEGIES = ("ddp", "fsdp")
 
 
-def shard(weights: GPT, processes: Processes, shard_processes: int | None, *, compiled: bool) -> None:
+def shard(
+    weights: GPT,
+    processes: Processes,
+    shard_processes: int | None,
+    *,
+    compiled: bool,
+    reshard_after_forward: bool = True,
+) -> None:
     """Leaves each process its share of the weights, block by block; build the optimizer later.
 
-    shard_processes: so many neighbouring processes share one copy of the weights (hybrid sharding), which
-    keeps the gathering of weights inside a node; None: all of them. It divides the processes
-    (Config.check_processes). Sources: ZeRO-3, arXiv:1910.02054; hybrid, arXiv:2304.11277.
+    reshard_after_forward: a block's weights are gathered for its forward pass and again for its backward
+    pass; False: once a step, and kept until the last backward pass (ZeRO-2). shard_processes: so many
+    neighbouring processes share one copy of the weights (hybrid sharding), which keeps the gathering of
+    weights inside a node; None: all of them. It divides the processes (Config.check_processes). Sources:
+    ZeRO, arXiv:1910.02054; hybrid, arXiv:2304.11277.
     """
     mesh, size = None, shard_processes or processes.world_size
     if size < processes.world_size:
@@ -34,16 +43,19 @@ def shard(weights: GPT, processes: Processes, shard_processes: int | None, *, co
         if compiled:
             # each by itself: gathering the weights, between the blocks, is no part of a graph
             block.compile()
-        fully_shard(block, mesh=mesh)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
     fully_shard(weights, mesh=mesh)
+    # for set_gradient_sync
+    weights.reshards = reshard_after_forward
 
 
 def set_gradient_sync(model: nn.Module, is_last: bool) -> None:
     """Whether the next backward exchanges gradients: once a step, in its last micro-batch."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # reaches the blocks inside too
+            # both reach the blocks inside too
             module.set_requires_gradient_sync(is_last)
+            module.set_reshard_after_backward(is_last or module.reshards)
             return
         if isinstance(module, DistributedDataParallel):
             module.require_backward_grad_sync = is_last

@@ -1,4 +1,4 @@
-"""Commands side by side, each on a GPU of its own: the next one starts as soon as one ends."""
+"""Commands side by side, each on GPUs of its own: the next one starts as soon as enough are free."""
 
 import os
 import subprocess
@@ -29,25 +29,31 @@ def places(processes: int | None = None) -> list[str | None]:
 
 
 def run_side_by_side(
-    commands: dict[str, list[str]], places: list[str | None]
+    commands: dict[str, list[str]], places: list[str | None], needed: dict[str, int] | None = None
 ) -> Iterator[tuple[str, int, float]]:
     """Runs each command, in their order as places become free; yields name, exit code and seconds at its end.
 
-    A place is the CUDA_VISIBLE_DEVICES of its command, None leaves it alone. What still runs when the caller
-    gives up is ended.
+    A place is the CUDA_VISIBLE_DEVICES of its command, None leaves it alone. needed: how many places a
+    command takes, one if it is not named; none overtakes another that waits for several. What still runs when
+    the caller gives up is ended. Raises ValueError for a command that needs more places than there are.
     """
+    needed = needed or {}
+    for name, count in needed.items():
+        if count > len(places):
+            raise ValueError(f"{name} needs {count} GPUs, this machine has {len(places)}: leave it out")
     free, waiting, running = list(places), list(commands), {}
     try:
         while waiting or running:
             ended = [name for name, (process, *_) in running.items() if process.poll() is not None]
             done = [(name, *running.pop(name)) for name in ended]
-            free += [place for *_, place in done]
+            free += [place for *_, taken in done for place in taken]
             # before the caller hears of what has ended: a GPU does not wait for it
-            while free and waiting:
-                name, place = waiting.pop(0), free.pop(0)
-                visible = {} if place is None else {"CUDA_VISIBLE_DEVICES": place}
+            while waiting and len(free) >= needed.get(waiting[0], 1):
+                name = waiting.pop(0)
+                taken = [free.pop(0) for _ in range(needed.get(name, 1))]
+                visible = {} if None in taken else {"CUDA_VISIBLE_DEVICES": ",".join(taken)}
                 process = subprocess.Popen(commands[name], env={**os.environ, **visible})
-                running[name] = process, time.perf_counter(), place
+                running[name] = process, time.perf_counter(), taken
             for name, process, started, _ in done:
                 yield name, process.returncode, time.perf_counter() - started
             if not done:

@@ -34,6 +34,21 @@ def test_each_gpu_runs_one_command_at_a_time_and_all_of_them_run(tmp_path):
         assert all(end <= began for (_, end), (began, _) in pairwise(times))
 
 
+def test_a_command_that_needs_several_gpus_waits_for_them_and_is_not_overtaken(tmp_path):
+    commands = {
+        name: [sys.executable, "-c", SLEEP, str(tmp_path / name), seconds]
+        for name, seconds in {"a": "0.3", "both": "0.2", "c": "0.1"}.items()
+    }
+    ended = [name for name, *_ in run_side_by_side(commands, ["0", "1"], {"both": 2})]
+    assert ended == ["a", "both", "c"]
+    runs = {name: (tmp_path / name).read_text().split() for name in commands}
+    assert sorted(runs["both"][2].split(",")) == ["0", "1"]
+    assert float(runs["a"][1]) <= float(runs["both"][0])
+    assert float(runs["both"][1]) <= float(runs["c"][0])
+    with pytest.raises(ValueError, match="both needs 3 GPUs, this machine has 2: leave it out"):
+        next(run_side_by_side(commands, ["0", "1"], {"both": 3}))
+
+
 def test_a_command_that_dies_is_told_and_the_others_run():
     commands = {
         "killed": [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"],

@@ -1,0 +1,117 @@
+"""Repeats measurements: does again what result files say they came from, and sets new beside old.
+
+    python -m scripts.remeasure docs/results/h200/attention.json docs/results/h200/scaling/two.json
+
+Each file names its command and how many GPUs it had. The commands run side by side on the GPUs of this
+machine, started in the order given. New files lie in `out` as the old ones lie beside each other, and nothing
+old is changed; a training run becomes runs/remeasured-..., whose summary is copied. Then a line for each file
+tells of each measured value the new over the old, its median and range over the rows.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from scripts.arguments import argument, run_script
+from scripts.side_by_side import places, run_side_by_side
+
+LAUNCHER = ["-m", "torch.distributed.run", "--standalone"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Arguments:
+    files: list[str] = argument([], "result files, such as those of docs/results")
+    out: str = argument("remeasured", "folder of the new files")
+
+
+class Repetition(NamedTuple):
+    """A measurement that is made again."""
+
+    old: Path
+    # where its command leaves the new result, and where that belongs
+    left: Path
+    new: Path
+    command: list[str]
+    n_gpus: int
+
+
+def main(arguments: Arguments) -> None:
+    if not arguments.files:
+        raise ValueError("files is empty: name result files, such as docs/results/h200/attention.json")
+    files = [Path(name) for name in arguments.files]
+    together = Path(os.path.commonpath([path.parent for path in files]))
+    out = Path(arguments.out)
+    repetitions = {
+        str(path): repetition(path, out / os.path.relpath(path, together)) for path in dict.fromkeys(files)
+    }
+    gpus = places()
+    commands, needed = {}, {}
+    for name, again in repetitions.items():
+        for path in (again.left, again.new):
+            if path.exists():
+                raise ValueError(f"{path} is there already: move it away, or choose another out=")
+        commands[name], needed[name] = again.command, again.n_gpus
+    failed = []
+    for name, code, seconds in run_side_by_side(commands, gpus, needed):
+        again = repetitions[name]
+        if code or not again.left.exists():
+            failed.append(name)
+            print(f"{name}: failed after {seconds:.0f} s", flush=True)
+            continue
+        if again.left != again.new:
+            again.new.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(again.left, again.new)
+        print(f"{name}: {seconds:.0f} s\n{comparison(again.old, again.new)}", flush=True)
+    if failed:
+        raise ValueError(f"{', '.join(failed)} failed, as printed above")
+
+
+def repetition(old: Path, new: Path) -> Repetition:
+    """How a result is made again. Raises ValueError for a file that does not say it."""
+    try:
+        result = json.loads(old.read_text())
+        words, n_gpus = shlex.split(str(result["command"])), max(1, result["n_gpus"])
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{old} does not name a command and its GPUs: it is no result file") from error
+    words = [word for word in words[1:] if word != "-u"]
+    if len(words) < 2 or words[0] != "-m" or not (words[1] == "train" or words[1].startswith("scripts.")):
+        raise ValueError(f"{old} comes from {result['command']!r}: only train and scripts.* are repeated")
+    module, given = words[1], words[2:]
+    left = new
+    if module == "train":
+        name = "remeasured-" + "-".join(new.with_suffix("").parts[1:])
+        left = Path("runs", name, "summary.json")
+        given = [word for word in given if not word.startswith("name=")] + [f"name={name}"]
+    else:
+        named = next((word for word in given if word.startswith("out=")), f"out={old.name}")
+        # some write one file, some a folder of them
+        place = new if named.endswith(".json") else new.parent
+        given = [word for word in given if word != named] + [f"out={place}"]
+    launcher = ["-m"] if n_gpus == 1 else [*LAUNCHER, f"--nproc-per-node={n_gpus}", "-m"]
+    return Repetition(old, left, new, [sys.executable, *launcher, module, *given], n_gpus)
+
+
+def comparison(old: Path, new: Path) -> str:
+    """A line for each measured value: the new over the old, median and range over the rows."""
+    before, after = (json.loads(path.read_text())["rows"] for path in (old, new))
+    if len(before) != len(after):
+        return f"  {len(after)} rows where {old} has {len(before)}: not compared"
+    ratios = {}
+    for was, is_now in zip(before, after, strict=True):
+        for key, value in was.items():
+            if isinstance(value, float) and value and isinstance(is_now.get(key), float):
+                ratios.setdefault(key, []).append(is_now[key] / value)
+    return "\n".join(
+        f"  {key:<28} {median(found):6.3f}  ({min(found):.3f} to {max(found):.3f})"
+        for key, found in ratios.items()
+    )
+
+
+if __name__ == "__main__":
+    run_script(main, Arguments, __doc__, words="files")

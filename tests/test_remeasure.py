@@ -1,0 +1,125 @@
+"""Result files say how they came about, and scripts.remeasure does that again."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import remeasure
+from scripts.remeasure import comparison, repetition
+from tests.test_train import ROOT, SMALL
+
+GENERATE = [
+    "models=[tiny]", "seq_lens=[16]", "implementations=[sdpa]", "compiled=[false]", "tokens=2",
+    "precision=fp32", "device=cpu",
+]  # fmt: skip
+
+
+def call(*words: str) -> subprocess.CompletedProcess:
+    """python -m words in the working directory, on a CPU."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def write(path: Path, **changes) -> Path:
+    result = {"command": "python -m scripts.benchmark_ring out=a/b.json", "n_gpus": 1, "rows": []}
+    path.write_text(json.dumps(result | changes))
+    return path
+
+
+def test_a_benchmark_and_a_training_run_are_made_again_and_compared_and_the_old_files_stay(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    for index in range(40):
+        (tmp_path / "corpus" / f"{index:02}.txt").write_text(
+            f"the number after {index} is {index + 1}\n" * 20
+        )
+    for made in (
+        call("scripts.benchmark_generate", *GENERATE, "out=old/speed.json"),
+        call("train", *SMALL, "total_tokens=1024", "device=cpu", "compile=false"),
+    ):
+        assert made.returncode == 0, made.stderr
+    old = {path: path.read_bytes() for path in (Path("old/speed.json"), Path("runs/test/summary.json"))}
+
+    again = call("scripts.remeasure", *map(str, old))
+    assert again.returncode == 0, again.stderr
+    assert {path: path.read_bytes() for path in old} == old
+    for path in old:
+        new = json.loads((Path("remeasured") / path).read_text())
+        assert len(new["rows"]) == len(json.loads(old[path])["rows"])
+        assert f"{path}: " in again.stdout
+    assert "token_ms" in again.stdout
+    # the same run on the same machine ends alike
+    loss = next(line.split() for line in again.stdout.splitlines() if "final_loss" in line)
+    assert float(loss[1]) == pytest.approx(1.0, abs=1e-3)
+
+    twice = call("scripts.remeasure", *map(str, old))
+    assert twice.returncode == 2
+    assert "is there already: move it away, or choose another out=" in twice.stderr
+
+
+def test_several_gpus_are_launched_by_torchrun_and_results_go_to_out_alone(tmp_path):
+    run = "python -u -m train data=pypackages 'attention.patterns=[\"window(9) | sinks(3)\"]' name=weak_2"
+    again = repetition(write(tmp_path / "two.json", command=run, n_gpus=2), Path("new/scaling/two.json"))
+    assert again.command == [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "train",
+        "data=pypackages", 'attention.patterns=["window(9) | sinks(3)"]', "name=remeasured-scaling-two",
+    ]  # fmt: skip
+    assert again.left == Path("runs/remeasured-scaling-two/summary.json")
+    assert again.n_gpus == 2
+
+    again = repetition(write(tmp_path / "ring.json"), Path("new/ring.json"))
+    assert again.command == [sys.executable, "-m", "scripts.benchmark_ring", "out=new/ring.json"]
+    paper = "python -m scripts.reproduce_paper table1 out=docs/results/h200/paper"
+    again = repetition(write(tmp_path / "table1.json", command=paper), Path("new/paper/table1.json"))
+    assert again.command[2:] == ["scripts.reproduce_paper", "table1", "out=new/paper"]
+
+
+def test_every_committed_result_but_those_of_the_plots_can_be_made_again():
+    for path in sorted((ROOT / "docs" / "results").rglob("*.json")):
+        if "same_curve" not in path.parts and path.name not in ("soak.json", "differences.json"):
+            assert repetition(path, Path("new") / path.name).command[0] == sys.executable
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"command": "rm -r /"}, "comes from 'rm -r /': only train and scripts.* are repeated"),
+        ({"command": "python -m http.server"}, "only train and scripts"),
+        ({"command": None}, "comes from None: only train"),
+        ({"n_gpus": None}, "does not name a command and its GPUs: it is no result file"),
+    ],
+)
+def test_other_commands_are_refused(changes, message, tmp_path):
+    with pytest.raises(ValueError, match=message.replace(".*", r"\.\*")):
+        repetition(write(tmp_path / "a.json", **changes), tmp_path / "new.json")
+
+
+def test_more_gpus_than_there_are_are_refused_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(remeasure, "places", lambda: ["0", "1"])
+    path = write(tmp_path / "four.json", n_gpus=4)
+    with pytest.raises(ValueError, match="four.json needs 4 GPUs, this machine has 2: leave it out"):
+        remeasure.main(remeasure.Arguments(files=[str(path)]))
+    assert not Path("remeasured").exists()
+
+
+def test_no_files_are_refused():
+    with pytest.raises(ValueError, match="files is empty: name result files"):
+        remeasure.main(remeasure.Arguments())
+
+
+def test_values_are_compared_row_by_row_and_other_rows_not_at_all(tmp_path):
+    rows = [{"name": "a", "ms": 2.0, "n": 3, "none": None}, {"name": "b", "ms": 4.0, "n": 3, "none": None}]
+    old = write(tmp_path / "old.json", rows=rows)
+    new = write(
+        tmp_path / "new.json", rows=[{**row, "ms": ms} for row, ms in zip(rows, (3.0, 4.0), strict=True)]
+    )
+    assert comparison(old, new).split() == ["ms", "1.250", "(1.000", "to", "1.500)"]
+    assert "1 rows where" in comparison(old, write(tmp_path / "short.json", rows=rows[:1]))

@@ -26,7 +26,7 @@ from kernels import checks
 from kernels.block_mask import BlockMask
 from kernels.problem import MOST_HEADS, dot_precision
 from kernels.registration import on_its_gpu
-from kernels.tiles import choose_tile, padded_head_dim
+from kernels.tiles import Tile, choose_tile, padded_head_dim
 
 LN2 = tl.constexpr(0.6931471805599453)
 # programs on each multiprocessor: enough loads are under way to fill its share of the bandwidth
@@ -99,14 +99,15 @@ def decode_kernel(
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    new_place = (seen - 1) % capacity
-    meets_new = tl.zeros([BLOCK_N], tl.int1)
     if APPENDS:
+        new_place = (seen.to(tl.int64) - 1) % capacity
+        meets_new = tl.zeros([BLOCK_N], tl.int1)
         new_k_ptrs = new_k_ptr + batch * stride_new_kb + kv_head * stride_new_kh + offs_d
         new_v_ptrs = new_v_ptr + batch * stride_new_vb + kv_head * stride_new_vh + offs_d
         new_k = tl.load(new_k_ptrs, mask=offs_d < HEAD_DIM, other=0.0)
         new_v = tl.load(new_v_ptrs, mask=offs_d < HEAD_DIM, other=0.0)
-        stores = (offs_d < HEAD_DIM) & (split == 0)
+        # an empty sequence has no place for it
+        stores = (offs_d < HEAD_DIM) & (split == 0) & (seen > 0)
         tl.store(k_ptr + new_place * stride_kt + offs_d, new_k, mask=stores)
         tl.store(v_ptr + new_place * stride_vt + offs_d, new_v, mask=stores)
         new_score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale_log2
@@ -262,10 +263,10 @@ def _launch(
     capacity, n_kv_head = k.shape[1:3]
     group = n_head // n_kv_head
     block_size = blocks[2].shape[1] if blocks else 0
-    tile = choose_tile("decode", head_dim, q.dtype, q.device, block_size=block_size)
+    n_rows = n_query * group
+    tile = with_rows(choose_tile("decode", head_dim, q.dtype, q.device, block_size=block_size), n_rows)
     if n_splits is None:
         n_splits = choose_splits(batch * n_kv_head, triton.cdiv(capacity, tile.block_n), q.device)
-    n_rows = n_query * group
     parts = torch.empty(batch * n_kv_head, n_splits, n_rows, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(batch * n_kv_head, n_splits, n_rows, dtype=torch.float32, device=q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -279,7 +280,7 @@ def _launch(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *new_strides,
         n_kv_head, capacity, softmax_scale * math.log2(math.e),
         BLOCK_SIZE=block_size, PRECISION=dot_precision(), APPENDS=new is not None,
-        **launch, **shape, **tile._replace(block_m=padded_rows(n_rows)).options(),
+        **launch, **shape, **tile.options(),
     )  # fmt: skip
     merge_kernel[batch * n_kv_head * n_rows,](
         parts, lse, out, n_splits, n_kv_head, BLOCK_S=triton.next_power_of_2(n_splits), **launch, **shape
@@ -303,8 +304,11 @@ def choose_splits(n_heads: int, n_tiles: int, device: torch.device) -> int:
     return max(1, min(wanted // n_heads, n_tiles, MAX_SPLITS))
 
 
-def padded_rows(n_rows: int) -> int:
-    return max(MIN_ROWS, triton.next_power_of_2(n_rows))
+def with_rows(tile: Tile, n_rows: int) -> Tile:
+    """The tile for so many rows; more of them than a matrix unit's need more registers than a warp has."""
+    block_m = max(MIN_ROWS, triton.next_power_of_2(n_rows))
+    least = 1 if block_m == MIN_ROWS else 8 if block_m == MAX_ROWS else 4
+    return tile._replace(block_m=block_m, num_warps=max(tile.num_warps, least))
 
 
 def _check(
@@ -317,8 +321,10 @@ def _check(
 ) -> None:
     checks.check_tensors(q, k, v, n_dims=4)
     batch, n_query, n_head, head_dim = q.shape
-    tensors = {"q": q, "k": k, "v": v} | ({} if new is None else {"new[0]": new[0], "new[1]": new[1]})
-    for name, x in list(tensors.items())[3:]:
+    if new is not None and len(new) != 2:
+        raise ValueError(f"new must be (key, value) of the newest token, got {len(new)} tensors")
+    added = {} if new is None else {"new[0]": new[0], "new[1]": new[1]}
+    for name, x in added.items():
         if x.shape != (batch, 1, k.shape[2], head_dim) or n_query != 1:
             raise ValueError(
                 f"{name} must be ({batch}, 1, {k.shape[2]}, {head_dim}), one token as q, got "
@@ -326,7 +332,7 @@ def _check(
             )
         if x.dtype != q.dtype or x.device != q.device:
             raise ValueError(f"{name} must be {q.dtype} on {q.device} as q, got {x.dtype} on {x.device}")
-    for name, x in tensors.items():
+    for name, x in {"q": q, "k": k, "v": v, **added}.items():
         if x.stride(3) != 1:
             raise ValueError(f"{name} must have contiguous channels, got strides {x.stride()}")
     if n_query * (n_head // k.shape[2]) > MAX_ROWS:

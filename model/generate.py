@@ -54,20 +54,21 @@ def stream(
         decoder = Decoder(model, batch, prompt_len + n_new, compiled=compiled)
         stops = torch.tensor(stop_tokens, dtype=torch.int64)
         stops_there, stopped = stops.to(tokens.device), torch.zeros(batch, dtype=torch.bool)
-        logits, new = decoder.start(tokens, lengths), None
+        logits, new = None, None
         for left in reversed(range(n_new)):
+            if logits is None:
+                logits = decoder.start(tokens, lengths) if new is None else decoder.step(new)
             drawn = sample(logits[:, :vocab_size], temperature, top_k, top_p, generator)
             if stop_tokens and new is not None:
                 # a stopped sequence repeats its stop token
                 drawn = torch.where(torch.isin(new, stops_there), new, drawn)
-            new = drawn
-            arriving = Arriving(new)
-            if left:
-                # the GPU goes on while the caller reads this token
-                logits = decoder.step(new)
-            yield arriving.wait()
+            new, arriving = drawn, Arriving(drawn)
+            # the GPU goes on while the caller reads this token; it need not wait for a step to be compiled
+            logits = decoder.step(new) if left and decoder.returns_at_once else None
+            new_on_cpu = arriving.wait()
+            yield new_on_cpu
             if stop_tokens:
-                stopped |= torch.isin(arriving.wait(), stops)
+                stopped |= torch.isin(new_on_cpu, stops)
                 if stopped.all():
                     return
     finally:
@@ -82,9 +83,11 @@ class Arriving:
         self._copied = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
     def wait(self) -> Tensor:
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._copy
+        if self._copied is None:
+            return self._copy
+        self._copied.synchronize()
+        # page-locked memory is dear to allocate: the next token uses it again
+        return self._copy.clone()
 
 
 class Decoder:
@@ -115,6 +118,11 @@ class Decoder:
         )
         self._has_run = False
         self._graph: torch.cuda.CUDAGraph | None = None
+
+    @property
+    def returns_at_once(self) -> bool:
+        """Whether a step is given to a GPU, which has compiled it, and goes on by itself."""
+        return self._has_run and self.lengths.is_cuda
 
     def start(self, prompts: Tensor, lengths: Tensor | None = None) -> Tensor:
         """The logits (B, V) after prompts (B, T), which end at lengths (B,), or at T if not given."""

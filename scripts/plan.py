@@ -76,12 +76,15 @@ def plan(config: Config, rates: Rates, memory: int, processes: int) -> None:
         print("separate_documents=true: planned as if each sequence were one document")
     fits = peak_bytes(config, processes) <= USABLE * memory
     print(line(config, rates, processes, "as given" if fits else "as given: does not fit"))
-    for kind in RECOMPUTE:
-        largest = largest_microbatch(replace(config, recompute=kind), memory, processes)
+    tried = [(replace(config, recompute=kind), "") for kind in RECOMPUTE]
+    if not config.reshard_after_forward:
+        tried.append((replace(config, reshard_after_forward=True), " with reshard_after_forward=true"))
+    for candidate, change in tried:
+        largest = largest_microbatch(candidate, memory, processes)
         if largest is None:
-            print(f"recompute={kind:<10} not even one sequence fits")
+            print(f"recompute={candidate.recompute:<10} not even one sequence fits{change}")
         else:
-            print(line(largest, rates, processes, "the largest that fits"))
+            print(line(largest, rates, processes, f"the largest that fits{change}"))
 
 
 def line(config: Config, rates: Rates, processes: int, remark: str) -> str:

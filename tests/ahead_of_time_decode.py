@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.decode import decode_kernel, padded_rows
+from kernels.decode import decode_kernel, with_rows
 from kernels.tiles import find_tile, padded_head_dim
 from tests.ahead_of_time import DTYPES, POINTERS, SHARED_MEMORY, assemble
 
@@ -29,7 +29,7 @@ def compile_kernel(
     arch: str, head_dim: int, group: int, block_size: int, dtype: str, tile=None, n_query: int = 1
 ) -> dict:
     """Shared memory, registers and spilled bytes (None for AMD) with one new query a sequence."""
-    tile = tile or find_tile(arch, "decode", head_dim, DTYPES[dtype].itemsize, "")
+    tile = with_rows(tile or find_tile(arch, "decode", head_dim, DTYPES[dtype].itemsize, ""), n_query * group)
     constants = {
         "N_QUERY": n_query,
         "GROUP": group,
@@ -39,7 +39,7 @@ def compile_kernel(
         "APPENDS": n_query == 1,
         "OVERLAPS": arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 90,
         "HEAD_DIM": head_dim,
-        "BLOCK_M": padded_rows(n_query * group),
+        "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_D": padded_head_dim(head_dim),
     }

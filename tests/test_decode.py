@@ -52,12 +52,14 @@ def test_a_pattern_of_blocks_sees_what_its_row_of_the_mask_says(pattern, block_s
 
 
 @pytest.mark.parametrize("pattern", [None, "window(70) | sinks(3)", "window(30) & strided(2)"])
-@pytest.mark.parametrize("head_dim", [64, 80])
-def test_a_new_key_counts_as_if_it_were_in_the_cache_and_is_there_afterwards(head_dim, pattern, device):
+@pytest.mark.parametrize(("head_dim", "counted_in"), [(64, torch.int64), (80, torch.int32)])
+def test_a_new_key_counts_as_if_it_were_in_the_cache_and_is_there_afterwards(
+    head_dim, counted_in, pattern, device
+):
     q, k, v = random_cache(6, 1, 4, 2, head_dim, torch.float32, device)
     # a block mask has no more queries than the cache has places; without one it may be a ring
     lengths = [1, 32, 33, 64, 131, CAPACITY if pattern else CAPACITY + 77]
-    lengths = torch.tensor(lengths, device=device)
+    lengths = torch.tensor(lengths, device=device, dtype=counted_in)
     mask = pattern and block_masks.parse(pattern, CAPACITY, block_size=64, device=device)
     rows, places = torch.arange(6, device=device), (lengths - 1) % CAPACITY
     new = tuple(x[rows, places][:, None].clone() for x in (k, v))
@@ -82,6 +84,22 @@ def test_a_key_that_its_own_query_does_not_see_is_stored_and_does_not_count(devi
     out = decode_attention(q, k, v, lengths, new=tuple(new), block_mask=mask)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(k[:, 149:150], new[0])
+
+
+def test_an_empty_sequence_takes_no_new_key(device):
+    q, k, v = random_cache(2, 1, 2, 1, 64, torch.float32, device)
+    before = k.clone(), v.clone()
+    new = torch.randn(2, 2, 1, 1, 64, device=device)
+    out = decode_attention(q, k, v, torch.tensor([0, 0], device=device), new=tuple(new))
+    assert not out.any()
+    assert torch.equal(k, before[0])
+    assert torch.equal(v, before[1])
+
+
+@pytest.mark.parametrize("n_head", [40, 128])
+def test_many_heads_may_share_their_keys(n_head, device):
+    q, k, v = random_cache(1, 1, n_head, 1, 64, torch.float32, device)
+    assert_as_accurate_as_torch(q, k, v, torch.tensor([150], device=device))
 
 
 @pytest.mark.parametrize("n_splits", [1, 2, 7, 100])
@@ -133,6 +151,7 @@ def test_there_are_splits_enough_for_the_gpu_and_never_more_than_tiles():
         ({"q": torch.zeros(1, 129, 2, 64)}, "129 queries for each of 1 heads.*use flash_attention"),
         ({"lengths": torch.zeros(2, dtype=torch.int32)}, r"lengths must be \(1,\) int32 or int64"),
         ({"new": (torch.zeros(1, 1, 1, 64),) * 2}, r"new\[0\] must be \(1, 1, 2, 64\), one token as q, got"),
+        ({"new": (torch.zeros(1, 1, 2, 64),)}, r"new must be \(key, value\) .* got 1 tensors"),
         ({"q": torch.zeros(1, 3, 2, 64), "new": (torch.zeros(1, 1, 2, 64),) * 2}, "one token as q.* q of 3"),
         ({"new": (torch.zeros(1, 1, 2, 64).half(),) * 2}, r"new\[0\] must be torch.float32 .* as q"),
         ({"block_mask": block_masks.causal(100)}, "block_mask must be of 200 queries and keys"),

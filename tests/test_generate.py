@@ -85,6 +85,24 @@ def test_a_sequence_repeats_its_stop_token_and_all_stopped_end_the_stream(gpt):
         assert set(new[row, at:].tolist()) == {int(free[row, at])}
 
 
+def test_a_token_takes_one_pass_and_none_that_nobody_asks_for(gpt, monkeypatch):
+    passes = []
+    hidden_states = GPT.hidden_states
+    monkeypatch.setattr(
+        GPT, "hidden_states", lambda self, tokens, *rest, **named: passes.append(tokens.shape) or
+        hidden_states(self, tokens, *rest, **named),
+    )  # fmt: skip
+    prompt = torch.randint(100, (2, 5))
+    assert torch.equal(generate(gpt, prompt, 0), prompt)
+    assert passes == []
+    tokens = stream(gpt, prompt, 3)
+    for expected in ([(2, 5)], [(2, 5), (2, 1)], [(2, 5), (2, 1), (2, 1)]):
+        next(tokens)
+        assert passes == expected
+    assert list(tokens) == []
+    assert len(passes) == 3
+
+
 def test_a_compiled_step_gives_the_same_tokens_and_is_compiled_once(gpt, monkeypatch):
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()

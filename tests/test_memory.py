@@ -173,6 +173,12 @@ def test_the_way_out_of_too_large_a_step_names_what_fits():
     assert "recompute=none tokens_per_microbatch=16384" in way_out(small, H200, 1)
     assert "nor does one sequence: use recompute=full, distributed=fsdp" in way_out(big, 16 * 2**30, 1)
     assert "; python -m scripts.plan with the same arguments lists more" in way_out(small, H200, 1)
+    # weights that are kept for a step are given back first
+    kept = replace(big, distributed="fsdp", reshard_after_forward=False, recompute="full")
+    assert "in less memory use reshard_after_forward=true tokens_per_microbatch=" in way_out(
+        kept, 13 * 2**30, 8
+    )
+    assert "less memory use reshard_after_forward=true, or tokens" in way_out(kept, None, 8)
     # what is not predicted is halved
     adapters = LoraConfig(rank=8, alpha=16.0, embeddings_and_norms=True)
     beside = replace(small, lora=adapters, start=replace(small.start, weights="published"))

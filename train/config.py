@@ -53,8 +53,8 @@ class Config:
     distributed: str
     # with fsdp: so many neighbouring processes share one copy of the weights; null: all of them
     shard_processes: int | None
-    # with fsdp: gather the weights for each pass of each micro-batch; false: once a step, which costs 4 bytes
-    # a weight of memory and less exchange
+    # with fsdp: gather the weights for each pass of each micro-batch; false: once a step, which exchanges
+    # less and keeps 4 bytes a weight
     reshard_after_forward: bool
     # tokens a sequence: the one dial of context length
     seq_len: int

@@ -48,9 +48,10 @@ def peak_bytes(config: Config, world_size: int = 1, chunk: int = LOGIT_ROWS) -> 
     held = 4 * n_weights if accumulates else 0
     if world_size > 1 and not is_sharded:
         held = gradients
-    # two layers and what is outside of them are gathered at a time, or all
-    gathered = 4 * (n_weights - (layers - 2) * matrices if config.reshard_after_forward else n_weights)
-    gathered *= is_sharded
+    gathered = 4 * n_weights if is_sharded else 0
+    if is_sharded and config.reshard_after_forward:
+        # two layers, and what is outside of them, at a time
+        gathered -= 4 * (layers - 2) * matrices
 
     kept_layer, casts = kept_bytes(config, small, stream), small * layers * matrices if small < 4 else 0
     one_layer = 0

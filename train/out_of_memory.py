@@ -41,17 +41,23 @@ def way_out(config: Config, memory: int | None, world_size: int) -> str:
     smaller = [tokens for tokens in microbatches(config, world_size) if tokens < now]
     found = []
     more = ""
+    in_turn = replace(config, reshard_after_forward=True)
     if memory is None or not is_predicted(config):
+        if in_turn != config:
+            found.append("reshard_after_forward=true")
         # half of it, and so on
         found += [f"tokens_per_microbatch={tokens}" for tokens in smaller if tokens <= now // 2][:1]
     else:
+        tried = [("reshard_after_forward=true ", in_turn, now)] if in_turn != config else []
         for kind in RECOMPUTE[RECOMPUTE.index(config.recompute) :]:
             most = now - 1 if kind == config.recompute else now
-            fitting = largest_microbatch(replace(config, recompute=kind), memory, world_size, most)
+            tried.append((f"recompute={kind} ", replace(config, recompute=kind), most))
+        for change, candidate, most in tried:
+            fitting = largest_microbatch(candidate, memory, world_size, most)
             if fitting:
                 gib = peak_bytes(fitting, world_size) / 2**30
                 tokens = f"tokens_per_microbatch={fitting.tokens_per_microbatch}"
-                found.append(f"recompute={kind} {tokens} (predicted {gib:.1f} GiB)")
+                found.append(f"{change}{tokens} (predicted {gib:.1f} GiB)")
         more = "; python -m scripts.plan with the same arguments lists more"
     if not found:
         predicted = ", and by prediction nor does one sequence" if more else ""

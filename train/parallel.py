@@ -25,7 +25,7 @@ def shard(
     shard_processes: int | None,
     *,
     compiled: bool,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool,
 ) -> None:
     """Leaves each process its share of the weights, block by block; build the optimizer later.
 

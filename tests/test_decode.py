@@ -154,11 +154,23 @@ def test_there_are_splits_enough_for_the_gpu_and_never_more_than_tiles():
         ({"new": (torch.zeros(1, 1, 2, 64),)}, r"new must be \(key, value\) .* got 1 tensors"),
         ({"q": torch.zeros(1, 3, 2, 64), "new": (torch.zeros(1, 1, 2, 64),) * 2}, "one token as q.* q of 3"),
         ({"new": (torch.zeros(1, 1, 2, 64).half(),) * 2}, r"new\[0\] must be torch.float32 .* as q"),
-        ({"block_mask": block_masks.causal(100)}, "block_mask must be of 200 queries and keys"),
     ],
 )
-def test_what_does_not_fit_is_refused(changes, message):
+def test_what_does_not_fit_is_refused(changes, message, device):
     k = torch.zeros(1, CAPACITY, 2, 64)
     arguments = {"q": torch.zeros(1, 1, 2, 64), "k": k, "v": k, "lengths": torch.tensor([5])} | changes
     with pytest.raises(ValueError, match=message):
-        decode_attention(**arguments)
+        decode_attention(**{name: moved(x, device) for name, x in arguments.items()})
+
+
+def moved(x, device):
+    if isinstance(x, tuple):
+        return tuple(moved(item, device) for item in x)
+    return x if x.is_meta else x.to(device)
+
+
+def test_a_block_mask_of_another_length_is_refused(device):
+    q, k, v = random_cache(1, 1, 2, 2, 64, torch.float32, device)
+    mask = block_masks.causal(100, device=device)
+    with pytest.raises(ValueError, match="block_mask must be of 200 queries and keys"):
+        decode_attention(q, k, v, torch.tensor([5], device=device), block_mask=mask)

@@ -511,9 +511,9 @@ def test_flex_attention_is_compiled_for_few_lengths(monkeypatch):
     )
 
 
-def test_figure3_measures_every_implementation_and_setting():
+def test_figure3_measures_every_implementation_and_setting(device):
     sizes = figure3.Sizes(**{**figure3.QUICK, "seq_lens": [64]})
-    rows = list(figure3.measure(sizes, CPU))
+    rows = list(figure3.measure(sizes, device))
     assert len(rows) == len(sizes.implementations) * len(sizes.settings)
     assert not any("why" in row for row in rows)
     exact = [row["max_error"] for row in rows if row["max_error"] is not None]

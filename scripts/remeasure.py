@@ -4,8 +4,9 @@
 
 Each file names its command and how many GPUs it had. The commands run side by side on the GPUs of this
 machine, started in the order given. New files lie in `out` as the old ones lie beside each other, and nothing
-old is changed; a training run becomes runs/remeasured-..., whose summary is copied. Then a line for each file
-tells of each measured value the new over the old, its median and range over the rows.
+old is changed; a training run is named after its new file, runs/remeasured-..., and its summary copied there.
+Then a line for each file tells of each measured value the new over the old, its median and range over the
+rows.
 """
 
 import json
@@ -85,7 +86,8 @@ def repetition(old: Path, new: Path) -> Repetition:
     module, given = words[1], words[2:]
     left = new
     if module == "train":
-        name = "remeasured-" + "-".join(new.with_suffix("").parts[1:])
+        # another out= is another run
+        name = "-".join(new.with_suffix("").parts).lstrip("/.-")
         left = Path("runs", name, "summary.json")
         given = [word for word in given if not word.startswith("name=")] + [f"name={name}"]
     else:

@@ -66,13 +66,15 @@ def test_a_benchmark_and_a_training_run_are_made_again_and_compared_and_the_old_
 
 def test_several_gpus_are_launched_by_torchrun_and_results_go_to_out_alone(tmp_path):
     run = "python -u -m train data=pypackages 'attention.patterns=[\"window(9) | sinks(3)\"]' name=weak_2"
-    again = repetition(write(tmp_path / "two.json", command=run, n_gpus=2), Path("new/scaling/two.json"))
+    result = write(tmp_path / "two.json", command=run, n_gpus=2)
+    again = repetition(result, Path("remeasured/scaling/two.json"))
     assert again.command == [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "train",
         "data=pypackages", 'attention.patterns=["window(9) | sinks(3)"]', "name=remeasured-scaling-two",
     ]  # fmt: skip
     assert again.left == Path("runs/remeasured-scaling-two/summary.json")
     assert again.n_gpus == 2
+    assert repetition(result, Path("/data/new/two.json")).left == Path("runs/data-new-two/summary.json")
 
     again = repetition(write(tmp_path / "ring.json"), Path("new/ring.json"))
     assert again.command == [sys.executable, "-m", "scripts.benchmark_ring", "out=new/ring.json"]

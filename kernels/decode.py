@@ -45,9 +45,20 @@ def wait_and_let_the_next_start():
     tl.extra.cuda.gdc_launch_dependents()
 
 
+@triton.jit
+def load_turned(row_ptrs, channels, mask, cos, sin, TURNS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Rows in their dtype, channels i and i + D / 2 turned as a pair; sin has the sign of its channel."""
+    x = tl.load(row_ptrs + channels, mask=mask, other=0.0)
+    if TURNS:
+        other_of_pair = (channels + HEAD_DIM // 2) % HEAD_DIM
+        y = tl.load(row_ptrs + other_of_pair, mask=mask, other=0.0)
+        x = (x.to(tl.float32) * cos + y.to(tl.float32) * sin).to(x.dtype)
+    return x
+
+
 @triton.jit(do_not_specialize=["capacity"])
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, new_k_ptr, new_v_ptr, lengths_ptr, parts_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, new_k_ptr, new_v_ptr, cos_ptr, sin_ptr, lengths_ptr, parts_ptr, lse_ptr,
     spans_ptr, entries_ptr, bits_ptr,
     stride_qb, stride_qt, stride_qh,
     stride_kb, stride_kt, stride_kh,
@@ -56,13 +67,14 @@ def decode_kernel(
     stride_new_vb, stride_new_vh,
     n_kv_head, capacity, scale_log2,
     N_QUERY: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-    APPENDS: tl.constexpr, OVERLAPS: tl.constexpr,
+    APPENDS: tl.constexpr, TURNS: tl.constexpr, OVERLAPS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Row r of the tile is query r // GROUP of head kv_head * GROUP + r % GROUP.
 
     With APPENDS the newest key and value are not in the cache yet: the first split stores them, the split
-    that meets their place leaves it out of its loop and adds them at the end.
+    that meets their place leaves it out of its loop and adds them at the end. With TURNS every program turns
+    the query and the newest key by itself: a kernel for these few numbers would take longer.
     """
     split, n_splits = tl.program_id(0), tl.num_programs(0)
     batch = (tl.program_id(1) // n_kv_head).to(tl.int64)
@@ -81,7 +93,15 @@ def decode_kernel(
     is_channel = (offs_d < HEAD_DIM)[None, :]
     head = kv_head * GROUP + rows % GROUP
     q_ptrs = q_ptr + batch * stride_qb + (rows // GROUP) * stride_qt + head * stride_qh
-    q = tl.load(q_ptrs[:, None] + offs_d[None, :], mask=is_row[:, None] & is_channel, other=0.0)
+    cos, sin = offs_d, offs_d
+    if TURNS:
+        pair = batch * (HEAD_DIM // 2) + offs_d % (HEAD_DIM // 2)
+        cos, sin = tl.load(cos_ptr + pair), tl.load(sin_ptr + pair)
+        sin = tl.where(offs_d < HEAD_DIM // 2, -sin, sin)
+    q = load_turned(
+        q_ptrs[:, None], offs_d[None, :], is_row[:, None] & is_channel, cos[None, :], sin[None, :],
+        TURNS, HEAD_DIM,
+    )  # fmt: skip
     # the last query stands at the last key
     end_key = length - (N_QUERY - 1) + rows // GROUP
 
@@ -102,9 +122,9 @@ def decode_kernel(
     if APPENDS:
         new_place = (seen.to(tl.int64) - 1) % capacity
         meets_new = tl.zeros([BLOCK_N], tl.int1)
-        new_k_ptrs = new_k_ptr + batch * stride_new_kb + kv_head * stride_new_kh + offs_d
+        new_k_row = new_k_ptr + batch * stride_new_kb + kv_head * stride_new_kh
         new_v_ptrs = new_v_ptr + batch * stride_new_vb + kv_head * stride_new_vh + offs_d
-        new_k = tl.load(new_k_ptrs, mask=offs_d < HEAD_DIM, other=0.0)
+        new_k = load_turned(new_k_row, offs_d, offs_d < HEAD_DIM, cos, sin, TURNS, HEAD_DIM)
         new_v = tl.load(new_v_ptrs, mask=offs_d < HEAD_DIM, other=0.0)
         # an empty sequence has no place for it
         stores = (offs_d < HEAD_DIM) & (split == 0) & (seen > 0)
@@ -192,6 +212,7 @@ def decode_attention(
     lengths: Tensor,
     *,
     new: tuple[Tensor, Tensor] | None = None,
+    turn: tuple[Tensor, Tensor] | None = None,
     block_mask: BlockMask | None = None,
     softmax_scale: float | None = None,
 ) -> Tensor:
@@ -201,16 +222,18 @@ def decode_attention(
     first lengths[b] are filled, the new tokens' own among them, or, with Tq = 1, all if lengths[b] is larger;
     lengths: (B,) int32 or int64 on q's device. A sequence of length 0 gives zeros. new: key and value of the
     newest token, (B, 1, Hkv, D), with Tq = 1 and lengths of at least 1: they count, and are written to place
-    (lengths[b] - 1) % capacity of k and v. block_mask: of capacity queries and keys, one for all batches and
-    heads, with Tq = 1. Not differentiable. Raises ValueError for other shapes. Source: Flash-Decoding.
+    (lengths[b] - 1) % capacity of k and v. turn: with new; cos and sin, (B, 1, 1, D / 2) float32, contiguous,
+    by which q and the newest key turn before, channels i and i + D / 2 as a pair (RoFormer,
+    arXiv:2104.09864). block_mask: of capacity queries and keys, one for all batches and heads, with Tq = 1.
+    Not differentiable. Raises ValueError for other shapes. Source: Flash-Decoding.
     """
-    _check(q, k, v, lengths, new, block_mask)
+    _check(q, k, v, lengths, new, turn, block_mask)
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     blocks = [] if block_mask is None else [*block_mask.tensors()[:2], block_mask.bits]
     if new is None:
         return _decode(q, k, v, lengths, blocks, softmax_scale, None)
-    return _append_and_decode(q, k, v, *new, lengths, blocks, softmax_scale)
+    return _append_and_decode(q, k, v, *new, list(turn or ()), lengths, blocks, softmax_scale)
 
 
 @torch.library.custom_op("nanoflash::decode_attention", mutates_args=())
@@ -225,7 +248,7 @@ def _decode(
     n_splits: int | None,
 ) -> Tensor:
     """blocks: spans, entries and bits of the rows of a block mask, or nothing."""
-    return _launch(q, k, v, None, lengths, blocks, softmax_scale, n_splits)
+    return _launch(q, k, v, None, [], lengths, blocks, softmax_scale, n_splits)
 
 
 @torch.library.custom_op("nanoflash::append_and_decode", mutates_args=("k", "v"))
@@ -236,11 +259,13 @@ def _append_and_decode(
     v: Tensor,
     new_k: Tensor,
     new_v: Tensor,
+    turn: list[Tensor],
     lengths: Tensor,
     blocks: list[Tensor],
     softmax_scale: float,
 ) -> Tensor:
-    return _launch(q, k, v, (new_k, new_v), lengths, blocks, softmax_scale, None)
+    """turn: cos and sin, or nothing."""
+    return _launch(q, k, v, (new_k, new_v), turn, lengths, blocks, softmax_scale, None)
 
 
 @_decode.register_fake
@@ -254,6 +279,7 @@ def _launch(
     k: Tensor,
     v: Tensor,
     new: tuple[Tensor, Tensor] | None,
+    turn: list[Tensor],
     lengths: Tensor,
     blocks: list[Tensor],
     softmax_scale: float,
@@ -276,10 +302,11 @@ def _launch(
     launch = {"OVERLAPS": overlaps} | ({"launch_pdl": True} if overlaps else {})
     new_strides = (0, 0, 0, 0) if new is None else [x.stride(i) for x in new for i in (0, 2)]
     decode_kernel[n_splits, batch * n_kv_head](
-        q, k, v, *(new or (None, None)), lengths, parts, lse, *(blocks or (None, None, None)),
+        q, k, v, *(new or (None, None)), *(turn or (None, None)), lengths, parts, lse,
+        *(blocks or (None, None, None)),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *new_strides,
         n_kv_head, capacity, softmax_scale * math.log2(math.e),
-        BLOCK_SIZE=block_size, PRECISION=dot_precision(), APPENDS=new is not None,
+        BLOCK_SIZE=block_size, PRECISION=dot_precision(), APPENDS=new is not None, TURNS=bool(turn),
         **launch, **shape, **tile.options(),
     )  # fmt: skip
     merge_kernel[batch * n_kv_head * n_rows,](
@@ -317,6 +344,7 @@ def _check(
     v: Tensor,
     lengths: Tensor,
     new: tuple[Tensor, Tensor] | None,
+    turn: tuple[Tensor, Tensor] | None,
     block_mask: BlockMask | None,
 ) -> None:
     checks.check_tensors(q, k, v, n_dims=4)
@@ -332,6 +360,16 @@ def _check(
             )
         if x.dtype != q.dtype or x.device != q.device:
             raise ValueError(f"{name} must be {q.dtype} on {q.device} as q, got {x.dtype} on {x.device}")
+    if turn is not None and new is None:
+        raise ValueError("turn must come with new, the newest key: turn q and the keys yourself without it")
+    for name, x in {} if turn is None else {"cos": turn[0], "sin": turn[1]}.items():
+        if x.shape != (batch, 1, 1, head_dim // 2) or x.dtype != torch.float32 or not x.is_contiguous():
+            raise ValueError(
+                f"turn's {name} must be ({batch}, 1, 1, {head_dim // 2}) float32 and contiguous, got "
+                f"{tuple(x.shape)} {x.dtype} with strides {x.stride()}"
+            )
+        if x.device != q.device:
+            raise ValueError(f"turn's {name} must be on {q.device} as q, got {x.device}")
     for name, x in {"q": q, "k": k, "v": v, **added}.items():
         if x.stride(3) != 1:
             raise ValueError(f"{name} must have contiguous channels, got strides {x.stride()}")

@@ -111,12 +111,13 @@ class SelfAttention(nn.Module):
             q, k = (
                 norm(x.to(norm.weight.dtype)).to(v.dtype) for norm, x in ((self.q_norm, q), (self.k_norm, k))
             )
-        if rotation is not None:
+        is_one_more = cache is not None and x.shape[1] == 1
+        if rotation is not None and not is_one_more:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
-        if cache is not None and x.shape[1] > 1:
+        if cache is not None and not is_one_more:
             cache.fill(k, v)
-        if cache is not None and x.shape[1] == 1:
-            out = cache.attend(q, k, v, self.implementation)
+        if is_one_more:
+            out = cache.attend(q, k, v, self.implementation, rotation)
         elif ring is not None:
             if dropout_p > 0.0:
                 raise ValueError(f"model.dropout={dropout_p}: there is none over several processes, set it 0")

@@ -9,6 +9,7 @@ from torch import Tensor
 from kernels.block_mask import BlockMask
 from kernels.decode import decode_attention
 from kernels.reference import decode_reference
+from model.rope import rotate
 
 
 @dataclass(slots=True)
@@ -53,11 +54,26 @@ class LayerCache:
         self.k[rows, tokens % capacity] = k[rows, tokens].to(self.k.dtype)
         self.v[rows, tokens % capacity] = v[rows, tokens].to(self.v.dtype)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, implementation: str) -> Tensor:
-        """Stores one new token's k, v (B, 1, Hkv, D), and gives its attention, (B, 1, H, D) as q."""
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        implementation: str,
+        rotation: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Stores one new token's k, v (B, 1, Hkv, D), and gives its attention, (B, 1, H, D) as q.
+
+        rotation: cos and sin by which q and k turn before, (B or 1, 1, 1, D / 2) or (1, 1, D / 2) float32.
+        """
         capacity = self.k.shape[1]
         if implementation == "flash":
-            return decode_attention(q, self.k, self.v, self.lengths, new=(k, v), block_mask=self.block_mask)
+            turn = rotation and tuple(x.expand(len(q), 1, 1, -1).contiguous() for x in rotation)
+            return decode_attention(
+                q, self.k, self.v, self.lengths, new=(k, v), turn=turn, block_mask=self.block_mask
+            )
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
         rows, place = torch.arange(len(k), device=k.device), (self.lengths - 1) % capacity
         self.k[rows, place], self.v[rows, place] = k[:, 0], v[:, 0]
         if implementation == "reference":

@@ -37,6 +37,7 @@ def compile_kernel(
         "PRECISION": "ieee",
         # one new query brings its key along
         "APPENDS": n_query == 1,
+        "TURNS": n_query == 1,
         "OVERLAPS": arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 90,
         "HEAD_DIM": head_dim,
         "BLOCK_M": tile.block_m,
@@ -44,10 +45,15 @@ def compile_kernel(
         "BLOCK_D": padded_head_dim(head_dim),
     }
     if n_query > 1:
-        constants |= {"new_k_ptr": None, "new_v_ptr": None}
+        constants |= dict.fromkeys(("new_k_ptr", "new_v_ptr", "cos_ptr", "sin_ptr"))
     if not block_size:
         constants |= {"spans_ptr": None, "entries_ptr": None, "bits_ptr": None}
-    pointers = POINTERS | {"parts_ptr": "*fp32", "lengths_ptr": "*i64"}
+    pointers = POINTERS | {
+        "parts_ptr": "*fp32",
+        "lengths_ptr": "*i64",
+        "cos_ptr": "*fp32",
+        "sin_ptr": "*fp32",
+    }
     names = decode_kernel.arg_names
     signature, attributes = {}, {}
     for index, name in enumerate(names):

@@ -6,6 +6,7 @@ import torch
 from kernels import block_masks
 from kernels.decode import choose_splits, decode_attention
 from kernels.reference import decode_reference
+from model.rope import RotaryConfig, rotate, rotation
 from tests.accuracy import assert_within_rule
 
 CAPACITY = 200
@@ -74,6 +75,25 @@ def test_a_new_key_counts_as_if_it_were_in_the_cache_and_is_there_afterwards(
     assert torch.equal(v, complete[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("head_dim", [8, 80])
+def test_query_and_new_key_are_turned_on_their_way(head_dim, dtype, device):
+    q, k, v = random_cache(3, 1, 6, 2, head_dim, dtype, device)
+    lengths = torch.tensor([1, 100, CAPACITY + 5], device=device)
+    rotary = RotaryConfig(base=10000.0)
+    turn = rotation(rotary, head_dim, (lengths - 1)[:, None])
+    new = tuple(torch.randn(3, 1, 2, head_dim, device=device).to(dtype) for _ in range(2))
+    turned = rotate(q, *turn), rotate(new[0], *turn)
+    expected = decode_attention(turned[0], k.clone(), v.clone(), lengths, new=(turned[1], new[1]))
+    out = decode_attention(q, k, v, lengths, new=new, turn=turn)
+    # the same products, which the kernel may round once where torch rounds twice
+    rows, places = torch.arange(3, device=device), (lengths - 1) % CAPACITY
+    tolerance = {"rtol": 2e-3, "atol": 2e-3} if dtype == torch.float16 else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(k[rows, places], turned[1][:, 0], **tolerance)
+    torch.testing.assert_close(out, expected, **tolerance)
+    assert not torch.equal(k[rows, places][1], new[0][1, 0])
+
+
 def test_a_key_that_its_own_query_does_not_see_is_stored_and_does_not_count(device):
     q, k, v = random_cache(1, 1, 2, 2, 64, torch.float32, device)
     sees = torch.ones(CAPACITY, CAPACITY, dtype=torch.bool).tril(-1).to(device)
@@ -129,7 +149,8 @@ def test_the_operator_keeps_pytorchs_rules(device):
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.nanoflash.decode_attention, arguments, test_utils=checks)
     new = torch.randn(2, 1, 1, 2, 64, device=device)
-    arguments = q, k, v, *new, torch.tensor([77], device=device), [], 0.125
+    turn = list(torch.randn(2, 1, 1, 1, 32, device=device))
+    arguments = q, k, v, *new, turn, torch.tensor([77], device=device), [], 0.125
     torch.library.opcheck(torch.ops.nanoflash.append_and_decode, arguments, test_utils=checks)
 
 
@@ -154,6 +175,11 @@ def test_there_are_splits_enough_for_the_gpu_and_never_more_than_tiles():
         ({"new": (torch.zeros(1, 1, 2, 64),)}, r"new must be \(key, value\) .* got 1 tensors"),
         ({"q": torch.zeros(1, 3, 2, 64), "new": (torch.zeros(1, 1, 2, 64),) * 2}, "one token as q.* q of 3"),
         ({"new": (torch.zeros(1, 1, 2, 64).half(),) * 2}, r"new\[0\] must be torch.float32 .* as q"),
+        ({"turn": (torch.zeros(1, 1, 1, 32),) * 2}, "turn must come with new"),
+        (
+            {"new": (torch.zeros(1, 1, 2, 64),) * 2, "turn": (torch.zeros(1, 1, 1, 64),) * 2},
+            r"turn's cos must be \(1, 1, 1, 32\) float32 .* got \(1, 1, 1, 64\)",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, message, device):

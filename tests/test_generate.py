@@ -5,7 +5,7 @@ import torch
 import torch._dynamo.testing
 
 from model import GPT, AttentionConfig, ModelConfig, generate
-from model.generate import empty_caches, stream
+from model.generate import empty_caches, likeliest, stream
 from model.rope import RotaryConfig
 
 
@@ -108,14 +108,23 @@ def test_a_compiled_step_gives_the_same_tokens_and_is_compiled_once(gpt, monkeyp
     counter = torch._dynamo.testing.CompileCounter()
     compile_with = torch.compile
 
-    def counted(function, *, dynamic: bool, options: dict):
+    def counted(function, *, dynamic: bool, options: dict | None = None):
         return compile_with(function, backend=counter, dynamic=dynamic)
 
     monkeypatch.setattr(torch, "compile", counted)
     prompt = torch.randint(100, (2, 5))
     expected = generate(gpt, prompt, 10, temperature=0.0)
     assert torch.equal(generate(gpt, prompt, 10, temperature=0.0, compiled=True), expected)
-    assert counter.frame_count == 1
+    # the step, and the choice of its likeliest token
+    assert counter.frame_count == 2
+
+
+def test_the_likeliest_token_is_what_argmax_gives_the_first_of_equals():
+    torch.manual_seed(0)
+    for vocab_size in (1, 100, 128, 1000):
+        logits = torch.randint(5, (7, vocab_size)).to(torch.bfloat16)
+        logits[0] = float("-inf")
+        assert torch.equal(likeliest(logits), logits.argmax(dim=-1))
 
 
 @pytest.mark.gpu

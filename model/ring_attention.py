@@ -63,16 +63,22 @@ class RingAttention(torch.autograd.Function):
         attention_forward, _ = BLOCK_ATTENTION[implementation]
         batch, n_query, n_head, _ = q.shape
         accurate = torch.promote_types(q.dtype, torch.float32)
+        kv = torch.stack((k, v))  # (2, B, T / n, Hkv, D)
+        visiting, following = kv[:, :, steps[0].keys], iter([*steps[1:], None, None])
+        # An exchange must have started when a kernel of attention does, whose blocks keep all multiprocessors
+        # until its end: else it waits for them, and its other halves wait for it at the neighbours, on
+        # multiprocessors that attention lacks there. So small kernels stand between, zeros or merging.
+        arriving = fetch_keys(kv, next(following), ring.group)
         out = q.new_zeros(q.shape, dtype=accurate)
         lse = q.new_full((batch, n_head, n_query), float("-inf"), dtype=accurate)
-        kv = torch.stack((k, v))  # (2, B, T / n, Hkv, D)
-        visiting = kv[:, :, steps[0].keys]
-        for step, following in zip(steps, [*steps[1:], None], strict=True):
-            arriving = fetch_keys(kv, following, ring.group)
+        for step in steps:
+            part = None
             if not step.is_empty:
-                part, part_lse = attention_forward(q[:, step.rows], *visiting, step.mask, softmax_scale)
-                merge(out[:, step.rows], lse[:, :, step.rows], part, part_lse)
+                part = attention_forward(q[:, step.rows], *visiting, step.mask, softmax_scale)
             visiting = arriving.wait()
+            arriving = fetch_keys(kv, next(following), ring.group)
+            if part is not None:
+                merge(out[:, step.rows], lse[:, :, step.rows], *part)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, lse)
         ctx.options = ring, implementation, softmax_scale, steps

@@ -63,8 +63,7 @@ def decode_kernel(
     stride_qb, stride_qt, stride_qh,
     stride_kb, stride_kt, stride_kh,
     stride_vb, stride_vt, stride_vh,
-    stride_new_kb, stride_new_kh,
-    stride_new_vb, stride_new_vh,
+    stride_new_b, stride_new_h,
     n_kv_head, capacity, scale_log2,
     N_QUERY: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
     APPENDS: tl.constexpr, TURNS: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -122,8 +121,8 @@ def decode_kernel(
     if APPENDS:
         new_place = (seen.to(tl.int64) - 1) % capacity
         meets_new = tl.zeros([BLOCK_N], tl.int1)
-        new_k_row = new_k_ptr + batch * stride_new_kb + kv_head * stride_new_kh
-        new_v_ptrs = new_v_ptr + batch * stride_new_vb + kv_head * stride_new_vh + offs_d
+        new_k_row = new_k_ptr + batch * stride_new_b + kv_head * stride_new_h
+        new_v_ptrs = new_v_ptr + batch * stride_new_b + kv_head * stride_new_h + offs_d
         new_k = load_turned(new_k_row, offs_d, offs_d < HEAD_DIM, cos, sin, TURNS, HEAD_DIM)
         new_v = tl.load(new_v_ptrs, mask=offs_d < HEAD_DIM, other=0.0)
         # an empty sequence has no place for it
@@ -211,8 +210,6 @@ def decode_attention(
     v: Tensor,
     lengths: Tensor,
     *,
-    new: tuple[Tensor, Tensor] | None = None,
-    turn: tuple[Tensor, Tensor] | None = None,
     block_mask: BlockMask | None = None,
     softmax_scale: float | None = None,
 ) -> Tensor:
@@ -220,20 +217,50 @@ def decode_attention(
 
     q: (B, Tq, H, D), Tq H / Hkv at most 128; k, v: (B, capacity, Hkv, D), channels contiguous, of which the
     first lengths[b] are filled, the new tokens' own among them, or, with Tq = 1, all if lengths[b] is larger;
-    lengths: (B,) int32 or int64 on q's device. A sequence of length 0 gives zeros. new: key and value of the
-    newest token, (B, 1, Hkv, D), with Tq = 1 and lengths of at least 1: they count, and are written to place
-    (lengths[b] - 1) % capacity of k and v. turn: with new; cos and sin, (B, 1, 1, D / 2) float32, contiguous,
-    by which q and the newest key turn before, channels i and i + D / 2 as a pair (RoFormer,
-    arXiv:2104.09864). block_mask: of capacity queries and keys, one for all batches and heads, with Tq = 1.
-    Not differentiable. Raises ValueError for other shapes. Source: Flash-Decoding.
+    lengths: (B,) int32 or int64 on q's device. A sequence of length 0 gives zeros. block_mask: of capacity
+    queries and keys, one for all batches and heads, with Tq = 1. Not differentiable. Raises ValueError for
+    other shapes. Source: Flash-Decoding.
     """
-    _check(q, k, v, lengths, new, turn, block_mask)
-    if softmax_scale is None:
-        softmax_scale = q.shape[-1] ** -0.5
+    _check(q, k, v, lengths, block_mask)
     blocks = [] if block_mask is None else [*block_mask.tensors()[:2], block_mask.bits]
-    if new is None:
-        return _decode(q, k, v, lengths, blocks, softmax_scale, None)
-    return _append_and_decode(q, k, v, *new, list(turn or ()), lengths, blocks, softmax_scale)
+    return _decode(q, k, v, lengths, blocks, softmax_scale or q.shape[-1] ** -0.5, None)
+
+
+def append_and_decode(
+    qkv: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    *,
+    turn: tuple[Tensor, Tensor] | None = None,
+    block_mask: BlockMask | None = None,
+    softmax_scale: float | None = None,
+) -> Tensor:
+    """The same for the newest token, (B, 1, H, D), whose key and value are not in the cache yet.
+
+    qkv: (B, 1, H + 2 Hkv, D), its queries, key and value, in one tensor as one product gives them: a compiler
+    would copy the parts. Key and value count, and are written to place (lengths[b] - 1) % capacity of k and v
+    if lengths[b] is at least 1. turn: cos and sin, (B, 1, 1, D / 2) float32, contiguous, by which queries and
+    key turn before, channels i and i + D / 2 as a pair (RoFormer, arXiv:2104.09864). The rest as there.
+    """
+    n_head = qkv.shape[2] - 2 * k.shape[2] if qkv.ndim == 4 else 0
+    if n_head < 1 or qkv.shape[1] != 1:
+        raise ValueError(
+            f"qkv must be (B, 1, H + 2 * {k.shape[2]}, {k.shape[3]}), one token, got {tuple(qkv.shape)}"
+        )
+    _check(qkv[:, :, :n_head], k, v, lengths, block_mask)
+    for name, x in {} if turn is None else {"cos": turn[0], "sin": turn[1]}.items():
+        shape = (len(qkv), 1, 1, qkv.shape[3] // 2)
+        if x.shape != shape or x.dtype != torch.float32 or not x.is_contiguous():
+            raise ValueError(
+                f"turn's {name} must be {shape} float32 and contiguous, got {tuple(x.shape)} {x.dtype} with "
+                f"strides {x.stride()}"
+            )
+        if x.device != qkv.device:
+            raise ValueError(f"turn's {name} must be on {qkv.device} as qkv, got {x.device}")
+    blocks = [] if block_mask is None else [*block_mask.tensors()[:2], block_mask.bits]
+    scale = softmax_scale or qkv.shape[-1] ** -0.5
+    return _append_and_decode(qkv, k, v, list(turn or ()), lengths, blocks, scale)
 
 
 @torch.library.custom_op("nanoflash::decode_attention", mutates_args=())
@@ -248,43 +275,48 @@ def _decode(
     n_splits: int | None,
 ) -> Tensor:
     """blocks: spans, entries and bits of the rows of a block mask, or nothing."""
-    return _launch(q, k, v, None, [], lengths, blocks, softmax_scale, n_splits)
+    return _launch(q, k, v, (None,) * 4, lengths, blocks, softmax_scale, n_splits)
 
 
 @torch.library.custom_op("nanoflash::append_and_decode", mutates_args=("k", "v"))
 @on_its_gpu
 def _append_and_decode(
-    q: Tensor,
+    qkv: Tensor,
     k: Tensor,
     v: Tensor,
-    new_k: Tensor,
-    new_v: Tensor,
     turn: list[Tensor],
     lengths: Tensor,
     blocks: list[Tensor],
     softmax_scale: float,
 ) -> Tensor:
     """turn: cos and sin, or nothing."""
-    return _launch(q, k, v, (new_k, new_v), turn, lengths, blocks, softmax_scale, None)
+    n_kv_head = k.shape[2]
+    q, *new = qkv.split((qkv.shape[2] - 2 * n_kv_head, n_kv_head, n_kv_head), dim=2)
+    return _launch(q, k, v, (*new, *(turn or (None, None))), lengths, blocks, softmax_scale, None)
 
 
 @_decode.register_fake
-@_append_and_decode.register_fake
 def _(q, *options):
     return q.new_empty(q.shape)
+
+
+@_append_and_decode.register_fake
+def _(qkv, k, *options):
+    batch, n_query, n_head, head_dim = qkv.shape
+    return qkv.new_empty(batch, n_query, n_head - 2 * k.shape[2], head_dim)
 
 
 def _launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    new: tuple[Tensor, Tensor] | None,
-    turn: list[Tensor],
+    new: tuple[Tensor | None, ...],
     lengths: Tensor,
     blocks: list[Tensor],
     softmax_scale: float,
     n_splits: int | None,
 ) -> Tensor:
+    """new: the newest key and value, cos and sin, each None if there is none."""
     batch, n_query, n_head, head_dim = q.shape
     capacity, n_kv_head = k.shape[1:3]
     group = n_head // n_kv_head
@@ -300,13 +332,13 @@ def _launch(
     overlaps = can_overlap(q.device)
     # other compilers do not know this option
     launch = {"OVERLAPS": overlaps} | ({"launch_pdl": True} if overlaps else {})
-    new_strides = (0, 0, 0, 0) if new is None else [x.stride(i) for x in new for i in (0, 2)]
+    new_k, _, cos, _ = new
+    new_strides = (0, 0) if new_k is None else (new_k.stride(0), new_k.stride(2))
     decode_kernel[n_splits, batch * n_kv_head](
-        q, k, v, *(new or (None, None)), *(turn or (None, None)), lengths, parts, lse,
-        *(blocks or (None, None, None)),
+        q, k, v, *new, lengths, parts, lse, *(blocks or (None, None, None)),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *new_strides,
         n_kv_head, capacity, softmax_scale * math.log2(math.e),
-        BLOCK_SIZE=block_size, PRECISION=dot_precision(), APPENDS=new is not None, TURNS=bool(turn),
+        BLOCK_SIZE=block_size, PRECISION=dot_precision(), APPENDS=new_k is not None, TURNS=cos is not None,
         **launch, **shape, **tile.options(),
     )  # fmt: skip
     merge_kernel[batch * n_kv_head * n_rows,](
@@ -338,39 +370,10 @@ def with_rows(tile: Tile, n_rows: int) -> Tile:
     return tile._replace(block_m=block_m, num_warps=max(tile.num_warps, least))
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    new: tuple[Tensor, Tensor] | None,
-    turn: tuple[Tensor, Tensor] | None,
-    block_mask: BlockMask | None,
-) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, block_mask: BlockMask | None) -> None:
     checks.check_tensors(q, k, v, n_dims=4)
-    batch, n_query, n_head, head_dim = q.shape
-    if new is not None and len(new) != 2:
-        raise ValueError(f"new must be (key, value) of the newest token, got {len(new)} tensors")
-    added = {} if new is None else {"new[0]": new[0], "new[1]": new[1]}
-    for name, x in added.items():
-        if x.shape != (batch, 1, k.shape[2], head_dim) or n_query != 1:
-            raise ValueError(
-                f"{name} must be ({batch}, 1, {k.shape[2]}, {head_dim}), one token as q, got "
-                f"{tuple(x.shape)} and q of {n_query}"
-            )
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(f"{name} must be {q.dtype} on {q.device} as q, got {x.dtype} on {x.device}")
-    if turn is not None and new is None:
-        raise ValueError("turn must come with new, the newest key: turn q and the keys yourself without it")
-    for name, x in {} if turn is None else {"cos": turn[0], "sin": turn[1]}.items():
-        if x.shape != (batch, 1, 1, head_dim // 2) or x.dtype != torch.float32 or not x.is_contiguous():
-            raise ValueError(
-                f"turn's {name} must be ({batch}, 1, 1, {head_dim // 2}) float32 and contiguous, got "
-                f"{tuple(x.shape)} {x.dtype} with strides {x.stride()}"
-            )
-        if x.device != q.device:
-            raise ValueError(f"turn's {name} must be on {q.device} as q, got {x.device}")
-    for name, x in {"q": q, "k": k, "v": v, **added}.items():
+    batch, n_query, n_head, _ = q.shape
+    for name, x in {"q": q, "k": k, "v": v}.items():
         if x.stride(3) != 1:
             raise ValueError(f"{name} must have contiguous channels, got strides {x.stride()}")
     if n_query * (n_head // k.shape[2]) > MAX_ROWS:

@@ -111,14 +111,16 @@ class SelfAttention(nn.Module):
             q, k = (
                 norm(x.to(norm.weight.dtype)).to(v.dtype) for norm, x in ((self.q_norm, q), (self.k_norm, k))
             )
-        is_one_more = cache is not None and x.shape[1] == 1
-        if rotation is not None and not is_one_more:
+        if cache is not None and x.shape[1] == 1:
+            if self.qk_norm:
+                qkv = torch.cat((q, k, v), dim=2)
+            out = cache.attend(qkv, self.implementation, rotation)
+            return self.residual_dropout(self.projection(out.flatten(2)))
+        if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
-        if cache is not None and not is_one_more:
+        if cache is not None:
             cache.fill(k, v)
-        if is_one_more:
-            out = cache.attend(q, k, v, self.implementation, rotation)
-        elif ring is not None:
+        if ring is not None:
             if dropout_p > 0.0:
                 raise ValueError(f"model.dropout={dropout_p}: there is none over several processes, set it 0")
             out = ring_attention(q, k, v, ring, self.implementation, block_mask=block_mask)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.block_mask import BlockMask
-from kernels.decode import decode_attention
+from kernels.decode import append_and_decode
 from kernels.reference import decode_reference
 from model.rope import rotate
 
@@ -55,23 +55,19 @@ class LayerCache:
         self.v[rows, tokens % capacity] = v[rows, tokens].to(self.v.dtype)
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        implementation: str,
-        rotation: tuple[Tensor, Tensor] | None = None,
+        self, qkv: Tensor, implementation: str, rotation: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """Stores one new token's k, v (B, 1, Hkv, D), and gives its attention, (B, 1, H, D) as q.
+        """Stores one new token's key and value, and gives its attention, (B, 1, H, D) as qkv.
 
-        rotation: cos and sin by which q and k turn before, (B or 1, 1, 1, D / 2) or (1, 1, D / 2) float32.
+        qkv: (B, 1, H + 2 Hkv, D), its queries, key and value. rotation: cos and sin by which queries and key
+        turn before, (B or 1, 1, 1, D / 2) or (1, 1, D / 2) float32.
         """
-        capacity = self.k.shape[1]
+        capacity, n_kv_head = self.k.shape[1:3]
         if implementation == "flash":
-            turn = rotation and tuple(x.expand(len(q), 1, 1, -1).contiguous() for x in rotation)
-            return decode_attention(
-                q, self.k, self.v, self.lengths, new=(k, v), turn=turn, block_mask=self.block_mask
-            )
+            turn = rotation and tuple(x.expand(len(qkv), 1, 1, -1).contiguous() for x in rotation)
+            options = {"turn": turn, "block_mask": self.block_mask}
+            return append_and_decode(qkv, self.k, self.v, self.lengths, **options)
+        q, k, v = qkv.split((qkv.shape[2] - 2 * n_kv_head, n_kv_head, n_kv_head), dim=2)
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         rows, place = torch.arange(len(k), device=k.device), (self.lengths - 1) % capacity

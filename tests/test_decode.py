@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import block_masks
-from kernels.decode import choose_splits, decode_attention
+from kernels.decode import append_and_decode, choose_splits, decode_attention
 from kernels.reference import decode_reference
 from model.rope import RotaryConfig, rotate, rotation
 from tests.accuracy import assert_within_rule
@@ -67,7 +67,7 @@ def test_a_new_key_counts_as_if_it_were_in_the_cache_and_is_there_afterwards(
     complete = k.clone(), v.clone()
     # what stood in its place before is not looked at
     k[rows, places], v[rows, places] = float("nan"), float("nan")
-    ours = decode_attention(q, k, v, lengths, new=new, block_mask=mask)
+    ours = append_and_decode(torch.cat((q, *new), dim=2), k, v, lengths, block_mask=mask)
     torchs = decode_reference(q, *complete, lengths, block_mask=mask)
     truth = decode_reference(q.double(), *(x.double() for x in complete), lengths, block_mask=mask)
     assert_within_rule("out", ours, torchs, truth)
@@ -84,8 +84,8 @@ def test_query_and_new_key_are_turned_on_their_way(head_dim, dtype, device):
     turn = rotation(rotary, head_dim, (lengths - 1)[:, None])
     new = tuple(torch.randn(3, 1, 2, head_dim, device=device).to(dtype) for _ in range(2))
     turned = rotate(q, *turn), rotate(new[0], *turn)
-    expected = decode_attention(turned[0], k.clone(), v.clone(), lengths, new=(turned[1], new[1]))
-    out = decode_attention(q, k, v, lengths, new=new, turn=turn)
+    expected = append_and_decode(torch.cat((*turned, new[1]), dim=2), k.clone(), v.clone(), lengths)
+    out = append_and_decode(torch.cat((q, *new), dim=2), k, v, lengths, turn=turn)
     # the same products, which the kernel may round once where torch rounds twice
     rows, places = torch.arange(3, device=device), (lengths - 1) % CAPACITY
     tolerance = {"rtol": 2e-3, "atol": 2e-3} if dtype == torch.float16 else {"rtol": 1e-5, "atol": 1e-6}
@@ -101,7 +101,7 @@ def test_a_key_that_its_own_query_does_not_see_is_stored_and_does_not_count(devi
     lengths = torch.tensor([150], device=device)
     expected = decode_attention(q, k, v, lengths, block_mask=mask)
     new = torch.randn(2, 1, 1, 2, 64, device=device)
-    out = decode_attention(q, k, v, lengths, new=tuple(new), block_mask=mask)
+    out = append_and_decode(torch.cat((q, *new), dim=2), k, v, lengths, block_mask=mask)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(k[:, 149:150], new[0])
 
@@ -110,7 +110,8 @@ def test_an_empty_sequence_takes_no_new_key(device):
     q, k, v = random_cache(2, 1, 2, 1, 64, torch.float32, device)
     before = k.clone(), v.clone()
     new = torch.randn(2, 2, 1, 1, 64, device=device)
-    out = decode_attention(q, k, v, torch.tensor([0, 0], device=device), new=tuple(new))
+    lengths = torch.tensor([0, 0], device=device)
+    out = append_and_decode(torch.cat((q, *new), dim=2), k, v, lengths)
     assert not out.any()
     assert torch.equal(k, before[0])
     assert torch.equal(v, before[1])
@@ -148,9 +149,8 @@ def test_the_operator_keeps_pytorchs_rules(device):
     arguments = q, k, v, torch.tensor([77], device=device), [], 0.125, None
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.nanoflash.decode_attention, arguments, test_utils=checks)
-    new = torch.randn(2, 1, 1, 2, 64, device=device)
-    turn = list(torch.randn(2, 1, 1, 1, 32, device=device))
-    arguments = q, k, v, *new, turn, torch.tensor([77], device=device), [], 0.125
+    qkv, turn = torch.randn(1, 1, 6, 64, device=device), list(torch.randn(2, 1, 1, 1, 32, device=device))
+    arguments = qkv, k, v, turn, torch.tensor([77], device=device), [], 0.125
     torch.library.opcheck(torch.ops.nanoflash.append_and_decode, arguments, test_utils=checks)
 
 
@@ -171,15 +171,6 @@ def test_there_are_splits_enough_for_the_gpu_and_never_more_than_tiles():
         ({"lengths": torch.zeros(1)}, r"int32 or int64, got \(1,\) torch.float32"),
         ({"q": torch.zeros(1, 129, 2, 64)}, "129 queries for each of 1 heads.*use flash_attention"),
         ({"lengths": torch.zeros(2, dtype=torch.int32)}, r"lengths must be \(1,\) int32 or int64"),
-        ({"new": (torch.zeros(1, 1, 1, 64),) * 2}, r"new\[0\] must be \(1, 1, 2, 64\), one token as q, got"),
-        ({"new": (torch.zeros(1, 1, 2, 64),)}, r"new must be \(key, value\) .* got 1 tensors"),
-        ({"q": torch.zeros(1, 3, 2, 64), "new": (torch.zeros(1, 1, 2, 64),) * 2}, "one token as q.* q of 3"),
-        ({"new": (torch.zeros(1, 1, 2, 64).half(),) * 2}, r"new\[0\] must be torch.float32 .* as q"),
-        ({"turn": (torch.zeros(1, 1, 1, 32),) * 2}, "turn must come with new"),
-        (
-            {"new": (torch.zeros(1, 1, 2, 64),) * 2, "turn": (torch.zeros(1, 1, 1, 64),) * 2},
-            r"turn's cos must be \(1, 1, 1, 32\) float32 .* got \(1, 1, 1, 64\)",
-        ),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, message, device):
@@ -187,6 +178,29 @@ def test_what_does_not_fit_is_refused(changes, message, device):
     arguments = {"q": torch.zeros(1, 1, 2, 64), "k": k, "v": k, "lengths": torch.tensor([5])} | changes
     with pytest.raises(ValueError, match=message):
         decode_attention(**{name: moved(x, device) for name, x in arguments.items()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"qkv": torch.zeros(1, 1, 4, 64)}, r"qkv must be \(B, 1, H \+ 2 \* 2, 64\), one token, got"),
+        ({"qkv": torch.zeros(1, 2, 6, 64)}, r"one token, got \(1, 2, 6, 64\)"),
+        ({"qkv": torch.zeros(1, 1, 6, 64).half()}, "one dtype, got q torch.float16 and k torch.float32"),
+        (
+            {"turn": (torch.zeros(1, 1, 1, 64),) * 2},
+            r"turn's cos must be \(1, 1, 1, 32\) float32 .* got \(1, 1, 1, 64\)",
+        ),
+        (
+            {"turn": (torch.zeros(1, 1, 1, 32), torch.zeros(1, 1, 1, 32).half())},
+            "turn's sin .* torch.float16",
+        ),
+    ],
+)
+def test_a_new_token_that_does_not_fit_is_refused(changes, message, device):
+    k = torch.zeros(1, CAPACITY, 2, 64)
+    arguments = {"qkv": torch.zeros(1, 1, 6, 64), "k": k, "v": k, "lengths": torch.tensor([5])} | changes
+    with pytest.raises(ValueError, match=message):
+        append_and_decode(**{name: moved(x, device) for name, x in arguments.items()})
 
 
 def moved(x, device):

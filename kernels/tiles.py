@@ -83,7 +83,7 @@ HOPPER = (
     | rows(
         "dkdv",
         2,
-        to_64=Tile(64, 64, 4, 3, True),
+        to_64=Tile(64, 64, 4, 3, True, 168),
         to_128=Tile(64, 64, 4, 2, True),
         to_256=Tile(32, 64, 8, 2, True),
     )

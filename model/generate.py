@@ -112,10 +112,12 @@ class Decoder:
         if model.config.rotary is not None:
             positions = torch.arange(capacity, device=device)
             self._turns = rotation(model.config.rotary, model.config.head_dim, positions)
-        # then Inductor makes a product of one row itself, where cuBLAS is far from the memory's speed; small
-        # kernels are joined, and one may start while the one in front of it ends
+        # then Inductor makes a product of one row itself, where cuBLAS is far from the memory's speed, and
+        # writes down what goes in if it takes more than 4 tensors to make: each of a product's programs would
+        # make it again; small kernels are joined, and one may start while the one in front of it ends
         tuned = {
             "coordinate_descent_tuning": True,
+            "realize_acc_reads_threshold": 4,
             "combo_kernels": True,
             "triton.enable_pdl": can_overlap(device),
         }

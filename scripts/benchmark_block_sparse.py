@@ -254,7 +254,10 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
 
     shapes = list(dict.fromkeys((row["head_dim"], row["seq_len"]) for row in rows))
     names = list(dict.fromkeys(map(label, rows)))
-    figure, axes = plt.subplots(2, len(shapes), figsize=(3.6 * len(shapes), 6), squeeze=False, sharex=True)
+    size = 3.6 * len(shapes), 6.4
+    figure, axes = plt.subplots(
+        2, len(shapes), figsize=size, squeeze=False, sharex=True, layout="constrained"
+    )
     for column, shape in enumerate(shapes):
         for axis, direction in zip(axes[:, column], DIRECTIONS, strict=True):
             for index, name in enumerate(names):
@@ -280,8 +283,10 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
     axes[0, 0].set_ylabel("ms")
     axes[1, 0].set_ylabel("ms")
     figure.suptitle(machine(result), x=0.01, ha="left")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="lower left", ncols=4, frameon=False)
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    # as many columns as fit beside each other
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(), loc="outside lower left", ncols=len(shapes), frameon=False
+    )
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

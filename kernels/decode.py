@@ -221,9 +221,8 @@ def decode_attention(
     queries and keys, one for all batches and heads, with Tq = 1. Not differentiable. Raises ValueError for
     other shapes. Source: Flash-Decoding.
     """
-    _check(q, k, v, lengths, block_mask)
-    blocks = [] if block_mask is None else [*block_mask.tensors()[:2], block_mask.bits]
-    return _decode(q, k, v, lengths, blocks, softmax_scale or q.shape[-1] ** -0.5, None)
+    _check({"q": q}, q, k, v, lengths, block_mask)
+    return _decode(q, k, v, lengths, _lists(block_mask), _scale(softmax_scale, q), None)
 
 
 def append_and_decode(
@@ -236,31 +235,36 @@ def append_and_decode(
     block_mask: BlockMask | None = None,
     softmax_scale: float | None = None,
 ) -> Tensor:
-    """The same for the newest token, (B, 1, H, D), whose key and value are not in the cache yet.
+    """Causal attention of the newest token of each sequence, whose key and value are not in the cache yet,
+    (B, 1, H, D) in qkv's dtype; k, v, lengths, block_mask and softmax_scale as of decode_attention.
 
     qkv: (B, 1, H + 2 Hkv, D), its queries, key and value, in one tensor as one product gives them: a compiler
     would copy the parts. Key and value count, and are written to place (lengths[b] - 1) % capacity of k and v
     if lengths[b] is at least 1. turn: cos and sin, (B, 1, 1, D / 2) float32, contiguous, by which queries and
-    key turn before, channels i and i + D / 2 as a pair (RoFormer, arXiv:2104.09864). The rest as there.
+    key turn before, channels i and i + D / 2 as a pair (RoFormer, arXiv:2104.09864). Raises ValueError for
+    other shapes.
     """
-    n_head = qkv.shape[2] - 2 * k.shape[2] if qkv.ndim == 4 else 0
-    if n_head < 1 or qkv.shape[1] != 1:
+    n_kv_head = k.shape[2] if k.ndim == 4 else 0
+    n_head = qkv.shape[2] - 2 * n_kv_head if qkv.ndim == 4 else 0
+    if n_kv_head < 1 or n_head < 1 or n_head % n_kv_head or qkv.shape[1] != 1:
         raise ValueError(
-            f"qkv must be (B, 1, H + 2 * {k.shape[2]}, {k.shape[3]}), one token, got {tuple(qkv.shape)}"
+            "qkv must be (B, 1, H + 2 Hkv, D), one token, H a multiple of Hkv, and k (B, capacity, Hkv, D), "
+            f"got {tuple(qkv.shape)} and {tuple(k.shape)}"
         )
-    _check(qkv[:, :, :n_head], k, v, lengths, block_mask)
-    for name, x in {} if turn is None else {"cos": turn[0], "sin": turn[1]}.items():
-        shape = (len(qkv), 1, 1, qkv.shape[3] // 2)
-        if x.shape != shape or x.dtype != torch.float32 or not x.is_contiguous():
-            raise ValueError(
-                f"turn's {name} must be {shape} float32 and contiguous, got {tuple(x.shape)} {x.dtype} with "
-                f"strides {x.stride()}"
-            )
-        if x.device != qkv.device:
-            raise ValueError(f"turn's {name} must be on {qkv.device} as qkv, got {x.device}")
-    blocks = [] if block_mask is None else [*block_mask.tensors()[:2], block_mask.bits]
-    scale = softmax_scale or qkv.shape[-1] ** -0.5
-    return _append_and_decode(qkv, k, v, list(turn or ()), lengths, blocks, scale)
+    _check({"qkv": qkv}, qkv[:, :, :n_head], k, v, lengths, block_mask)
+    if turn is not None:
+        _check_turn(turn, qkv)
+    return _append_and_decode(
+        qkv, k, v, list(turn or ()), lengths, _lists(block_mask), _scale(softmax_scale, qkv)
+    )
+
+
+def _lists(block_mask: BlockMask | None) -> list[Tensor]:
+    return [] if block_mask is None else [*block_mask.tensors()[:2], block_mask.bits]
+
+
+def _scale(softmax_scale: float | None, q: Tensor) -> float:
+    return q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
 
 
 @torch.library.custom_op("nanoflash::decode_attention", mutates_args=())
@@ -370,10 +374,27 @@ def with_rows(tile: Tile, n_rows: int) -> Tile:
     return tile._replace(block_m=block_m, num_warps=max(tile.num_warps, least))
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, block_mask: BlockMask | None) -> None:
+def _check_turn(turn: tuple[Tensor, Tensor], qkv: Tensor) -> None:
+    shape = (len(qkv), 1, 1, qkv.shape[3] // 2)
+    if len(turn) != 2:
+        raise ValueError(f"turn must be (cos, sin), got {len(turn)} tensors")
+    for name, x in zip(("cos", "sin"), turn, strict=True):
+        if x.shape != shape or x.dtype != torch.float32 or not x.is_contiguous():
+            raise ValueError(
+                f"turn's {name} must be {shape} float32 and contiguous, got {tuple(x.shape)} {x.dtype} with "
+                f"strides {x.stride()}"
+            )
+        if x.device != qkv.device:
+            raise ValueError(f"turn's {name} must be on {qkv.device} as qkv, got {x.device}")
+
+
+def _check(
+    given: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, block_mask: BlockMask | None
+) -> None:
+    """given: the tensor that q is, or is a part of, by its name."""
     checks.check_tensors(q, k, v, n_dims=4)
     batch, n_query, n_head, _ = q.shape
-    for name, x in {"q": q, "k": k, "v": v}.items():
+    for name, x in {**given, "k": k, "v": v}.items():
         if x.stride(3) != 1:
             raise ValueError(f"{name} must have contiguous channels, got strides {x.stride()}")
     if n_query * (n_head // k.shape[2]) > MAX_ROWS:

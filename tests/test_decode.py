@@ -75,9 +75,11 @@ def test_a_new_key_counts_as_if_it_were_in_the_cache_and_is_there_afterwards(
     assert torch.equal(v, complete[1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [8, 80])
 def test_query_and_new_key_are_turned_on_their_way(head_dim, dtype, device):
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        pytest.skip("the interpreter's bf16 products are wrong")
     q, k, v = random_cache(3, 1, 6, 2, head_dim, dtype, device)
     lengths = torch.tensor([1, 100, CAPACITY + 5], device=device)
     rotary = RotaryConfig(base=10000.0)
@@ -88,7 +90,8 @@ def test_query_and_new_key_are_turned_on_their_way(head_dim, dtype, device):
     out = append_and_decode(torch.cat((q, *new), dim=2), k, v, lengths, turn=turn)
     # the same products, which the kernel may round once where torch rounds twice
     rows, places = torch.arange(3, device=device), (lengths - 1) % CAPACITY
-    tolerance = {"rtol": 2e-3, "atol": 2e-3} if dtype == torch.float16 else {"rtol": 1e-5, "atol": 1e-6}
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    tolerance = {"rtol": tolerance, "atol": tolerance}
     torch.testing.assert_close(k[rows, places], turned[1][:, 0], **tolerance)
     torch.testing.assert_close(out, expected, **tolerance)
     assert not torch.equal(k[rows, places][1], new[0][1, 0])
@@ -134,6 +137,13 @@ def test_the_number_of_splits_changes_nothing_but_rounding(n_splits, device):
 def test_an_empty_sequence_gives_zeros(device):
     q, k, v = random_cache(1, 1, 2, 1, 64, torch.float32, device)
     assert not decode_attention(q, k, v, torch.tensor([0], device=device)).any()
+
+
+def test_a_scale_of_zero_is_a_scale(device):
+    q, k, v = random_cache(1, 1, 2, 2, 64, torch.float32, device)
+    lengths = torch.tensor([77], device=device)
+    out = decode_attention(q, k, v, lengths, softmax_scale=0.0)
+    torch.testing.assert_close(out[:, 0], v[:, :77].mean(dim=1))
 
 
 def test_the_keys_behind_the_length_are_never_read(device):
@@ -183,8 +193,12 @@ def test_what_does_not_fit_is_refused(changes, message, device):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"qkv": torch.zeros(1, 1, 4, 64)}, r"qkv must be \(B, 1, H \+ 2 \* 2, 64\), one token, got"),
-        ({"qkv": torch.zeros(1, 2, 6, 64)}, r"one token, got \(1, 2, 6, 64\)"),
+        ({"qkv": torch.zeros(1, 1, 4, 64)}, r"qkv must be \(B, 1, H \+ 2 Hkv, D\), .* got \(1, 1, 4, 64\)"),
+        ({"qkv": torch.zeros(1, 2, 6, 64)}, r"one token, .* got \(1, 2, 6, 64\) and \(1, 200, 2, 64\)"),
+        ({"qkv": torch.zeros(1, 1, 7, 64)}, r"H a multiple of Hkv, .* got \(1, 1, 7, 64\)"),
+        ({"k": torch.zeros(200, 2, 64)}, r"k \(B, capacity, Hkv, D\), got .* and \(200, 2, 64\)"),
+        ({"qkv": torch.zeros(1, 1, 64, 6).mT}, "qkv must have contiguous channels, got strides"),
+        ({"turn": (torch.zeros(1, 1, 1, 32),)}, r"turn must be \(cos, sin\), got 1 tensors"),
         ({"qkv": torch.zeros(1, 1, 6, 64).half()}, "one dtype, got q torch.float16 and k torch.float32"),
         (
             {"turn": (torch.zeros(1, 1, 1, 64),) * 2},

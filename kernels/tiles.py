@@ -83,12 +83,14 @@ HOPPER = (
     | rows(
         "dkdv",
         2,
-        to_64=Tile(64, 64, 4, 3, True, 168),
+        to_64=Tile(64, 64, 4, 3, True),
         to_128=Tile(64, 64, 4, 2, True),
         to_256=Tile(32, 64, 8, 2, True),
     )
     | {
         ("forward dropout", 2, 64): Tile(64, 64, 4, 2, True, 128),
+        # a third block a multiprocessor is worth the spills there
+        ("dkdv", 2, 64): Tile(64, 64, 4, 3, True, 168),
         ("dkdv dropout", 2, 64): Tile(64, 64, 4, 2, True),
         ("forward dropout blocks", 2, 64): Tile(64, 64, 4, 2, True, 128),
         ("dq dropout blocks", 2, 64): Tile(64, 64, 4, 5, True, 168),

@@ -5,7 +5,7 @@ import torch
 import torch._dynamo.testing
 
 from model import GPT, AttentionConfig, ModelConfig, generate
-from model.generate import empty_caches, likeliest, stream
+from model.generate import Decoder, empty_caches, likeliest, stream
 from model.rope import RotaryConfig
 
 
@@ -39,6 +39,9 @@ def reshaped(gpt: GPT, implementation: str, patterns: list[str] | None = None, *
 LLAMA = {"n_kv_head": 1, "rotary": RotaryConfig(base=100.0), "norm": "rms"}
 
 
+QWEN = {**LLAMA, "qk_norm": True}
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "reference", "flash"])
 @pytest.mark.parametrize("changes", [{}, LLAMA], ids=["gpt2", "llama"])
 def test_the_cache_gives_the_same_tokens_as_no_cache(gpt, implementation, changes, device):
@@ -46,6 +49,24 @@ def test_the_cache_gives_the_same_tokens_as_no_cache(gpt, implementation, change
     prompt = torch.randint(100, (3, 7), device=device)
     cached = generate(gpt, prompt, 12, temperature=0.0)
     assert torch.equal(cached, greedy_without_cache(gpt, prompt, 12))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "reference", "flash"])
+@pytest.mark.parametrize("changes", [{}, LLAMA, QWEN], ids=["gpt2", "llama", "qwen"])
+@pytest.mark.parametrize("prompt_len", [1, 7])
+@torch.no_grad()
+def test_a_step_gives_the_logits_of_the_whole_sequence(gpt, implementation, changes, prompt_len, device):
+    gpt = reshaped(gpt, implementation, **changes).to(device).eval()
+    for name, weight in gpt.named_parameters():
+        if name.startswith("blocks"):
+            # so large that every part of a layer shows in the logits
+            torch.nn.init.normal_(weight, std=0.5)
+    tokens = torch.randint(100, (3, prompt_len + 3), device=device)
+    decoder = Decoder(gpt, 3, 40)
+    logits = [decoder.start(tokens[:, :prompt_len])]
+    logits += [decoder.step(tokens[:, place]).clone() for place in range(prompt_len, prompt_len + 3)]
+    expected = gpt(tokens)[:, prompt_len - 1 :]
+    torch.testing.assert_close(torch.stack(logits, dim=1), expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "flash"])
@@ -62,10 +83,11 @@ def test_a_window_keeps_a_cache_of_its_size_and_gives_the_same_tokens(
     assert torch.equal(cached, greedy_without_cache(gpt, prompt, 12))
 
 
+@pytest.mark.parametrize("implementation", ["reference", "flash"])
 @pytest.mark.parametrize("patterns", [["dense"], ["window(5)", "dense"]])
 @pytest.mark.parametrize("changes", [{}, LLAMA], ids=["gpt2", "llama"])
-def test_prompts_of_different_lengths_go_on_as_each_would_alone(gpt, patterns, changes):
-    gpt = reshaped(gpt, "reference", patterns, **changes)
+def test_prompts_of_different_lengths_go_on_as_each_would_alone(gpt, implementation, patterns, changes):
+    gpt = reshaped(gpt, implementation, patterns, **changes)
     prompts, lengths = torch.randint(100, (4, 11)), torch.tensor([11, 1, 4, 7])
     together = torch.stack(list(stream(gpt, prompts, 12, lengths=lengths, temperature=0.0)), dim=1)
     for row, length in enumerate(lengths):
@@ -109,6 +131,7 @@ def test_a_compiled_step_gives_the_same_tokens_and_is_compiled_once(gpt, monkeyp
     compile_with = torch.compile
 
     def counted(function, *, dynamic: bool, options: dict | None = None):
+        assert set(options or {}) <= set(torch._inductor.list_options())
         return compile_with(function, backend=counter, dynamic=dynamic)
 
     monkeypatch.setattr(torch, "compile", counted)

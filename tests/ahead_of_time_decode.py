@@ -22,13 +22,24 @@ CHOICES = {
     "group": ["1", "4"],
     "block_size": ["0", "128"],
     "dtype": ["bf16", "fp32"],
+    "turns": ["0", "1"],
 }
 
 
 def compile_kernel(
-    arch: str, head_dim: int, group: int, block_size: int, dtype: str, tile=None, n_query: int = 1
+    arch: str,
+    head_dim: int,
+    group: int,
+    block_size: int,
+    dtype: str,
+    tile=None,
+    n_query: int = 1,
+    turns: bool = False,
 ) -> dict:
-    """Shared memory, registers and spilled bytes (None for AMD) with one new query a sequence."""
+    """Shared memory, registers and spilled bytes (None for AMD) with one new query a sequence.
+
+    turns: it and its key are turned, as with rotary positions.
+    """
     tile = with_rows(tile or find_tile(arch, "decode", head_dim, DTYPES[dtype].itemsize, ""), n_query * group)
     constants = {
         "N_QUERY": n_query,
@@ -37,7 +48,7 @@ def compile_kernel(
         "PRECISION": "ieee",
         # one new query brings its key along
         "APPENDS": n_query == 1,
-        "TURNS": n_query == 1,
+        "TURNS": turns,
         "OVERLAPS": arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 90,
         "HEAD_DIM": head_dim,
         "BLOCK_M": tile.block_m,
@@ -45,7 +56,9 @@ def compile_kernel(
         "BLOCK_D": padded_head_dim(head_dim),
     }
     if n_query > 1:
-        constants |= dict.fromkeys(("new_k_ptr", "new_v_ptr", "cos_ptr", "sin_ptr"))
+        constants |= {"new_k_ptr": None, "new_v_ptr": None}
+    if not turns:
+        constants |= {"cos_ptr": None, "sin_ptr": None}
     if not block_size:
         constants |= {"spans_ptr": None, "entries_ptr": None, "bits_ptr": None}
     pointers = POINTERS | {
@@ -78,9 +91,10 @@ def compile_kernel(
 
 def main(arguments: list[str]) -> None:
     chosen = CHOICES | {name: values.split(",") for name, _, values in (a.partition("=") for a in arguments)}
-    for arch, head_dim, group, block_size, dtype in product(*(chosen[name] for name in CHOICES)):
-        used = compile_kernel(arch, int(head_dim), int(group), int(block_size), dtype)
-        row = {"arch": arch, "head_dim": head_dim, "group": group, "block_size": block_size, "dtype": dtype}
+    for combination in product(*(chosen[name] for name in CHOICES)):
+        arch, head_dim, group, block_size, dtype, turns = combination
+        used = compile_kernel(arch, int(head_dim), int(group), int(block_size), dtype, turns=turns == "1")
+        row = dict(zip(CHOICES, combination, strict=True))
         print(json.dumps(row | {"triton": triton.__version__} | used), flush=True)
 
 

@@ -27,12 +27,15 @@ def test_kernels_fit_their_gpus_without_spilling(arch, version):
 @each_triton
 def test_the_decode_kernel_fits_every_gpu_without_spilling(version):
     # the most queries that share keys, of one token: 128
-    one = ["head_dim=64", "group=1", "block_size=0,128", "dtype=bf16"]
-    many = ["arch=sm_80,sm_90", "head_dim=128", "group=32,128", "block_size=0", "dtype=bf16"]
+    one = ["head_dim=64", "group=1", "block_size=0,128", "dtype=bf16", "turns=1"]
+    learned = ["head_dim=64", "group=1", "block_size=0", "dtype=bf16", "turns=0"]
+    many = ["arch=sm_80,sm_90", "head_dim=128", "group=32,128", "block_size=0", "dtype=bf16", "turns=1"]
     rows = [
-        row for given in (one, many) for row in compile_apart("tests.ahead_of_time_decode", version, *given)
+        row
+        for given in (one, learned, many)
+        for row in compile_apart("tests.ahead_of_time_decode", version, *given)
     ]
-    assert len(rows) == 2 * len(SHARED_MEMORY) + 4
+    assert len(rows) == 3 * len(SHARED_MEMORY) + 4
     for row in rows:
         assert row["shared"] <= SHARED_MEMORY[row["arch"]], row
         assert row["spilled"] in (0, None), row

@@ -112,9 +112,9 @@ class Decoder:
         if model.config.rotary is not None:
             positions = torch.arange(capacity, device=device)
             self._turns = rotation(model.config.rotary, model.config.head_dim, positions)
-        # then Inductor makes a product of one row itself, where cuBLAS is far from the memory's speed, and
-        # writes down what goes in if it takes more than 4 tensors to make: each of a product's programs would
-        # make it again; small kernels are joined, and one may start while the one in front of it ends
+        # then Inductor makes a product of one row itself, where cuBLAS is far from the memory's speed; what
+        # more than 4 tensors are read for is written down, or each program of a product that reads it makes
+        # it again; small kernels are joined, and one may start while the one in front of it ends
         tuned = {
             "coordinate_descent_tuning": True,
             "realize_acc_reads_threshold": 4,

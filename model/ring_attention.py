@@ -67,7 +67,8 @@ class RingAttention(torch.autograd.Function):
         visiting, following = kv[:, :, steps[0].keys], iter([*steps[1:], None, None])
         # An exchange must have started when a kernel of attention does, whose blocks keep all multiprocessors
         # until its end: else it waits for them, and its other halves wait for it at the neighbours, on
-        # multiprocessors that attention lacks there. So small kernels stand between, zeros or merging.
+        # multiprocessors that attention lacks there. So small kernels stand between, zeros or merging, unless
+        # a step sees nothing. While one part is merged, two more are there, one of them still arriving.
         arriving = fetch_keys(kv, next(following), ring.group)
         out = q.new_zeros(q.shape, dtype=accurate)
         lse = q.new_full((batch, n_head, n_query), float("-inf"), dtype=accurate)

@@ -254,7 +254,8 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
 
     shapes = list(dict.fromkeys((row["head_dim"], row["seq_len"]) for row in rows))
     names = list(dict.fromkeys(map(label, rows)))
-    size = 3.6 * len(shapes), 6.4
+    # wide enough for what is above and below the axes
+    size = max(7.2, 3.6 * len(shapes)), 6.4
     figure, axes = plt.subplots(
         2, len(shapes), figsize=size, squeeze=False, sharex=True, layout="constrained"
     )
@@ -283,9 +284,11 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
     axes[0, 0].set_ylabel("ms")
     axes[1, 0].set_ylabel("ms")
     figure.suptitle(machine(result), x=0.01, ha="left")
-    # as many columns as fit beside each other
     figure.legend(
-        *axes[0, 0].get_legend_handles_labels(), loc="outside lower left", ncols=len(shapes), frameon=False
+        *axes[0, 0].get_legend_handles_labels(),
+        loc="outside lower left",
+        ncols=max(2, len(shapes)),
+        frameon=False,
     )
     figure.savefig(path, dpi=120)
     plt.close(figure)

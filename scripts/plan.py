@@ -77,7 +77,8 @@ def plan(config: Config, rates: Rates, memory: int, processes: int) -> None:
     fits = peak_bytes(config, processes) <= USABLE * memory
     print(line(config, rates, processes, "as given" if fits else "as given: does not fit"))
     tried = [(replace(config, recompute=kind), "") for kind in RECOMPUTE]
-    if not config.reshard_after_forward:
+    # alone a process holds all weights either way
+    if not config.reshard_after_forward and processes > 1:
         tried.append((replace(config, reshard_after_forward=True), " with reshard_after_forward=true"))
     for candidate, change in tried:
         largest = largest_microbatch(candidate, memory, processes)

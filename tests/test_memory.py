@@ -134,6 +134,23 @@ def test_recomputation_fsdp_and_smaller_micro_batches_take_less():
     assert peak_bytes(wide) < peak_bytes(replace(wide, fused_loss=False))
 
 
+def test_memory_of_shards_on_four_gpus_is_predicted_within_five_percent():
+    measured = json.loads((RESULTS / "scaling" / "four_1558m_fsdp.json").read_text())
+    xl = config(
+        "model=gpt2_xl", "distributed=fsdp", "reshard_after_forward=false", "tokens_per_microbatch=16384",
+        "tokens_per_step=524288",
+    )  # fmt: skip
+    assert abs(peak_bytes(xl, measured["n_gpus"]) / measured["rows"][0]["peak_memory_bytes"] - 1) < 0.05
+
+
+def test_a_plan_offers_to_gather_weights_in_turn_where_that_saves_memory(capsys):
+    kept = config("distributed=fsdp", "reshard_after_forward=false")
+    plan.plan(kept, RATES["H200"], H200, 1)
+    assert "with reshard_after_forward=true" not in capsys.readouterr().out
+    plan.plan(kept, RATES["H200"], H200, 4)
+    assert "the largest that fits with reshard_after_forward=true" in capsys.readouterr().out
+
+
 def test_the_largest_micro_batch_fits_divides_the_step_and_is_the_largest():
     xl = config("model=gpt2_xl", "tokens_per_step=393216", "tokens_per_microbatch=1024")
     found = largest_microbatch(xl, H200)

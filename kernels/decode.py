@@ -92,6 +92,7 @@ def decode_kernel(
     is_channel = (offs_d < HEAD_DIM)[None, :]
     head = kv_head * GROUP + rows % GROUP
     q_ptrs = q_ptr + batch * stride_qb + (rows // GROUP) * stride_qt + head * stride_qh
+    # of no use without TURNS
     cos, sin = offs_d, offs_d
     if TURNS:
         pair = batch * (HEAD_DIM // 2) + offs_d % (HEAD_DIM // 2)
@@ -251,12 +252,17 @@ def append_and_decode(
             "qkv must be (B, 1, H + 2 Hkv, D), one token, H a multiple of Hkv, and k (B, capacity, Hkv, D), "
             f"got {tuple(qkv.shape)} and {tuple(k.shape)}"
         )
-    _check({"qkv": qkv}, qkv[:, :, :n_head], k, v, lengths, block_mask)
+    _check({"qkv": qkv}, split_heads(qkv, n_kv_head)[0], k, v, lengths, block_mask)
     if turn is not None:
         _check_turn(turn, qkv)
     return _append_and_decode(
         qkv, k, v, list(turn or ()), lengths, _lists(block_mask), _scale(softmax_scale, qkv)
     )
+
+
+def split_heads(qkv: Tensor, n_kv_head: int) -> tuple[Tensor, ...]:
+    """Queries (B, T, H, D), keys and values (B, T, Hkv, D) of qkv (B, T, H + 2 Hkv, D), views of it."""
+    return qkv.split((qkv.shape[2] - 2 * n_kv_head, n_kv_head, n_kv_head), dim=2)
 
 
 def _lists(block_mask: BlockMask | None) -> list[Tensor]:
@@ -294,8 +300,7 @@ def _append_and_decode(
     softmax_scale: float,
 ) -> Tensor:
     """turn: cos and sin, or nothing."""
-    n_kv_head = k.shape[2]
-    q, *new = qkv.split((qkv.shape[2] - 2 * n_kv_head, n_kv_head, n_kv_head), dim=2)
+    q, *new = split_heads(qkv, k.shape[2])
     return _launch(q, k, v, (*new, *(turn or (None, None))), lengths, blocks, softmax_scale, None)
 
 
@@ -306,8 +311,7 @@ def _(q, *options):
 
 @_append_and_decode.register_fake
 def _(qkv, k, *options):
-    batch, n_query, n_head, head_dim = qkv.shape
-    return qkv.new_empty(batch, n_query, n_head - 2 * k.shape[2], head_dim)
+    return qkv.new_empty(split_heads(qkv, k.shape[2])[0].shape)
 
 
 def _launch(

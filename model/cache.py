@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.block_mask import BlockMask
-from kernels.decode import append_and_decode
+from kernels.decode import append_and_decode, split_heads
 from kernels.reference import decode_reference
 from model.rope import rotate
 
@@ -67,7 +67,7 @@ class LayerCache:
             turn = rotation and tuple(x.expand(len(qkv), 1, 1, -1).contiguous() for x in rotation)
             options = {"turn": turn, "block_mask": self.block_mask}
             return append_and_decode(qkv, self.k, self.v, self.lengths, **options)
-        q, k, v = qkv.split((qkv.shape[2] - 2 * n_kv_head, n_kv_head, n_kv_head), dim=2)
+        q, k, v = split_heads(qkv, n_kv_head)
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         rows, place = torch.arange(len(k), device=k.device), (self.lengths - 1) % capacity

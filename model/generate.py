@@ -56,8 +56,7 @@ def stream(
         decoder = Decoder(model, batch, prompt_len + n_new, compiled=compiled)
         stops = torch.tensor(stop_tokens, dtype=torch.int64)
         stops_there, stopped = stops.to(tokens.device), torch.zeros(batch, dtype=torch.bool)
-        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "generator": generator}
-        draw = partial(sample, **options)
+        draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
         if compiled and temperature == 0.0:
             draw = torch.compile(likeliest, dynamic=False)
         logits, new = None, None

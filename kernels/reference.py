@@ -70,6 +70,8 @@ def decode_reference(
 ) -> Tensor:
     """The last Tq tokens' attention to the first lengths[b] keys; arguments as of `decode_attention`."""
     n_query, capacity = q.shape[1], k.shape[1]
+    if softmax_scale is None:
+        softmax_scale = q.shape[-1] ** -0.5
     lengths = lengths.clamp(max=capacity)
     columns = torch.arange(capacity, device=q.device)
     ends = lengths[:, None] - torch.arange(n_query - 1, -1, -1, device=q.device)  # (B, Tq)
@@ -77,7 +79,7 @@ def decode_reference(
     if block_mask is not None:
         visible = visible & block_mask.rows_to_dense((lengths - 1).clamp(min=0)).transpose(0, 2)
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (softmax_scale or q.shape[-1] ** -0.5)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * softmax_scale
     sees_any = visible.any(dim=-1, keepdim=True)
     scores = scores.masked_fill(~visible, float("-inf")).masked_fill(~sees_any, 0.0)
     return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(dim=-1).masked_fill(~sees_any, 0.0), v)

@@ -142,6 +142,7 @@ def test_a_scale_of_zero_is_a_scale(device):
     lengths = torch.tensor([77], device=device)
     out = decode_attention(q, k, v, lengths, softmax_scale=0.0)
     torch.testing.assert_close(out[:, 0], v[:, :77].mean(dim=1))
+    torch.testing.assert_close(decode_reference(q, k, v, lengths, softmax_scale=0.0), out)
 
 
 def test_the_keys_behind_the_length_are_never_read(device):

@@ -23,7 +23,7 @@ from model.recompute import RECOMPUTE
 from scripts.arguments import argument, run_script
 from train.config import Config, parse
 from train.logger import counted, readable
-from train.memory import USABLE, largest_microbatch, peak_bytes
+from train.memory import USABLE, gathered_in_turn, largest_microbatch, peak_bytes
 from train.overrides import CONF, explain
 from train.results import write_result
 from train.speed import RATES, Rates, fit_rates, step_seconds
@@ -77,9 +77,8 @@ def plan(config: Config, rates: Rates, memory: int, processes: int) -> None:
     fits = peak_bytes(config, processes) <= USABLE * memory
     print(line(config, rates, processes, "as given" if fits else "as given: does not fit"))
     tried = [(replace(config, recompute=kind), "") for kind in RECOMPUTE]
-    # alone a process holds all weights either way
-    if not config.reshard_after_forward and processes > 1:
-        tried.append((replace(config, reshard_after_forward=True), " with reshard_after_forward=true"))
+    if in_turn := gathered_in_turn(config, processes):
+        tried.append((in_turn, " with reshard_after_forward=true"))
     for candidate, change in tried:
         largest = largest_microbatch(candidate, memory, processes)
         if largest is None:

@@ -196,6 +196,8 @@ def test_the_way_out_of_too_large_a_step_names_what_fits():
         kept, 13 * 2**30, 8
     )
     assert "less memory use reshard_after_forward=true, or tokens" in way_out(kept, None, 8)
+    # alone a process has all of them either way
+    assert "reshard" not in way_out(kept, None, 1) + way_out(kept, H200, 1)
     # what is not predicted is halved
     adapters = LoraConfig(rank=8, alpha=16.0, embeddings_and_norms=True)
     beside = replace(small, lora=adapters, start=replace(small.start, weights="published"))

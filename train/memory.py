@@ -115,6 +115,13 @@ def microbatches(config: Config, world_size: int = 1) -> list[int]:
     return [count * sequence for count in counts if tokens % (count * sequence) == 0]
 
 
+def gathered_in_turn(config: Config, world_size: int) -> Config | None:
+    """The same, with weights gathered block by block, where that takes less memory; else None."""
+    if config.reshard_after_forward or world_size == 1:
+        return None
+    return replace(config, reshard_after_forward=True)
+
+
 def largest_microbatch(
     config: Config, memory: int, world_size: int = 1, at_most: int | None = None
 ) -> Config | None:

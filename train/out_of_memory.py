@@ -10,7 +10,7 @@ import torch
 from model.recompute import RECOMPUTE
 from train.config import Config
 from train.distributed import Processes
-from train.memory import is_predicted, largest_microbatch, microbatches, peak_bytes
+from train.memory import gathered_in_turn, is_predicted, largest_microbatch, microbatches, peak_bytes
 from train.watchdog import VERDICT
 
 # as for a refused configuration
@@ -41,14 +41,14 @@ def way_out(config: Config, memory: int | None, world_size: int) -> str:
     smaller = [tokens for tokens in microbatches(config, world_size) if tokens < now]
     found = []
     more = ""
-    in_turn = replace(config, reshard_after_forward=True)
+    in_turn = gathered_in_turn(config, world_size)
     if memory is None or not is_predicted(config):
-        if in_turn != config:
+        if in_turn:
             found.append("reshard_after_forward=true")
         # half of it, and so on
         found += [f"tokens_per_microbatch={tokens}" for tokens in smaller if tokens <= now // 2][:1]
     else:
-        tried = [("reshard_after_forward=true ", in_turn, now)] if in_turn != config else []
+        tried = [("reshard_after_forward=true ", in_turn, now)] if in_turn else []
         for kind in RECOMPUTE[RECOMPUTE.index(config.recompute) :]:
             most = now - 1 if kind == config.recompute else now
             tried.append((f"recompute={kind} ", replace(config, recompute=kind), most))

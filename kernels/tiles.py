@@ -23,6 +23,8 @@ class Tile(NamedTuple):
     tma: bool = False
     # most of a thread, where fewer let another block run beside it; None: what the compiler takes
     registers: int | None = None
+    # what stays for a whole loop, queries and dout, is held in registers; see tile_io.in_registers
+    held: bool = False
 
     def within(self, block_size: int) -> "Tile":
         """The same, but not larger than a block of a block mask; 0 means no block mask."""
@@ -62,14 +64,14 @@ FLOAT32 = (
 DECODE = rows(
     "decode", 4, to_64=Tile(16, 32, 4, 2), to_128=Tile(16, 16, 4, 2), to_256=Tile(16, 16, 4, 2)
 ) | rows("decode", 2, to_64=Tile(16, 32, 1, 4), to_128=Tile(16, 32, 1, 4), to_256=Tile(16, 32, 4, 2))
-# head_dim 64 and 128 measured on an H200: torch 2.11, triton 3.6, bf16, 2026-11-21, docs/kernels.md
+# head_dim 64 and 128 measured on an H200: torch 2.11, triton 3.6, bf16, 2026-11-22, docs/kernels.md
 HOPPER = (
     FLOAT32
     | DECODE
     | rows(
         "forward",
         2,
-        to_64=Tile(64, 128, 4, 2, True),
+        to_64=Tile(64, 64, 4, 3, True, 128, held=True),
         to_128=Tile(64, 64, 4, 3, True),
         to_256=Tile(64, 64, 8, 2, True),
     )
@@ -77,39 +79,35 @@ HOPPER = (
         "dq",
         2,
         to_64=Tile(64, 64, 4, 3, True),
-        to_128=Tile(128, 64, 8, 3, True),
+        to_128=Tile(64, 64, 4, 3, True, held=True),
         to_256=Tile(64, 64, 8, 2, True),
     )
     | rows(
         "dkdv",
         2,
-        to_64=Tile(64, 64, 4, 3, True),
+        to_64=Tile(64, 64, 4, 2, True, 168),
         to_128=Tile(64, 64, 4, 2, True),
         to_256=Tile(32, 64, 8, 2, True),
     )
     | {
         ("forward dropout", 2, 64): Tile(64, 64, 4, 2, True, 128),
-        # a third block a multiprocessor is worth the spills there
-        ("dkdv", 2, 64): Tile(64, 64, 4, 3, True, 168),
         ("dkdv dropout", 2, 64): Tile(64, 64, 4, 2, True),
         ("forward dropout blocks", 2, 64): Tile(64, 64, 4, 2, True, 128),
         ("dq dropout blocks", 2, 64): Tile(64, 64, 4, 5, True, 168),
         ("dkdv dropout blocks", 2, 64): Tile(64, 64, 4, 5, True),
-        ("forward window", 2, 64): Tile(64, 64, 4, 2, True),
+        ("dq full", 2, 64): Tile(64, 64, 4, 3, True, held=True),
         ("dq window", 2, 64): Tile(64, 64, 4, 2, True),
-        ("dq window", 2, 128): Tile(64, 64, 4, 2, True),
         # a list's entry is loaded ahead of its tile: of n stages (n - 1) // 2 + 1 are of tiles
+        ("forward blocks", 2, 64): Tile(64, 64, 4, 5, True, 128, held=True),
         ("dq blocks", 2, 64): Tile(64, 64, 4, 5, True, 168),
-        ("dkdv blocks", 2, 64): Tile(64, 64, 4, 5, True),
-        ("forward blocks", 2, 128): Tile(128, 64, 8, 5, True),
-        ("dq blocks", 2, 128): Tile(128, 64, 8, 5, True),
-        ("dkdv blocks", 2, 128): Tile(64, 64, 4, 3, True),
-        ("forward small blocks", 2, 64): Tile(64, 64, 4, 3, True),
+        ("dkdv blocks", 2, 64): Tile(64, 64, 4, 3, True, 168),
+        ("forward blocks", 2, 128): Tile(64, 64, 4, 5, True, held=True),
+        ("dq blocks", 2, 128): Tile(64, 64, 4, 5, True, held=True),
+        ("forward small blocks", 2, 64): Tile(64, 64, 4, 5, True, 128, held=True),
         ("dq small blocks", 2, 64): Tile(64, 64, 4, 5, True),
         ("dkdv small blocks", 2, 64): Tile(64, 64, 4, 5, True),
-        ("forward small blocks", 2, 128): Tile(64, 64, 4, 3, True),
-        ("dq small blocks", 2, 128): Tile(64, 64, 4, 3, True),
-        ("dkdv small blocks", 2, 128): Tile(64, 64, 4, 2, True),
+        ("forward small blocks", 2, 128): Tile(64, 64, 4, 5, True, held=True),
+        ("dq small blocks", 2, 128): Tile(64, 64, 4, 5, True, held=True),
     }
 )
 BLACKWELL = (
@@ -175,8 +173,8 @@ CDNA = (
 TABLES = {"sm_80": AMPERE, "sm_90": HOPPER, "sm_100": BLACKWELL, "sm_103": BLACKWELL}
 # small, and neither square nor alike, so that short sequences have several blocks of every kind
 INTERPRETER = {
-    "forward": Tile(64, 32, 4, 1),
-    "dq": Tile(32, 64, 4, 1),
+    "forward": Tile(64, 32, 4, 1, held=True),
+    "dq": Tile(32, 64, 4, 1, held=True),
     "dkdv": Tile(32, 64, 4, 1),
     "decode": Tile(16, 32, 4, 1),
 }

@@ -45,7 +45,7 @@ class Arguments:
     seq_lens: list[int] = argument([1024, 4096, 16384], "T")
     causal: list[bool] = argument([True, False], "masks: causal, full or both")
     candidates: list[list[int]] | None = argument(
-        None, "lists of BLOCK_M, BLOCK_N, warps, stages, and if held, registers of a thread"
+        None, "lists of BLOCK_M, BLOCK_N, warps, stages, most registers or 0, and 1 if queries are held in them"
     )
     tma: list[bool] = argument([True], "reading by TMA, by pointers or both")
     window: int | None = argument(None, "keys that a query sees")
@@ -63,7 +63,7 @@ def main(arguments: Arguments) -> None:
         raise ValueError("tune_tiles needs a CUDA GPU; none was found")
     grid = [(*blocks, warps, stages) for blocks, warps, stages in product(BLOCKS, WARPS, STAGES)]
     shapes = arguments.candidates or grid
-    tiles = [Tile(*shape[:4], tma, *shape[4:]) for shape, tma in product(shapes, arguments.tma)]
+    tiles = [make_tile(*shape, tma=tma) for shape, tma in product(shapes, arguments.tma)]
     cases = list(product(arguments.kernels, arguments.head_dims, arguments.causal))
     jobs = [(arguments, *case, tile) for case in cases for tile in tiles]
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
@@ -77,6 +77,10 @@ def main(arguments: Arguments) -> None:
         for row in sorted(measured, key=lambda row: -math.prod(row["tflops"]))[: arguments.best]:
             print("   ", Tile(*row["tile"]), [round(speed) for speed in row["tflops"]])
     write_result(Path(arguments.out), rows)
+
+
+def make_tile(block_m, block_n, num_warps, num_stages, registers=0, held=0, *, tma: bool) -> Tile:
+    return Tile(block_m, block_n, num_warps, num_stages, tma, registers or None, bool(held))
 
 
 def compiles(job: tuple) -> bool:

@@ -36,10 +36,10 @@ SHARED_MEMORY = {
 }
 # bytes; measured faster on an H200 than any tile that does not spill (docs/kernels.md)
 MAY_SPILL = {
-    ("sm_90", "dkdv", 128, "causal"): 384,
-    # held to 168 registers
-    ("sm_90", "dkdv", 64, "causal"): 160,
-    ("sm_90", "dkdv", 64, "full"): 168,
+    ("sm_90", "dkdv", 128, "causal"): 200,
+    ("sm_90", "dkdv", 128, "full"): 64,
+    # limited to 168 registers
+    ("sm_90", "dkdv", 64, "causal"): 40,
 }
 POINTERS = {
     "lse_ptr": "*fp32",
@@ -78,6 +78,7 @@ def compile_kernel(
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
     }
+    constants |= {"HELD": tile.held} if "HELD" in function.arg_names else {}
     # as at run time: an absent pointer is None, a one is known
     constants |= {} if mask == "intervals" else {"bounds_ptr": None}
     constants |= {} if dropout else {"seed_ptr": None}

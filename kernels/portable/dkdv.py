@@ -1,8 +1,8 @@
 """dk and dv: one program owns BLOCK_N keys of one key head and walks the queries that see them.
 
-The queries of every head in the group are added in the same order in every run. Tiles are queries by keys, as
-in the other kernels, so that lse, delta and the dropout mask lie as the products leave them; p and ds pass
-through shared memory to become left operands.
+The queries of every head in the group are added in the same order in every run. Tiles are keys by queries, so
+that p and ds are left operands in the registers where products leave them. Under dropout they are queries by
+keys, as in the other kernels: that is how the bits of a mask lie, and p and ds pass through shared memory.
 """
 
 import triton
@@ -20,6 +20,17 @@ from kernels.portable.block_lists import (
 from kernels.portable.dropout import keep_tile
 from kernels.portable.masks import queries_of_keys
 from kernels.portable.tile_io import load_tile, store_tile
+
+
+@triton.jit
+def of_queries(x, DROPOUT: tl.constexpr):
+    """x, one number a query, along the queries of a tile."""
+    return x[:, None] if DROPOUT else x[None, :]
+
+
+@triton.jit
+def of_keys(x, DROPOUT: tl.constexpr):
+    return x[None, :] if DROPOUT else x[:, None]
 
 
 @triton.jit
@@ -44,32 +55,37 @@ def add_queries(
         lse = tl.load(lse_ptr + rows)
         # before the scores: a product begins from it, and such a load is not issued a step ahead
         delta = tl.load(delta_ptr + rows)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
-        p = tl.exp2(scores * scale_log2 - lse[:, None])
+        if DROPOUT:
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
+        else:
+            scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
+        p = tl.exp2(scores * scale_log2 - of_queries(lse, DROPOUT))
         if CUT:
             if BLOCK_D > 64:
                 # computed again, as registers are too few to keep them; where they are not, this is slower
                 columns = first_column + tl.arange(0, BLOCK_N)
                 first_query, end_query = queries_of_keys(columns, seq_q, seq_k, window, bounds_ptr, MASK)
-            visible = (rows[:, None] >= first_query[None, :]) & (rows[:, None] < end_query[None, :])
-            if BLOCK_SIZE != 0:
+            number = of_queries(rows, DROPOUT)
+            visible = (number >= of_keys(first_query, DROPOUT)) & (number < of_keys(end_query, DROPOUT))
+            if BLOCK_SIZE != 0 and DROPOUT:
                 visible &= visible_bits(bits_ptr, bits, m, first_column, BLOCK_SIZE, BLOCK_M, BLOCK_N)
+            elif BLOCK_SIZE != 0:
+                visible &= visible_bits(bits_ptr, bits, first_column, m, BLOCK_SIZE, BLOCK_N, BLOCK_M)
             p = tl.where(visible, p, 0.0)
         dout = load_tile(
             dout_source, batch, head, m, seq_q, stride_dot, stride_dod, TMA, HEAD_DIM, BLOCK_M, BLOCK_D, CUT
         )
-        kept = p
         if DROPOUT:
             dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
             keep = keep_tile(seed, threshold, batch, head, m, first_column, BLOCK_M, BLOCK_N)
-            kept = tl.where(keep, p, 0.0)
-            dp = tl.where(keep, dp * keep_scale, 0.0) - delta[:, None]
+            kept = tl.trans(tl.where(keep, p, 0.0).to(dout.dtype))
+            ds = tl.trans((p * (tl.where(keep, dp * keep_scale, 0.0) - delta[:, None])).to(q.dtype))
         else:
-            begin = tl.broadcast_to(-delta[:, None], [BLOCK_M, BLOCK_N])
-            dp = tl.dot(dout, tl.trans(v), begin, input_precision=PRECISION)
-        dv = tl.dot(tl.trans(kept.to(dout.dtype)), dout, dv, input_precision=PRECISION)  # (BLOCK_N, BLOCK_D)
-        ds = p * dp
-        dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)  # (BLOCK_N, BLOCK_D)
+            begin = tl.broadcast_to(-delta[None, :], [BLOCK_N, BLOCK_M])
+            dp = tl.dot(v, tl.trans(dout), begin, input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
+            kept, ds = p.to(dout.dtype), (p * dp).to(q.dtype)
+        dv = tl.dot(kept, dout, dv, input_precision=PRECISION)  # (BLOCK_N, BLOCK_D)
+        dk = tl.dot(ds, q, dk, input_precision=PRECISION)  # (BLOCK_N, BLOCK_D)
     return dk, dv
 
 

@@ -14,7 +14,7 @@ from kernels.portable.block_lists import (
 )
 from kernels.portable.dropout import keep_tile
 from kernels.portable.masks import keys_of_queries
-from kernels.portable.tile_io import load_tile, store_tile
+from kernels.portable.tile_io import in_registers, load_tile, store_tile
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def dq_kernel(
     stride_sb, stride_sh,
     seq_q, seq_k, seq_padded, n_head, group_size, window, softmax_scale, scale_log2, threshold, keep_scale,
     MASK: tl.constexpr, BLOCK_SIZE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, HELD: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     tiles_of_head = tiles_of(seq_q, BLOCK_SIZE, BLOCK_M)
@@ -110,6 +110,8 @@ def dq_kernel(
         dout_source, batch, head, first_row, seq_q, stride_dot, stride_dod, TMA, HEAD_DIM, BLOCK_M,
         BLOCK_D, True,
     )  # fmt: skip
+    if HELD:
+        q, dout = in_registers(q, first_row, seq_q, BLOCK_M), in_registers(dout, first_row, seq_q, BLOCK_M)
     span = find_span(first_a, end_a, first_b, end_b, listed, entries_ptr, MASK, BLOCK_SIZE, BLOCK_N)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for CUT in tl.static_range(2):

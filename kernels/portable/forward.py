@@ -36,7 +36,14 @@ from kernels.portable.block_lists import (
 )
 from kernels.portable.dropout import keep_tile
 from kernels.portable.masks import keys_of_queries
-from kernels.portable.tile_io import head_descriptor, in_reach, load_tile, store_tile, tma_reads
+from kernels.portable.tile_io import (
+    head_descriptor,
+    in_reach,
+    in_registers,
+    load_tile,
+    store_tile,
+    tma_reads,
+)
 from kernels.problem import Problem, dot_precision, list_strides
 from kernels.tiles import choose_tile, padded_head_dim
 
@@ -100,7 +107,7 @@ def forward_kernel(
     stride_sb, stride_sh,
     seq_q, seq_k, n_head, group_size, window, scale_log2, threshold, keep_scale,
     MASK: tl.constexpr, BLOCK_SIZE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, HELD: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     tiles_of_head = tiles_of(seq_q, BLOCK_SIZE, BLOCK_M)
@@ -133,6 +140,8 @@ def forward_kernel(
     q = load_tile(
         q_source, batch, head, first_row, seq_q, stride_qt, stride_qd, TMA, HEAD_DIM, BLOCK_M, BLOCK_D, True
     )
+    if HELD:
+        q = in_registers(q, first_row, seq_q, BLOCK_M)
     span = find_span(first_a, end_a, first_b, end_b, listed, entries_ptr, MASK, BLOCK_SIZE, BLOCK_N)
     shift = tl.zeros([BLOCK_M], tl.float32)
     if q.dtype != tl.float32:
@@ -183,7 +192,7 @@ def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tupl
         seq_q, k.shape[1], n_head, n_head // k.shape[2], problem.window or 0,
         problem.softmax_scale * math.log2(math.e), problem.signed_threshold, problem.keep_scale,
         MASK=problem.mask, BLOCK_SIZE=problem.block_size, DROPOUT=problem.dropout_p > 0.0,
-        PRECISION=dot_precision(), TMA=tma,
+        PRECISION=dot_precision(), TMA=tma, HELD=tile.held,
         HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim), **tile.options(),
     )  # fmt: skip
     return out, lse

@@ -48,6 +48,7 @@ OPTIM = OptimConfig(
 class Arguments:
     models: list[str] = argument(["gpt2"], "names of files in conf/model/")
     seq_lens: list[int] = argument([1024], "tokens a sequence")
+    bias: str = argument("", "of which matrices: all, qkv or none; empty for the model's own")
     implementations: list[str] = argument(["flash"], "attention: flash, sdpa, reference")
     ladder: bool = argument(False, "rows from plain PyTorch to the defaults, of the first model and length")
     tokens_per_step: int = argument(32768, "random tokens a step; a longer sequence is a step of its own")
@@ -142,8 +143,10 @@ def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
         if value % unit:
             raise ValueError(f"{key}={value} must be a multiple of {unit}")
     config = read_model(name, seq_len)
+    config = replace(config, bias=arguments.bias or config.bias)
     row = {
         "model": name,
+        "bias": config.bias,
         "seq_len": seq_len,
         "batch": tokens_per_microbatch // seq_len,
         "tokens_per_step": tokens_per_step,
@@ -202,7 +205,8 @@ def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
 
 
 def describe(row: dict) -> str:
-    job = f"{row['model']:<11} T {row['seq_len']:<6} B {row['batch']:<3} {row['label']:<30}"
+    model = f"{row['model']:<11} bias {row['bias']:<4}"
+    job = f"{model} T {row['seq_len']:<6} B {row['batch']:<3} {row['label']:<20}"
     if row["tokens_per_second"] is None:
         return f"{job} out of memory"
     mfu = "-" if row["mfu_palm"] is None else f"{row['mfu_palm']:.1%}"

@@ -136,7 +136,7 @@ def measured(files: list[str]) -> list[tuple[dict, Config]]:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file} is no result file of scripts.benchmark_training") from error
         for row in rows:
-            # older rows were made before there was recomputation
+            # older rows are of the models as they are, made before there was recomputation
             recompute = row.get("recompute", "none")
             given = [
                 f"{key}={row[key]}"
@@ -150,6 +150,7 @@ def measured(files: list[str]) -> list[tuple[dict, Config]]:
                 )
             ]
             given += [f"tokens_per_microbatch={row['batch'] * row['seq_len']}", f"recompute={recompute}"]
+            given += [f"model.bias={row['bias']}"] if "bias" in row else []
             found.append(({**row, "source": Path(file).name}, composed(given)))
     if not found:
         raise ValueError(

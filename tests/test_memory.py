@@ -105,6 +105,14 @@ def test_a_plan_reads_rows_of_whole_training_steps_alone(tmp_path):
         measured([str(tmp_path / "other.json")])
 
 
+def test_a_plan_reads_which_biases_a_measured_model_had(tmp_path):
+    row = json.loads((RESULTS / "training_350m.json").read_text())["rows"][0]
+    (tmp_path / "r.json").write_text(json.dumps({"rows": [row, {**row, "bias": "none"}]}))
+    (_, older), (_, without) = measured([str(tmp_path / "r.json")])
+    assert (older.model.bias, without.model.bias) == ("all", "none")
+    assert peak_bytes(without) < peak_bytes(older)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has its own rates")
 def test_a_plan_without_a_gpu_asks_for_one_by_name():
     with pytest.raises(ValueError, match="torch sees no GPU: name one, as in gpu=H200 memory_gib=139.8"):

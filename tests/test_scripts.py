@@ -295,7 +295,7 @@ def test_benchmark_training_writes_a_row_for_each_combination(tmp_path):
     done = call(
         "benchmark_training", "models=[tiny]", "seq_lens=[32,64]", "implementations=[sdpa,reference]",
         "tokens_per_step=128", "tokens_per_microbatch=64", "steps=1", "warmup_steps=1", "device=cpu",
-        "precision=fp32", "compile=false", "fused_loss=false",
+        "precision=fp32", "compile=false", "fused_loss=false", "bias=none",
         f"out={tmp_path}/r.json",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -306,6 +306,7 @@ def test_benchmark_training_writes_a_row_for_each_combination(tmp_path):
         (32, "sdpa"), (32, "reference"), (64, "sdpa"), (64, "reference"),
     ]  # fmt: skip
     assert all(r["tokens_per_second"] > 0 and r["mfu_palm"] is None for r in rows)
+    assert {r["bias"] for r in rows} == {"none"}
     assert rows[0]["final_loss"] == pytest.approx(rows[1]["final_loss"], abs=1e-4)
 
 

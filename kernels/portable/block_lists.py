@@ -134,7 +134,7 @@ def visible_bits(
     bits_ptr, tile, first_row, first_column,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """True where a tile of bits, whose rows are queries, or keys if it is transposed, lets it see the other."""
+    """True where a tile of bits, whose rows are queries, or keys if transposed, lets them meet."""
     columns = tl.arange(0, BLOCK_N)[None, :]
     rows = first_row % BLOCK_SIZE + tl.arange(0, BLOCK_M)
     words_ptr = bits_ptr + tl.cast(tile, tl.int64) * (BLOCK_SIZE * BLOCK_SIZE // 32)

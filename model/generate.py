@@ -1,6 +1,6 @@
 """Sampling from a GPT with a key-value cache. Start reading at stream."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -53,27 +53,39 @@ def stream(
     was_training = model.training
     model.eval()
     try:
-        decoder = Decoder(model, batch, prompt_len + n_new, compiled=compiled)
+        if temperature == 0.0:
+            draw = likeliest if compiled else partial(torch.argmax, dim=-1)
+        else:
+            draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
         stops = torch.tensor(stop_tokens, dtype=torch.int64)
         stops_there, stopped = stops.to(tokens.device), torch.zeros(batch, dtype=torch.bool)
-        draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-        if compiled and temperature == 0.0:
-            draw = torch.compile(likeliest, dynamic=False)
-        logits, new = None, None
-        for left in reversed(range(n_new)):
-            if logits is None:
-                logits = decoder.start(tokens, lengths) if new is None else decoder.step(new)
+
+        def choose(logits: Tensor, newest: Tensor | None) -> Tensor:
+            """The next tokens, (B,), from logits (B, V); newest: those before, (B,), None after a prompt."""
             drawn = draw(logits[:, :vocab_size])
-            if stop_tokens and new is not None:
-                # a stopped sequence repeats its stop token
-                drawn = torch.where(torch.isin(new, stops_there), new, drawn)
-            new, arriving = drawn, Arriving(drawn)
+            if newest is None or not stop_tokens:
+                return drawn
+            # a stopped sequence repeats its stop token; isin may wait for the GPU, which a graph cannot
+            return torch.where((newest[:, None] == stops_there).any(dim=-1), newest, drawn)
+
+        # random numbers in a captured graph would need a generator that is registered with it
+        choose_in_step = choose if temperature == 0.0 else None
+        decoder = Decoder(model, batch, prompt_len, n_new, choose_in_step, compiled=compiled)
+        drawn, is_ahead = decoder.drawn, False
+        for place in range(n_new):
+            if not is_ahead:
+                logits = decoder.step() if place else decoder.start(tokens, lengths)
+            if logits is not None:
+                drawn[place] = choose(logits, drawn[place - 1] if place else None)
+            arriving = Arriving(drawn[place])
             # the GPU goes on while the caller reads this token; it need not wait for a step to be compiled
-            logits = decoder.step(new) if left and decoder.returns_at_once else None
-            new_on_cpu = arriving.wait()
-            yield new_on_cpu
+            is_ahead = decoder.returns_at_once and place + 1 < n_new
+            if is_ahead:
+                logits = decoder.step()
+            new = arriving.wait()
+            yield new
             if stop_tokens:
-                stopped |= torch.isin(new_on_cpu, stops)
+                stopped |= torch.isin(new, stops)
                 if stopped.all():
                     return
     finally:
@@ -96,16 +108,30 @@ class Arriving:
 
 
 class Decoder:
-    """A model and the caches of B sequences of up to `capacity` tokens, for inference.
+    """A model, the caches of B sequences of up to prompt_len + n_new tokens, and what has been drawn.
+
+    drawn: (n_new, B) int64, the tokens behind the prompts. A step reads the newest, and adds the next by
+    itself if it is told how to `choose` it, as (logits (B, V), newest (B,)) -> (B,); else the caller does.
 
     On a GPU the step for one token is captured in a CUDA graph when it runs for the second time: without it
     Python would take longer to launch the small kernels than they take to run.
     """
 
-    def __init__(self, model: GPT, batch: int, capacity: int, *, compiled: bool = False):
-        self.model = model
-        device = model.token_embedding.weight.device
+    def __init__(
+        self,
+        model: GPT,
+        batch: int,
+        prompt_len: int,
+        n_new: int,
+        choose: Callable[[Tensor, Tensor], Tensor] | None = None,
+        *,
+        compiled: bool = False,
+    ):
+        self.model, self._choose = model, choose
+        device, capacity = model.token_embedding.weight.device, prompt_len + n_new
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._prompt_lengths = torch.zeros_like(self.lengths)
+        self.drawn = torch.zeros(n_new, batch, dtype=torch.int64, device=device)
         self.caches = empty_caches(model, capacity, self.lengths)
         self._turns = None
         if model.config.rotary is not None:
@@ -120,9 +146,7 @@ class Decoder:
             "combo_kernels": True,
             "triton.enable_pdl": can_overlap(device),
         }
-        self._logits_of = (
-            torch.compile(self._eager, dynamic=False, options=tuned) if compiled else self._eager
-        )
+        self._advance = torch.compile(self._eager, dynamic=False, options=tuned) if compiled else self._eager
         self._has_run = False
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -134,33 +158,39 @@ class Decoder:
     def start(self, prompts: Tensor, lengths: Tensor | None = None) -> Tensor:
         """The logits (B, V) after prompts (B, T), which end at lengths (B,), or at T if not given."""
         self.lengths.copy_(prompts.shape[1] if lengths is None else lengths)
+        self._prompt_lengths.copy_(self.lengths)
         hidden = self.model.hidden_states(prompts, caches=self.caches)
         rows = torch.arange(len(prompts), device=prompts.device)
         return self.model.logits(hidden[rows, self.lengths - 1])
 
-    def step(self, tokens: Tensor) -> Tensor:
-        """The logits (B, V) after one more token (B,); the next step may write to the same memory."""
-        if tokens.device.type != "cuda" or not self._has_run:
+    def step(self) -> Tensor | None:
+        """The logits (B, V) after the newest tokens, to be overwritten by the next step; None if it chose."""
+        if not self.returns_at_once:
             self._has_run = True
-            return self._step(tokens)
+            return self._step()
         if self._graph is None:
-            self._tokens = tokens.clone()
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
-                self._logits = self._step(self._tokens)
-        self._tokens.copy_(tokens)
+                self._logits = self._step()
         self._graph.replay()
         return self._logits
 
-    def _step(self, tokens: Tensor) -> Tensor:
+    def _step(self) -> Tensor | None:
         self.lengths += 1
-        return self._logits_of(tokens[:, None], self.lengths)
+        return self._advance(self.lengths)
 
-    def _eager(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+    def _eager(self, lengths: Tensor) -> Tensor | None:
+        # the same for all; from the GPU's memory, because a captured graph repeats what Python has counted
+        place = (lengths - self._prompt_lengths)[:1]  # (1,)
+        newest = self.drawn[place - 1][0]  # (B,)
         positions = (lengths - 1)[:, None]
         turn = self._turns and tuple(x[positions] for x in self._turns)
-        hidden = self.model.hidden_states(tokens, positions=positions, caches=self.caches, turn=turn)
-        return self.model.logits(hidden[:, 0])
+        hidden = self.model.hidden_states(newest[:, None], positions=positions, caches=self.caches, turn=turn)
+        logits = self.model.logits(hidden[:, 0])
+        if self._choose is None:
+            return logits
+        self.drawn[place] = self._choose(logits, newest)
+        return None
 
 
 def empty_caches(model: GPT, capacity: int, lengths: Tensor) -> list[LayerCache]:
@@ -201,9 +231,7 @@ def sample(
     top_p: float | None,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """One token id a row, (B,), from logits (B, V)."""
-    if temperature == 0.0:
-        return logits.argmax(dim=-1)
+    """One token id a row, (B,), from logits (B, V), at a temperature above 0."""
     logits = logits.float() / temperature
     if top_k is None:
         values, ids = logits.sort(dim=-1, descending=True)

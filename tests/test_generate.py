@@ -3,9 +3,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch._dynamo.testing
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from model import GPT, AttentionConfig, ModelConfig, generate
-from model.generate import Decoder, empty_caches, likeliest, stream
+from model.generate import Decoder, empty_caches, likeliest, sample, stream
 from model.rope import RotaryConfig
 
 
@@ -18,11 +19,16 @@ def gpt() -> GPT:
     return model
 
 
+def by_plain_attention(gpt: GPT) -> GPT:
+    """The same model, for inference."""
+    other = GPT(gpt.config, replace(gpt.attention, implementation="reference"))
+    other.load_state_dict(gpt.state_dict())
+    return other.to(gpt.token_embedding.weight.device).eval()
+
+
 def greedy_without_cache(gpt: GPT, tokens: torch.Tensor, n_new: int) -> torch.Tensor:
-    """By plain attention to all tokens, each time anew."""
-    attention = replace(gpt.attention, implementation="reference")
-    weights, gpt = gpt.state_dict(), GPT(gpt.config, attention).to(tokens.device).eval()
-    gpt.load_state_dict(weights)
+    """By attention to all tokens, each time anew."""
+    gpt = by_plain_attention(gpt)
     for _ in range(n_new):
         tokens = torch.cat((tokens, gpt(tokens)[:, -1:].argmax(-1)), dim=1)
     return tokens
@@ -62,9 +68,11 @@ def test_a_step_gives_the_logits_of_the_whole_sequence(gpt, implementation, chan
             # so large that every part of a layer shows in the logits
             torch.nn.init.normal_(weight, std=0.5)
     tokens = torch.randint(100, (3, prompt_len + 3), device=device)
-    decoder = Decoder(gpt, 3, 40)
+    decoder = Decoder(gpt, 3, prompt_len, 3)
     logits = [decoder.start(tokens[:, :prompt_len])]
-    logits += [decoder.step(tokens[:, place]).clone() for place in range(prompt_len, prompt_len + 3)]
+    for place in range(3):
+        decoder.drawn[place] = tokens[:, prompt_len + place]
+        logits.append(decoder.step().clone())
     expected = gpt(tokens)[:, prompt_len - 1 :]
     torch.testing.assert_close(torch.stack(logits, dim=1), expected, rtol=1e-3, atol=1e-4)
 
@@ -95,16 +103,49 @@ def test_prompts_of_different_lengths_go_on_as_each_would_alone(gpt, implementat
         assert torch.equal(together[row], alone[0, length:])
 
 
-def test_a_sequence_repeats_its_stop_token_and_all_stopped_end_the_stream(gpt):
-    prompt = torch.randint(100, (2, 5))
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_a_sequence_repeats_its_stop_token_and_all_stopped_end_the_stream(gpt, compiled, device):
+    gpt, prompt = gpt.to(device), torch.randint(100, (2, 5), device=device)
     free = generate(gpt, prompt, 20, temperature=0.0)[:, 5:]
     stops = [int(free[0, 3]), int(free[1, 8])]
-    new = generate(gpt, prompt, 20, temperature=0.0, stop_tokens=stops)[:, 5:]
+    new = generate(gpt, prompt, 20, temperature=0.0, stop_tokens=stops, compiled=compiled)[:, 5:]
     first = [min(row.index(stop) for stop in stops if stop in row) for row in free.tolist()]
     assert new.shape[1] == max(first) + 1
     for row, at in enumerate(first):
         assert torch.equal(new[row, : at + 1], free[row, : at + 1])
         assert set(new[row, at:].tolist()) == {int(free[row, at])}
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}]
+)
+@pytest.mark.parametrize("stops", [(), range(0, 100, 10)], ids=["free", "stops"])
+@torch.no_grad()
+def test_tokens_are_chosen_as_from_the_logits_of_whole_sequences(gpt, options, stops, device):
+    gpt, prompt = gpt.to(device).eval(), torch.randint(100, (3, 5), device=device)
+    generator = torch.Generator(device).manual_seed(1)
+    cached = generate(gpt, prompt, 20, stop_tokens=stops, generator=generator, **options)
+    generator.manual_seed(1)
+    options = {"temperature": 1.0, "top_k": None, "top_p": None, "generator": generator} | options
+    stops, tokens = torch.tensor(stops, dtype=torch.int64, device=device), prompt
+    while tokens.shape < cached.shape:
+        logits, newest = gpt(tokens)[:, -1], tokens[:, -1]
+        new = sample(logits, **options) if options["temperature"] else logits.argmax(-1)
+        if tokens.shape != prompt.shape:
+            new = torch.where(torch.isin(newest, stops), newest, new)
+        tokens = torch.cat((tokens, new[:, None]), dim=1)
+    assert torch.equal(cached, tokens)
+
+
+@torch.no_grad()
+def test_a_step_repeats_the_same_operations_on_the_same_memory_as_a_captured_graph_does(gpt):
+    gpt, prompt = reshaped(gpt, "reference", **LLAMA).eval(), torch.randint(100, (2, 5))
+    decoder = Decoder(gpt, 2, 5, 12, lambda logits, newest: logits.argmax(-1))
+    decoder.drawn[0] = decoder.start(prompt).argmax(-1)
+    replay = make_fx(lambda: decoder.step())()
+    for _ in range(10):
+        replay()
+    assert torch.equal(decoder.drawn.T, greedy_without_cache(gpt, prompt, 12)[:, 5:])
 
 
 def test_a_token_takes_one_pass_and_none_that_nobody_asks_for(gpt, monkeypatch):
@@ -138,8 +179,8 @@ def test_a_compiled_step_gives_the_same_tokens_and_is_compiled_once(gpt, monkeyp
     prompt = torch.randint(100, (2, 5))
     expected = generate(gpt, prompt, 10, temperature=0.0)
     assert torch.equal(generate(gpt, prompt, 10, temperature=0.0, compiled=True), expected)
-    # the step, and the choice of its likeliest token
-    assert counter.frame_count == 2
+    # the step and the choice of its likeliest token in one
+    assert counter.frame_count == 1
 
 
 def test_the_likeliest_token_is_what_argmax_gives_the_first_of_equals():
@@ -153,15 +194,20 @@ def test_the_likeliest_token_is_what_argmax_gives_the_first_of_equals():
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("patterns", [["dense"], ["window(200)", "window(100) | strided(4)", "dense"]])
-def test_a_captured_graph_gives_the_same_tokens_as_no_cache(patterns, compiled):
+# the likeliest, chosen inside of the graph and behind it
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 1}], ids=["inside", "behind"])
+@torch.no_grad()
+def test_a_captured_graph_gives_the_same_tokens_as_no_cache(patterns, options, compiled):
     changes = {"n_layer": 3, "n_head": 4, "n_kv_head": 2, "n_embd": 256, "dropout": 0.0, "max_seq_len": 1024}
     config = ModelConfig(vocab_size=100, rotary=RotaryConfig(base=1e4), **changes)
     attention = AttentionConfig(implementation="flash", patterns=patterns)
     gpt = GPT(config, attention).cuda()
     torch.nn.init.normal_(gpt.token_embedding.weight, std=0.15)
     prompt = torch.randint(100, (2, 700), device="cuda")
-    cached = generate(gpt, prompt, 24, temperature=0.0, compiled=compiled)
-    assert torch.equal(cached, greedy_without_cache(gpt, prompt, 24))
+    cached = generate(gpt, prompt, 300, compiled=compiled, **options)
+    assert torch.equal(cached[:, :724], greedy_without_cache(gpt, prompt, 24))
+    # and all of them at once: no token sees those behind it
+    assert torch.equal(cached[:, 700:], by_plain_attention(gpt)(cached)[:, 699:-1].argmax(-1))
 
 
 def test_the_same_seed_gives_the_same_sample_and_another_seed_another(gpt):

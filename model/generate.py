@@ -71,18 +71,19 @@ def stream(
         # random numbers in a captured graph would need a generator that is registered with it
         choose_in_step = choose if temperature == 0.0 else None
         decoder = Decoder(model, batch, prompt_len, n_new, choose_in_step, compiled=compiled)
-        drawn, is_ahead = decoder.drawn, False
+        drawn, arrivals = decoder.drawn, Arrivals(decoder.drawn)
+        is_ahead = False
         for place in range(n_new):
             if not is_ahead:
                 logits = decoder.step() if place else decoder.start(tokens, lengths)
             if logits is not None:
                 drawn[place] = choose(logits, drawn[place - 1] if place else None)
-            arriving = Arriving(drawn[place])
+            arrivals.send(place)
             # the GPU goes on while the caller reads this token; it need not wait for a step to be compiled
             is_ahead = decoder.returns_at_once and place + 1 < n_new
             if is_ahead:
                 logits = decoder.step()
-            new = arriving.wait()
+            new = arrivals.wait(place)
             yield new
             if stop_tokens:
                 stopped |= torch.isin(new, stops)
@@ -92,26 +93,41 @@ def stream(
         model.train(was_training)
 
 
-class Arriving:
-    """A tensor on its way to the CPU, behind which a GPU may be given more to do."""
+class Arrivals:
+    """The rows of a tensor, brought to the CPU while a GPU goes on: no row may change once it is sent.
 
-    def __init__(self, tensor: Tensor):
-        self._copy = tensor.to("cpu", non_blocking=True)
-        self._copied = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+    The copies have a stream of their own. It waits for what was launched before a row is sent, and nothing
+    that is launched later waits for it.
+    """
 
-    def wait(self) -> Tensor:
-        if self._copied is None:
-            return self._copy
-        self._copied.synchronize()
-        # page-locked memory is dear to allocate: the next token uses it again
-        return self._copy.clone()
+    def __init__(self, rows: Tensor):
+        self._rows = self._on_cpu = rows
+        if rows.is_cuda:
+            # page-locked memory is dear to allocate: all of it at once
+            self._on_cpu = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            self._stream = torch.cuda.Stream(rows.device)
+            # whoever gets the memory of the rows next must wait for a copy that is still under way
+            rows.record_stream(self._stream)
+
+    def send(self, index: int) -> None:
+        if self._rows.is_cuda:
+            self._stream.wait_stream(torch.cuda.current_stream(self._rows.device))
+            with torch.cuda.stream(self._stream):
+                self._on_cpu[index].copy_(self._rows[index], non_blocking=True)
+
+    def wait(self, index: int) -> Tensor:
+        """The row, on the CPU, when it and all that were sent before have arrived."""
+        if self._rows.is_cuda:
+            self._stream.synchronize()
+        return self._on_cpu[index]
 
 
 class Decoder:
     """A model, the caches of B sequences of up to prompt_len + n_new tokens, and what has been drawn.
 
-    drawn: (n_new, B) int64, the tokens behind the prompts. A step reads the newest, and adds the next by
-    itself if it is told how to `choose` it, as (logits (B, V), newest (B,)) -> (B,); else the caller does.
+    drawn: (n_new, B) int64, the tokens behind the prompts, each in a place of its own, so that it can be
+    copied while later steps run. A step reads the newest, and adds the next by itself if it is told how to
+    `choose` it, as (logits (B, V), newest (B,)) -> (B,); else the caller does.
 
     On a GPU the step for one token is captured in a CUDA graph when it runs for the second time: without it
     Python would take longer to launch the small kernels than they take to run.

@@ -6,7 +6,7 @@ import torch._dynamo.testing
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from model import GPT, AttentionConfig, ModelConfig, generate
-from model.generate import Decoder, empty_caches, likeliest, sample, stream
+from model.generate import Arrivals, Decoder, empty_caches, likeliest, sample, stream
 from model.rope import RotaryConfig
 
 
@@ -208,6 +208,20 @@ def test_a_captured_graph_gives_the_same_tokens_as_no_cache(patterns, options, c
     assert torch.equal(cached[:, :724], greedy_without_cache(gpt, prompt, 24))
     # and all of them at once: no token sees those behind it
     assert torch.equal(cached[:, 700:], by_plain_attention(gpt)(cached)[:, 699:-1].argmax(-1))
+
+
+@pytest.mark.gpu
+def test_a_row_arrives_as_it_was_when_sent_and_waits_for_nothing_launched_later():
+    rows = torch.zeros(3, 5, dtype=torch.int64, device="cuda")
+    arrivals, later = Arrivals(rows), torch.cuda.Event()
+    for index in range(3):
+        torch.cuda._sleep(20_000_000)
+        rows[index] = index + 1
+        arrivals.send(index)
+        torch.cuda._sleep(200_000_000)
+        later.record()
+        assert arrivals.wait(index).tolist() == [index + 1] * 5
+        assert not later.query()
 
 
 def test_the_same_seed_gives_the_same_sample_and_another_seed_another(gpt):

@@ -266,22 +266,27 @@ def reach(masks: Sequence[BlockMask]) -> float:
     """The share of block pairs that information can cross through layers with these masks, in order.
 
     Of all pairs, or, of causal masks, of those up to the diagonal; any head may carry it, and every layer
-    hands on what it has. Warns below 100%. Takes n_rows x n_columns numbers.
+    hands on what it has. Warns below 100%. Takes n_rows x n_columns numbers, and for each layer until all is
+    reached a product of two such matrices: on a CPU, minutes for a million tokens.
     """
     first = masks[0]
     if first.n_rows != first.n_columns:
         raise ValueError(f"reach needs as many queries as keys, got {first.seq_q} and {first.seq_k}")
-    seen = torch.eye(first.n_rows, device=first.keys.device).expand(first.n_batch, -1, -1)
     for mask in masks:
         first.check_combines(mask)
+    seen = torch.eye(first.n_rows, device=first.keys.device).expand(first.n_batch, -1, -1)
+    pairs = torch.ones_like(seen[0])
+    if all(mask.causal for mask in masks):
+        pairs = pairs.tril()
+    n_pairs = pairs.sum(dtype=torch.float64)
+    for mask in masks:
         head, row, column = mask.coordinates()
         crossed = torch.eye(first.n_rows, device=first.keys.device).repeat(mask.n_batch, 1, 1)
         crossed[head // mask.n_head, row, column] = 1.0
         seen = (crossed @ seen > 0).float()
-    pairs = torch.ones_like(seen[0])
-    share = (
-        seen.sum() / (seen.shape[0] * (pairs.tril() if all(m.causal for m in masks) else pairs).sum())
-    ).item()
+        share = (seen.sum(dtype=torch.float64) / (len(seen) * n_pairs)).item()
+        if share == 1.0:
+            break
     if share < 1.0:
         warnings.warn(
             f"{share:.1%} of block pairs are reached in {len(masks)} layers: some tokens never hear of "

@@ -175,10 +175,17 @@ def window_of(pattern: str) -> int | None:
 # so the graph of a compiled model takes the masks as inputs
 @torch.compiler.disable
 def layer_masks(
-    config: AttentionConfig, n_layer: int, seq_len: int, device: torch.device
+    config: AttentionConfig, n_layer: int, seq_len: int, device: torch.device, *, warns: bool = True
 ) -> list[BlockMask | None]:
-    """The block mask of every layer, None where it is dense; warns if some tokens never hear of others."""
-    return _layer_masks(tuple(config.patterns), config.block_size, n_layer, seq_len, device)
+    """The block mask of every layer, None where it is dense.
+
+    warns: if some tokens never hear of others; see kernels.block_mask.reach for what that costs.
+    """
+    arguments = tuple(config.patterns), config.block_size, n_layer, seq_len, device
+    layers = _layer_masks(*arguments)
+    if warns and None not in layers:
+        _warn_below_full_reach(*arguments)
+    return layers
 
 
 @lru_cache(maxsize=4)
@@ -189,7 +196,9 @@ def _layer_masks(
         pattern: block_masks.parse(pattern, seq_len, block_size=block_size, device=device)
         for pattern in set(patterns) - {DENSE}
     }
-    layers = [masks.get(patterns[index % len(patterns)]) for index in range(n_layer)]
-    if None not in layers:
-        reach(layers)
-    return layers
+    return [masks.get(patterns[index % len(patterns)]) for index in range(n_layer)]
+
+
+@lru_cache(maxsize=4)
+def _warn_below_full_reach(*arguments) -> None:
+    reach(_layer_masks(*arguments))

@@ -45,7 +45,7 @@ def flops_ledger(
     """
     masks = [None] * model.n_layer
     if attention.sparse:
-        masks = layer_masks(attention, model.n_layer, seq_len, torch.device("cpu"))
+        masks = layer_masks(attention, model.n_layer, seq_len, torch.device("cpu"), warns=False)
     width = model.n_head * model.head_dim
     matrices = layer_matrices(model).values()
     layers = model.n_layer * sum(rows * columns for rows, columns in matrices)

@@ -1,5 +1,7 @@
 """model/flops.py: the conventions against counting by brute force."""
 
+import time
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -102,6 +104,14 @@ def test_the_conventions_stand_side_by_side():
         lora = flops_ledger(config, AttentionConfig(implementation="flash"), 1024, **LORA, lora_head=head)
         for convention in ("palm", "causal", "mask"):
             assert ledger[convention] - lora[convention] == pytest.approx(2 * frozen - 6 * adapters)
+
+
+def test_the_ledger_of_a_million_tokens_with_patterns_takes_a_moment():
+    attention = AttentionConfig(implementation="flash", patterns=["window(1024) | strided(16)"])
+    start = time.perf_counter()
+    ledger = flops_ledger(model_config(n_layer=12), attention, 2**20)
+    assert time.perf_counter() - start < 20.0  # two seconds on an idle core
+    assert 0.05 < ledger["mask"] / ledger["causal"] < 0.1
 
 
 def test_a_window_costs_less_and_recomputation_executes_more():

@@ -23,8 +23,10 @@ class Tile(NamedTuple):
     tma: bool = False
     # most of a thread, where fewer let another block run beside it; None: what the compiler takes
     registers: int | None = None
-    # what stays for a whole loop, queries and dout, is held in registers; see tile_io.in_registers
+    # forward and dq: what stays for a whole loop, q and dout, is held in registers; see tile_io.in_registers
     held: bool = False
+    # dkdv: tiles are keys by queries, unless there is dropout
+    keys_first: bool = False
 
     def within(self, block_size: int) -> "Tile":
         """The same, but not larger than a block of a block mask; 0 means no block mask."""
@@ -85,8 +87,8 @@ HOPPER = (
     | rows(
         "dkdv",
         2,
-        to_64=Tile(64, 64, 4, 2, True, 168),
-        to_128=Tile(64, 64, 4, 2, True),
+        to_64=Tile(64, 64, 4, 2, True, 168, keys_first=True),
+        to_128=Tile(64, 64, 4, 2, True, keys_first=True),
         to_256=Tile(32, 64, 8, 2, True),
     )
     | {
@@ -100,12 +102,12 @@ HOPPER = (
         # a list's entry is loaded ahead of its tile: of n stages (n - 1) // 2 + 1 are of tiles
         ("forward blocks", 2, 64): Tile(64, 64, 4, 5, True, 128, held=True),
         ("dq blocks", 2, 64): Tile(64, 64, 4, 5, True, 168),
-        ("dkdv blocks", 2, 64): Tile(64, 64, 4, 3, True, 168),
+        ("dkdv blocks", 2, 64): Tile(64, 64, 4, 3, True, 168, keys_first=True),
         ("forward blocks", 2, 128): Tile(64, 64, 4, 5, True, held=True),
         ("dq blocks", 2, 128): Tile(64, 64, 4, 5, True, held=True),
         ("forward small blocks", 2, 64): Tile(64, 64, 4, 5, True, 128, held=True),
         ("dq small blocks", 2, 64): Tile(64, 64, 4, 5, True),
-        ("dkdv small blocks", 2, 64): Tile(64, 64, 4, 5, True),
+        ("dkdv small blocks", 2, 64): Tile(64, 64, 4, 5, True, keys_first=True),
         ("forward small blocks", 2, 128): Tile(64, 64, 4, 5, True, held=True),
         ("dq small blocks", 2, 128): Tile(64, 64, 4, 5, True, held=True),
     }
@@ -174,8 +176,8 @@ TABLES = {"sm_80": AMPERE, "sm_90": HOPPER, "sm_100": BLACKWELL, "sm_103": BLACK
 # small, and neither square nor alike, so that short sequences have several blocks of every kind
 INTERPRETER = {
     "forward": Tile(64, 32, 4, 1, held=True),
-    "dq": Tile(32, 64, 4, 1, held=True),
-    "dkdv": Tile(32, 64, 4, 1),
+    "dq": Tile(32, 64, 4, 1),
+    "dkdv": Tile(32, 64, 4, 1, keys_first=True),
     "decode": Tile(16, 32, 4, 1),
 }
 

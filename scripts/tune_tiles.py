@@ -45,7 +45,7 @@ class Arguments:
     seq_lens: list[int] = argument([1024, 4096, 16384], "T")
     causal: list[bool] = argument([True, False], "masks: causal, full or both")
     candidates: list[list[int]] | None = argument(
-        None, "lists of BLOCK_M, BLOCK_N, warps, stages, most registers or 0, and 1 if they hold the queries"
+        None, "lists of BLOCK_M, BLOCK_N, warps, stages, most registers or 0, and 1 if held or keys first"
     )
     tma: list[bool] = argument([True], "reading by TMA, by pointers or both")
     window: int | None = argument(None, "keys that a query sees")
@@ -79,8 +79,9 @@ def main(arguments: Arguments) -> None:
     write_result(Path(arguments.out), rows)
 
 
-def make_tile(block_m, block_n, num_warps, num_stages, registers=0, held=0, *, tma: bool) -> Tile:
-    return Tile(block_m, block_n, num_warps, num_stages, tma, registers or None, bool(held))
+def make_tile(block_m, block_n, num_warps, num_stages, registers=0, form=0, *, tma: bool) -> Tile:
+    """form: `held` of forward and dq, `keys_first` of dkdv: each kernel knows but one of them."""
+    return Tile(block_m, block_n, num_warps, num_stages, tma, registers or None, bool(form), bool(form))
 
 
 def compiles(job: tuple) -> bool:

@@ -78,7 +78,8 @@ def compile_kernel(
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
     }
-    constants |= {"HELD": tile.held} if "HELD" in function.arg_names else {}
+    own = {"HELD": tile.held, "KEYS_FIRST": tile.keys_first and not dropout}
+    constants |= {name: value for name, value in own.items() if name in function.arg_names}
     # as at run time: an absent pointer is None, a one is known
     constants |= {} if mask == "intervals" else {"bounds_ptr": None}
     constants |= {} if dropout else {"seed_ptr": None}

@@ -15,6 +15,7 @@ from kernels.portable.dkdv import dkdv_kernel
 from kernels.portable.dq import dq_kernel
 from kernels.portable.forward import forward_kernel
 from kernels.reference import attention_reference, visible_keys
+from kernels.tiles import INTERPRETER, Tile
 from scripts import benchmark_block_sparse as benchmark
 from tests.accuracy import assert_as_accurate_as_torch, random_qkv, run
 
@@ -85,6 +86,26 @@ def test_everything_of_dense_attention_works_with_a_block_mask(kind, options, de
         options["document_ids"] = ids[None].int().to(device)
     mask = holes(1, 2, T, T, device) if kind == "holes" else pattern(kind, device)
     assert_as_accurate_as_torch(flash_attention, q, k, v, block_mask=mask, **options)
+
+
+TILE_FORMS = {
+    "keys first": {"dkdv": Tile(32, 64, 4, 1, keys_first=True)},
+    "queries first": {"dkdv": Tile(64, 32, 4, 1)},
+    "float32's smallest": {name: Tile(16, 32, 4, 1) for name in ("forward", "dq", "dkdv")},
+    "held": {name: Tile(32, 32, 4, 1, held=True) for name in ("forward", "dq")},
+    "not held": {name: Tile(32, 32, 4, 1) for name in ("forward", "dq")},
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has tiles of its own")
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2, "dropout_seed": 5}, {"window": 75}], ids=str)
+@pytest.mark.parametrize("tiles", TILE_FORMS.values(), ids=TILE_FORMS)
+def test_every_form_of_a_tile_computes_the_same(tiles, options, device, monkeypatch):
+    for name, tile in tiles.items():
+        monkeypatch.setitem(INTERPRETER, name, tile)
+    q, k, v = random_qkv(1, 150, 150, 2, 1, 24, torch.float32, device)
+    for mask in (pattern("window(70) | strided(2)", device, 64, 150), None):
+        assert_as_accurate_as_torch(flash_attention, q, k, v, block_mask=mask, **options)
 
 
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(70, 200), (200, 70)])
@@ -205,7 +226,7 @@ def test_one_compiled_graph_serves_other_masks_of_other_lengths(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("block_size", [64, 128])
 @pytest.mark.parametrize(

@@ -113,15 +113,15 @@ def attention_backward(
         rows = (tile.block_m, tile.block_n, tile.block_n, tile.block_m)
         return *(head_descriptor(x, n, block_d) for x, n in zip((q, k, v, dout), rows, strict=True)), True
 
-    # as dkdv.py has its tiles
-    lists = problem.column_lists if problem.dropout_p > 0.0 else problem.transposed_column_lists
     tile = choose_tile("dkdv", head_dim, q.dtype, q.device, problem.tile_variant, problem.block_size)
+    keys_first = tile.keys_first and problem.dropout_p == 0.0
+    lists = problem.transposed_column_lists if keys_first else problem.column_lists
     *inputs, tma = sources(tile)
     dkdv_kernel[n_programs(seq_k, problem.block_size, tile.block_n) * batch * n_kv_head,](
         *inputs, lse_log2, delta, dk, dv, problem.query_bounds, problem.dropout_seed,
         *lists, *strides, *dk.stride()[:3], *list_strides(lists),
         seq_q, seq_k, seq_padded, n_kv_head, n_head // n_kv_head, *scalars,
-        TMA=tma, **constants, **tile.options(),
+        TMA=tma, KEYS_FIRST=keys_first, **constants, **tile.options(),
     )  # fmt: skip
     tile = choose_tile("dq", head_dim, q.dtype, q.device, problem.tile_variant, problem.block_size)
     *inputs, tma = sources(tile)

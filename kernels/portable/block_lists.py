@@ -134,7 +134,11 @@ def visible_bits(
     bits_ptr, tile, first_row, first_column,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """True where a tile of bits, whose rows are queries, or keys if transposed, lets them meet."""
+    """True where a tile of bits, whose rows are queries, or keys if transposed, lets them meet.
+
+    first_column: a multiple of BLOCK_N.
+    """
+    tl.static_assert(BLOCK_N % 32 == 0, "a word of bits is 32 columns")
     columns = tl.arange(0, BLOCK_N)[None, :]
     rows = first_row % BLOCK_SIZE + tl.arange(0, BLOCK_M)
     words_ptr = bits_ptr + tl.cast(tile, tl.int64) * (BLOCK_SIZE * BLOCK_SIZE // 32)

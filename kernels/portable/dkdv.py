@@ -1,8 +1,9 @@
 """dk and dv: one program owns BLOCK_N keys of one key head and walks the queries that see them.
 
-The queries of every head in the group are added in the same order in every run. Tiles are keys by queries, so
-that p and ds are left operands in the registers where products leave them. Under dropout they are queries by
-keys, as in the other kernels: that is how the bits of a mask lie, and p and ds pass through shared memory.
+The queries of every head in the group are added in the same order in every run. With KEYS_FIRST tiles are
+keys by queries, and p and ds are left operands in the registers where products leave them. Else they are
+queries by keys, as in the other kernels, and p and ds pass through shared memory: so it is under dropout,
+because that is how the bits of a mask lie.
 """
 
 import triton
@@ -23,14 +24,14 @@ from kernels.portable.tile_io import load_tile, store_tile
 
 
 @triton.jit
-def of_queries(x, DROPOUT: tl.constexpr):
+def of_queries(x, KEYS_FIRST: tl.constexpr):
     """x, one number a query, along the queries of a tile."""
-    return x[:, None] if DROPOUT else x[None, :]
+    return x[None, :] if KEYS_FIRST else x[:, None]
 
 
 @triton.jit
-def of_keys(x, DROPOUT: tl.constexpr):
-    return x[None, :] if DROPOUT else x[:, None]
+def of_keys(x, KEYS_FIRST: tl.constexpr):
+    return x[:, None] if KEYS_FIRST else x[None, :]
 
 
 @triton.jit
@@ -42,7 +43,7 @@ def add_queries(
     stride_dot, stride_dod,
     scale_log2, seed, threshold, keep_scale, batch, head, first_column,
     CUT: tl.constexpr, MASK: tl.constexpr, BLOCK_SIZE: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, KEYS_FIRST: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Adds the queries of the span to dk and dv; CUT: those of blocks that a mask or the last query cuts."""
@@ -55,37 +56,43 @@ def add_queries(
         lse = tl.load(lse_ptr + rows)
         # before the scores: a product begins from it, and such a load is not issued a step ahead
         delta = tl.load(delta_ptr + rows)
-        if DROPOUT:
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
-        else:
+        if KEYS_FIRST:
             scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
-        p = tl.exp2(scores * scale_log2 - of_queries(lse, DROPOUT))
+        else:
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
+        p = tl.exp2(scores * scale_log2 - of_queries(lse, KEYS_FIRST))
         if CUT:
             if BLOCK_D > 64:
                 # computed again, as registers are too few to keep them; where they are not, this is slower
                 columns = first_column + tl.arange(0, BLOCK_N)
                 first_query, end_query = queries_of_keys(columns, seq_q, seq_k, window, bounds_ptr, MASK)
-            number = of_queries(rows, DROPOUT)
-            visible = (number >= of_keys(first_query, DROPOUT)) & (number < of_keys(end_query, DROPOUT))
-            if BLOCK_SIZE != 0 and DROPOUT:
-                visible &= visible_bits(bits_ptr, bits, m, first_column, BLOCK_SIZE, BLOCK_M, BLOCK_N)
-            elif BLOCK_SIZE != 0:
+            number = of_queries(rows, KEYS_FIRST)
+            visible = number >= of_keys(first_query, KEYS_FIRST)
+            visible &= number < of_keys(end_query, KEYS_FIRST)
+            if BLOCK_SIZE != 0 and KEYS_FIRST:
                 visible &= visible_bits(bits_ptr, bits, first_column, m, BLOCK_SIZE, BLOCK_N, BLOCK_M)
+            elif BLOCK_SIZE != 0:
+                visible &= visible_bits(bits_ptr, bits, m, first_column, BLOCK_SIZE, BLOCK_M, BLOCK_N)
             p = tl.where(visible, p, 0.0)
         dout = load_tile(
             dout_source, batch, head, m, seq_q, stride_dot, stride_dod, TMA, HEAD_DIM, BLOCK_M, BLOCK_D, CUT
         )
-        if DROPOUT:
-            dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
-            keep = keep_tile(seed, threshold, batch, head, m, first_column, BLOCK_M, BLOCK_N)
-            kept = tl.trans(tl.where(keep, p, 0.0).to(dout.dtype))
-            ds = tl.trans((p * (tl.where(keep, dp * keep_scale, 0.0) - delta[:, None])).to(q.dtype))
-        else:
+        kept = p
+        if KEYS_FIRST:
             begin = tl.broadcast_to(-delta[None, :], [BLOCK_N, BLOCK_M])
             dp = tl.dot(v, tl.trans(dout), begin, input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
-            kept, ds = p.to(dout.dtype), (p * dp).to(q.dtype)
-        dv = tl.dot(kept, dout, dv, input_precision=PRECISION)  # (BLOCK_N, BLOCK_D)
-        dk = tl.dot(ds, q, dk, input_precision=PRECISION)  # (BLOCK_N, BLOCK_D)
+        elif DROPOUT:
+            dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
+            keep = keep_tile(seed, threshold, batch, head, m, first_column, BLOCK_M, BLOCK_N)
+            kept = tl.where(keep, p, 0.0)
+            dp = tl.where(keep, dp * keep_scale, 0.0) - delta[:, None]
+        else:
+            begin = tl.broadcast_to(-delta[:, None], [BLOCK_M, BLOCK_N])
+            dp = tl.dot(dout, tl.trans(v), begin, input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
+        kept = kept.to(dout.dtype)
+        dv = tl.dot(kept if KEYS_FIRST else tl.trans(kept), dout, dv, input_precision=PRECISION)
+        ds = (p * dp).to(q.dtype)
+        dk = tl.dot(ds if KEYS_FIRST else tl.trans(ds), q, dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -101,7 +108,7 @@ def dkdv_kernel(
     stride_sb, stride_sh,
     seq_q, seq_k, seq_padded, n_kv_head, group_size, window, softmax_scale, scale_log2, threshold, keep_scale,
     MASK: tl.constexpr, BLOCK_SIZE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, KEYS_FIRST: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     tiles_of_head = tiles_of(seq_k, BLOCK_SIZE, BLOCK_N)
@@ -162,7 +169,7 @@ def dkdv_kernel(
                 stride_qt, stride_qd,
                 stride_dot, stride_dod,
                 scale_log2, seed, threshold, keep_scale, batch, head,
-                first_column, CUT, MASK, BLOCK_SIZE, DROPOUT, PRECISION, TMA,
+                first_column, CUT, MASK, BLOCK_SIZE, DROPOUT, PRECISION, TMA, KEYS_FIRST,
                 HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
     dk_ptr += batch * stride_dkb + kv_head * stride_dkh

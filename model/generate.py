@@ -59,19 +59,21 @@ def stream(
             draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
         stops = torch.tensor(stop_tokens, dtype=torch.int64)
         stops_there, stopped = stops.to(tokens.device), torch.zeros(batch, dtype=torch.bool)
+        # no list of numbers: what is compiled would be for these alone
+        has_stops = bool(stop_tokens)
 
         def choose(logits: Tensor, newest: Tensor | None) -> Tensor:
             """The next tokens, (B,), from logits (B, V); newest: those before, (B,), None after a prompt."""
             drawn = draw(logits[:, :vocab_size])
-            if newest is None or not stop_tokens:
+            if newest is None or not has_stops:
                 return drawn
             # a stopped sequence repeats its stop token; isin may wait for the GPU, which a graph cannot
             return torch.where((newest[:, None] == stops_there).any(dim=-1), newest, drawn)
 
         # random numbers in a captured graph would need a generator that is registered with it
         choose_in_step = choose if temperature == 0.0 else None
-        decoder = Decoder(model, batch, prompt_len, n_new, choose_in_step, compiled=compiled)
-        drawn, arrivals = decoder.drawn, Arrivals(decoder.drawn)
+        decoder = Decoder(model, batch, prompt_len + n_new, choose_in_step, compiled=compiled)
+        drawn, arrivals = decoder.drawn, Arrivals(decoder.drawn[:n_new])
         is_ahead = False
         for place in range(n_new):
             if not is_ahead:
@@ -85,7 +87,7 @@ def stream(
                 logits = decoder.step()
             new = arrivals.wait(place)
             yield new
-            if stop_tokens:
+            if has_stops:
                 stopped |= torch.isin(new, stops)
                 if stopped.all():
                     return
@@ -123,11 +125,11 @@ class Arrivals:
 
 
 class Decoder:
-    """A model, the caches of B sequences of up to prompt_len + n_new tokens, and what has been drawn.
+    """A model, the caches of B sequences of up to `capacity` tokens, and what has been drawn.
 
-    drawn: (n_new, B) int64, the tokens behind the prompts, each in a place of its own, so that it can be
-    copied while later steps run. A step reads the newest, and adds the next by itself if it is told how to
-    `choose` it, as (logits (B, V), newest (B,)) -> (B,); else the caller does.
+    drawn: (capacity, B) int64, first the tokens behind the prompts, each in a place of its own, so that it
+    can be copied while later steps run. A step reads the newest, and adds the next by itself if it is told
+    how to `choose` it, as (logits (B, V), newest (B,)) -> (B,); else the caller does.
 
     On a GPU the step for one token is captured in a CUDA graph when it runs for the second time: without it
     Python would take longer to launch the small kernels than they take to run.
@@ -137,17 +139,18 @@ class Decoder:
         self,
         model: GPT,
         batch: int,
-        prompt_len: int,
-        n_new: int,
+        capacity: int,
         choose: Callable[[Tensor, Tensor], Tensor] | None = None,
         *,
         compiled: bool = False,
     ):
         self.model, self._choose = model, choose
-        device, capacity = model.token_embedding.weight.device, prompt_len + n_new
-        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._prompt_lengths = torch.zeros_like(self.lengths)
-        self.drawn = torch.zeros(n_new, batch, dtype=torch.int64, device=device)
+        device = model.token_embedding.weight.device
+        # in the GPU's memory, because a captured graph repeats what Python has counted
+        self._counts = torch.zeros(1 + batch, dtype=torch.int64, device=device)
+        # rows of drawn, (1,), and tokens of each sequence, (B,)
+        self._n_drawn, self.lengths = self._counts[:1], self._counts[1:]
+        self.drawn = torch.zeros(capacity, batch, dtype=torch.int64, device=device)
         self.caches = empty_caches(model, capacity, self.lengths)
         self._turns = None
         if model.config.rotary is not None:
@@ -174,7 +177,6 @@ class Decoder:
     def start(self, prompts: Tensor, lengths: Tensor | None = None) -> Tensor:
         """The logits (B, V) after prompts (B, T), which end at lengths (B,), or at T if not given."""
         self.lengths.copy_(prompts.shape[1] if lengths is None else lengths)
-        self._prompt_lengths.copy_(self.lengths)
         hidden = self.model.hidden_states(prompts, caches=self.caches)
         rows = torch.arange(len(prompts), device=prompts.device)
         return self.model.logits(hidden[rows, self.lengths - 1])
@@ -186,26 +188,25 @@ class Decoder:
             return self._step()
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            device = self.lengths.device
+            with torch.cuda.device(device), torch.cuda.graph(self._graph, stream=torch.cuda.Stream(device)):
                 self._logits = self._step()
         self._graph.replay()
         return self._logits
 
     def _step(self) -> Tensor | None:
-        self.lengths += 1
-        return self._advance(self.lengths)
+        self._counts += 1
+        return self._advance(self.lengths, self._n_drawn)
 
-    def _eager(self, lengths: Tensor) -> Tensor | None:
-        # the same for all; from the GPU's memory, because a captured graph repeats what Python has counted
-        place = (lengths - self._prompt_lengths)[:1]  # (1,)
-        newest = self.drawn[place - 1][0]  # (B,)
+    def _eager(self, lengths: Tensor, n_drawn: Tensor) -> Tensor | None:
+        newest = self.drawn[n_drawn - 1][0]  # (B,)
         positions = (lengths - 1)[:, None]
         turn = self._turns and tuple(x[positions] for x in self._turns)
         hidden = self.model.hidden_states(newest[:, None], positions=positions, caches=self.caches, turn=turn)
         logits = self.model.logits(hidden[:, 0])
         if self._choose is None:
             return logits
-        self.drawn[place] = self._choose(logits, newest)
+        self.drawn[n_drawn] = self._choose(logits, newest)
         return None
 
 

@@ -68,7 +68,7 @@ def test_a_step_gives_the_logits_of_the_whole_sequence(gpt, implementation, chan
             # so large that every part of a layer shows in the logits
             torch.nn.init.normal_(weight, std=0.5)
     tokens = torch.randint(100, (3, prompt_len + 3), device=device)
-    decoder = Decoder(gpt, 3, prompt_len, 3)
+    decoder = Decoder(gpt, 3, prompt_len + 3)
     logits = [decoder.start(tokens[:, :prompt_len])]
     for place in range(3):
         decoder.drawn[place] = tokens[:, prompt_len + place]
@@ -128,6 +128,8 @@ def test_tokens_are_chosen_as_from_the_logits_of_whole_sequences(gpt, options, s
     generator.manual_seed(1)
     options = {"temperature": 1.0, "top_k": None, "top_p": None, "generator": generator} | options
     stops, tokens = torch.tensor(stops, dtype=torch.int64, device=device), prompt
+    # all that was asked for, unless every sequence has stopped before
+    assert cached.shape[1] == prompt.shape[1] + 20 or torch.isin(cached[:, -1], stops).all()
     while tokens.shape < cached.shape:
         logits, newest = gpt(tokens)[:, -1], tokens[:, -1]
         new = sample(logits, **options) if options["temperature"] else logits.argmax(-1)
@@ -140,12 +142,12 @@ def test_tokens_are_chosen_as_from_the_logits_of_whole_sequences(gpt, options, s
 @torch.no_grad()
 def test_a_step_repeats_the_same_operations_on_the_same_memory_as_a_captured_graph_does(gpt):
     gpt, prompt = reshaped(gpt, "reference", **LLAMA).eval(), torch.randint(100, (2, 5))
-    decoder = Decoder(gpt, 2, 5, 12, lambda logits, newest: logits.argmax(-1))
+    decoder = Decoder(gpt, 2, 17, lambda logits, newest: logits.argmax(-1))
     decoder.drawn[0] = decoder.start(prompt).argmax(-1)
     replay = make_fx(lambda: decoder.step())()
     for _ in range(10):
         replay()
-    assert torch.equal(decoder.drawn.T, greedy_without_cache(gpt, prompt, 12)[:, 5:])
+    assert torch.equal(decoder.drawn[:12].T, greedy_without_cache(gpt, prompt, 12)[:, 5:])
 
 
 def test_a_token_takes_one_pass_and_none_that_nobody_asks_for(gpt, monkeypatch):
@@ -181,6 +183,11 @@ def test_a_compiled_step_gives_the_same_tokens_and_is_compiled_once(gpt, monkeyp
     assert torch.equal(generate(gpt, prompt, 10, temperature=0.0, compiled=True), expected)
     # the step and the choice of its likeliest token in one
     assert counter.frame_count == 1
+    # one more for stop tokens, whichever they are, and none for another prompt of the same sum
+    for stop in (3, 46):
+        generate(gpt, prompt, 10, temperature=0.0, compiled=True, stop_tokens=[stop])
+    generate(gpt, torch.randint(100, (2, 7)), 8, temperature=0.0, compiled=True)
+    assert counter.frame_count == 2
 
 
 def test_the_likeliest_token_is_what_argmax_gives_the_first_of_equals():

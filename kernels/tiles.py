@@ -60,6 +60,7 @@ FLOAT32 = (
     rows("forward", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(32, 32, 8, 1), to_256=Tile(16, 32, 8, 1))
     | rows("dq", 4, to_64=Tile(32, 32, 4, 2), to_128=Tile(32, 32, 8, 1), to_256=Tile(16, 32, 8, 1))
     | rows("dkdv", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(16, 32, 8, 1), to_256=Tile(16, 32, 8, 1))
+    | {("dkdv", 4, 64): Tile(32, 32, 8, 1)}
 )
 # one query's keys: small tiles, of which many are under way at once; 2 bytes to head_dim 128 measured on an
 # H200 without block masks, docs/long_context.md, the rest not

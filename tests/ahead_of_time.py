@@ -34,7 +34,7 @@ SHARED_MEMORY = {
     "sm_120": 101376,
     "gfx942": 65536,
 }
-# bytes; measured faster on an H200 than any tile that does not spill (docs/kernels.md)
+# bytes; faster on an H200 than the tiles that do not spill, where these were measured (docs/kernels.md)
 MAY_SPILL = {
     ("sm_90", "dkdv", 128, "causal"): 200,
     ("sm_90", "dkdv", 128, "full"): 64,

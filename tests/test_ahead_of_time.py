@@ -25,6 +25,15 @@ def test_kernels_fit_their_gpus_without_spilling(arch, version):
 
 
 @each_triton
+def test_the_largest_heads_fit_the_least_shared_memories(version):
+    arguments = ["arch=sm_89,gfx942", "kernel=forward,dkdv,dq", "head_dim=256", "dtype=bf16,fp32"]
+    rows = compile_apart("tests.ahead_of_time", version, *arguments)
+    assert len(rows) == 12
+    for row in rows:
+        assert row["shared"] <= SHARED_MEMORY[row["arch"]], row
+
+
+@each_triton
 def test_the_decode_kernel_fits_every_gpu_without_spilling(version):
     # the most queries that share keys, of one token: 128
     one = ["head_dim=64", "group=1", "block_size=0,128", "dtype=bf16", "turns=1"]

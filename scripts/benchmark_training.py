@@ -206,7 +206,7 @@ def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
 
 def describe(row: dict) -> str:
     model = f"{row['model']:<11} bias {row['bias']:<4}"
-    job = f"{model} T {row['seq_len']:<6} B {row['batch']:<3} {row['label']:<20}"
+    job = f"{model} T {row['seq_len']:<6} B {row['batch']:<3} {row['label']:<30}"
     if row["tokens_per_second"] is None:
         return f"{job} out of memory"
     mfu = "-" if row["mfu_palm"] is None else f"{row['mfu_palm']:.1%}"

@@ -150,7 +150,7 @@ def measured(files: list[str]) -> list[tuple[dict, Config]]:
                 )
             ]
             given += [f"tokens_per_microbatch={row['batch'] * row['seq_len']}", f"recompute={recompute}"]
-            given += [f"model.bias={row['bias']}"] if "bias" in row else []
+            given += [f"++model.bias={row['bias']}"] if "bias" in row else []
             found.append(({**row, "source": Path(file).name}, composed(given)))
     if not found:
         raise ValueError(
@@ -165,6 +165,7 @@ def compare(row: dict, config: Config, rates: Rates, chunk: int) -> dict:
     keys = ("model", "seq_len", "batch", "tokens_per_step", "fused_loss", "low_precision_residual")
     return {
         **{key: row[key] for key in keys},
+        "bias": config.model.bias,
         "recompute": config.recompute,
         "source": row["source"],
         "peak_memory_bytes": row["peak_memory_bytes"],
@@ -178,7 +179,8 @@ def compare(row: dict, config: Config, rates: Rates, chunk: int) -> dict:
 
 def describe(row: dict) -> str:
     return (
-        f"{row['model']:<11} T {row['seq_len']:<6} B {row['batch']:<3} recompute {row['recompute']:<9} "
+        f"{row['model']:<11} bias {row['bias']:<4} T {row['seq_len']:<6} B {row['batch']:<3} "
+        f"recompute {row['recompute']:<9} "
         f"fused_loss {row['fused_loss']!s:<5} {row['peak_memory_bytes'] / 2**30:6.1f} GiB "
         f"({row['memory_error']:+.1%})  {row['step_ms']:7.1f} ms (speed {row['speed_error']:+.1%})"
     )

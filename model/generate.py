@@ -177,6 +177,7 @@ class Decoder:
     def start(self, prompts: Tensor, lengths: Tensor | None = None) -> Tensor:
         """The logits (B, V) after prompts (B, T), which end at lengths (B,), or at T if not given."""
         self.lengths.copy_(prompts.shape[1] if lengths is None else lengths)
+        self._n_drawn.zero_()
         hidden = self.model.hidden_states(prompts, caches=self.caches)
         rows = torch.arange(len(prompts), device=prompts.device)
         return self.model.logits(hidden[rows, self.lengths - 1])

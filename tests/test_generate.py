@@ -143,6 +143,9 @@ def test_tokens_are_chosen_as_from_the_logits_of_whole_sequences(gpt, options, s
 def test_a_step_repeats_the_same_operations_on_the_same_memory_as_a_captured_graph_does(gpt):
     gpt, prompt = reshaped(gpt, "reference", **LLAMA).eval(), torch.randint(100, (2, 5))
     decoder = Decoder(gpt, 2, 17, lambda logits, newest: logits.argmax(-1))
+    # other prompts before leave nothing behind
+    decoder.drawn[0] = decoder.start(prompt.flip(1)).argmax(-1)
+    decoder.step()
     decoder.drawn[0] = decoder.start(prompt).argmax(-1)
     replay = make_fx(lambda: decoder.step())()
     for _ in range(10):

@@ -35,6 +35,8 @@ from train.results import write_result
 PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}
 BLOCKS = [(64, 32), (64, 64), (128, 32), (128, 64), (64, 128), (128, 128)]
 WARPS, STAGES = (4, 8), (2, 3)
+# what make_tile takes
+FORMS = (0, 1)
 ROUNDS = 5
 
 
@@ -61,7 +63,10 @@ class Arguments:
 def main(arguments: Arguments) -> None:
     if not torch.cuda.is_available():
         raise ValueError("tune_tiles needs a CUDA GPU; none was found")
-    grid = [(*blocks, warps, stages) for blocks, warps, stages in product(BLOCKS, WARPS, STAGES)]
+    grid = [
+        (*blocks, warps, stages, 0, form)
+        for blocks, warps, stages, form in product(BLOCKS, WARPS, STAGES, FORMS)
+    ]
     shapes = arguments.candidates or grid
     tiles = [make_tile(*shape, tma=tma) for shape, tma in product(shapes, arguments.tma)]
     cases = list(product(arguments.kernels, arguments.head_dims, arguments.causal))

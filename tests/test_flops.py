@@ -110,7 +110,7 @@ def test_the_ledger_of_a_million_tokens_with_patterns_takes_a_moment():
     attention = AttentionConfig(implementation="flash", patterns=["window(1024) | strided(16)"])
     start = time.perf_counter()
     ledger = flops_ledger(model_config(n_layer=12), attention, 2**20)
-    assert time.perf_counter() - start < 20.0  # two seconds on an idle core
+    assert time.perf_counter() - start < 20.0  # three seconds on an idle core
     assert 0.05 < ledger["mask"] / ledger["causal"] < 0.1
 
 

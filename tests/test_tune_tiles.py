@@ -10,6 +10,13 @@ from scripts import tune_tiles
 TILES = [Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(128, 64, 8, 2)]
 
 
+def test_a_candidate_names_registers_and_form_or_leaves_them_to_the_compiler():
+    assert tune_tiles.make_tile(64, 32, 4, 2, tma=False) == Tile(64, 32, 4, 2)
+    tile = Tile(64, 32, 4, 2, True, 168, held=True, keys_first=True)
+    assert tune_tiles.make_tile(64, 32, 4, 2, 168, 1, tma=True) == tile
+    assert tune_tiles.make_tile(64, 32, 4, 2, 0, 1, tma=True) == tile._replace(registers=None)
+
+
 def test_candidates_are_measured_in_turns_and_a_card_that_slows_down_favours_none(monkeypatch):
     """Each turn takes 1% longer than the one before, whoever has it."""
     turns = []

@@ -104,7 +104,7 @@ def linear_cross_entropy_forward(
         if of_weight and start == 0:
             _mm(logits.T, hidden[rows], out=dweight)
         elif of_weight:
-            dweight += _mm(logits.T, hidden[rows], out=torch.empty_like(dweight))
+            _add_mm(logits.T, hidden[rows], out=dweight)
     return losses.mean(), dhidden, dweight
 
 
@@ -118,11 +118,20 @@ def _gradients(hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: bool)
     return tuple(torch.empty_like(x) if wanted else x.new_empty(0) for x, wanted in asked)
 
 
-def _mm(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """a b, summed and stored in out's dtype."""
+def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a b, summed and stored in out's dtype."""
     if a.is_cuda and a.dtype != out.dtype:
-        return torch.mm(a, b, out_dtype=out.dtype, out=out)
-    return out.copy_(torch.mm(a, b))
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        out.copy_(torch.mm(a, b))
+
+
+def _add_mm(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out += a b, summed and stored in out's dtype; the product reads out itself where it can."""
+    if a.is_cuda and a.dtype != out.dtype:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        out += torch.mm(a, b)
 
 
 def _save_for_backward(ctx, inputs, output):

@@ -34,12 +34,17 @@ SHARED_MEMORY = {
     "sm_120": 101376,
     "gfx942": 65536,
 }
-# bytes; faster on an H200 than the tiles that do not spill, where these were measured (docs/kernels.md)
+# bytes, of an architecture, kernel, head_dim, mask and whether it drops: faster on an H200 than what spills
+# less (docs/kernels.md). A window and documents have scores to hide at two ends, dropout has random words
 MAY_SPILL = {
-    ("sm_90", "dkdv", 128, "causal"): 200,
-    ("sm_90", "dkdv", 128, "full"): 64,
-    # limited to 168 registers
-    ("sm_90", "dkdv", 64, "causal"): 40,
+    ("sm_90", "dkdv", 64, "window", False): 68,
+    ("sm_90", "dkdv", 64, "intervals", False): 28,
+    ("sm_90", "dkdv", 128, "window", False): 108,
+    ("sm_90", "dkdv", 128, "intervals", False): 112,
+    ("sm_90", "dkdv", 128, "full", True): 188,
+    ("sm_90", "dkdv", 128, "causal", True): 300,
+    ("sm_90", "dkdv", 128, "window", True): 696,
+    ("sm_90", "dkdv", 128, "intervals", True): 500,
 }
 POINTERS = {
     "lse_ptr": "*fp32",

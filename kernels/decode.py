@@ -36,6 +36,8 @@ MAX_SPLITS = 128
 MAX_ROWS = 128
 # of a matrix unit
 MIN_ROWS = 16
+# of a program that merges: few, so that more programs share one short kernel
+MERGED_CHANNELS = 16
 
 
 @triton.jit
@@ -182,14 +184,17 @@ def decode_kernel(
 def merge_kernel(
     parts_ptr, lse_ptr, out_ptr, n_splits, n_kv_head,
     N_QUERY: tl.constexpr, GROUP: tl.constexpr, OVERLAPS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One query of one head: program ((b n_kv_head + kv_head) N_QUERY + query) GROUP + head in the group."""
+    """BLOCK_C channels of one query of one head.
+
+    Program (((b n_kv_head + kv_head) N_QUERY + query) GROUP + head in the group, part of the channels).
+    """
     if OVERLAPS:
         wait_and_let_the_next_start()
     program = tl.program_id(0).to(tl.int64)
     row, kv_head_of_batch = program % (N_QUERY * GROUP), program // (N_QUERY * GROUP)
-    splits, offs_d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    splits, offs_d = tl.arange(0, BLOCK_S), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     rows = (kv_head_of_batch * n_splits + splits) * (N_QUERY * GROUP) + row
     lse = tl.load(lse_ptr + rows, mask=splits < n_splits, other=float("-inf"))
     # asked for beside lse, not behind it
@@ -336,7 +341,7 @@ def _launch(
     parts = torch.empty(batch * n_kv_head, n_splits, n_rows, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(batch * n_kv_head, n_splits, n_rows, dtype=torch.float32, device=q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    shape = {"N_QUERY": n_query, "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_D": padded_head_dim(head_dim)}
+    shape = {"N_QUERY": n_query, "GROUP": group, "HEAD_DIM": head_dim}
     overlaps = can_overlap(q.device)
     # other compilers do not know this option
     launch = {"OVERLAPS": overlaps} | ({"launch_pdl": True} if overlaps else {})
@@ -347,11 +352,12 @@ def _launch(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *new_strides,
         n_kv_head, capacity, softmax_scale * math.log2(math.e),
         BLOCK_SIZE=block_size, PRECISION=dot_precision(), APPENDS=new_k is not None, TURNS=cos is not None,
-        **launch, **shape, **tile.options(),
+        BLOCK_D=padded_head_dim(head_dim), **launch, **shape, **tile.options(),
     )  # fmt: skip
-    merge_kernel[batch * n_kv_head * n_rows,](
-        parts, lse, out, n_splits, n_kv_head, BLOCK_S=triton.next_power_of_2(n_splits), **launch, **shape
-    )
+    merge_kernel[batch * n_kv_head * n_rows, triton.cdiv(head_dim, MERGED_CHANNELS)](
+        parts, lse, out, n_splits, n_kv_head,
+        BLOCK_S=triton.next_power_of_2(n_splits), BLOCK_C=MERGED_CHANNELS, **launch, **shape,
+    )  # fmt: skip
     return out
 
 

@@ -55,11 +55,11 @@ def rows(kernel: str, itemsize: int, *, to_64: Tile, to_128: Tile, to_256: Tile)
     return {(kernel, itemsize, width): tile for width, tile in tiles.items()}
 
 
-# exact rather than fast: products run without matrix units, and at head_dim 256 registers spill everywhere
+# exact rather than fast: products run without matrix units
 FLOAT32 = (
-    rows("forward", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(32, 32, 8, 1), to_256=Tile(16, 32, 8, 1))
-    | rows("dq", 4, to_64=Tile(32, 32, 4, 2), to_128=Tile(32, 32, 8, 1), to_256=Tile(16, 32, 8, 1))
-    | rows("dkdv", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(16, 32, 8, 1), to_256=Tile(16, 32, 8, 1))
+    rows("forward", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(32, 32, 8, 1), to_256=Tile(16, 16, 16, 1))
+    | rows("dq", 4, to_64=Tile(32, 32, 4, 2), to_128=Tile(32, 32, 8, 1), to_256=Tile(16, 32, 16, 1))
+    | rows("dkdv", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(16, 32, 8, 1), to_256=Tile(16, 32, 16, 1))
     | {("dkdv", 4, 64): Tile(32, 32, 8, 1)}
 )
 # one query's keys: small tiles, of which many are under way at once; 2 bytes to head_dim 128 measured on an
@@ -138,6 +138,7 @@ BLACKWELL = (
         to_256=Tile(32, 64, 8, 2, True),
     )
     | {
+        ("dq", 4, 128): Tile(32, 16, 8, 1),
         ("forward blocks", 2, 128): Tile(128, 64, 8, 3, True),
         ("forward small blocks", 2, 128): Tile(64, 64, 8, 3, True),
     }
@@ -145,8 +146,8 @@ BLACKWELL = (
 AMPERE = (
     FLOAT32
     | DECODE
-    | rows("forward", 2, to_64=Tile(128, 64, 8, 3), to_128=Tile(64, 64, 8, 2), to_256=Tile(64, 64, 8, 2))
-    | rows("dq", 2, to_64=Tile(64, 64, 4, 3), to_128=Tile(64, 64, 8, 2), to_256=Tile(64, 64, 8, 2))
+    | rows("forward", 2, to_64=Tile(128, 64, 8, 3), to_128=Tile(64, 64, 8, 2), to_256=Tile(64, 32, 8, 2))
+    | rows("dq", 2, to_64=Tile(64, 64, 4, 3), to_128=Tile(64, 64, 8, 2), to_256=Tile(64, 32, 8, 2))
     | rows("dkdv", 2, to_64=Tile(64, 64, 8, 2), to_128=Tile(64, 64, 8, 2), to_256=Tile(32, 32, 8, 2))
     | {
         ("dq blocks", 2, 64): Tile(64, 64, 8, 2),
@@ -161,6 +162,8 @@ ADA = (
     | rows("dq", 2, to_64=Tile(64, 64, 4, 3), to_128=Tile(64, 64, 8, 2), to_256=Tile(32, 32, 4, 1))
     | rows("dkdv", 2, to_64=Tile(32, 32, 4, 2), to_128=Tile(64, 64, 8, 2), to_256=Tile(32, 32, 8, 2))
     | {
+        ("dq", 4, 128): Tile(32, 16, 8, 1),
+        ("forward", 2, 32): Tile(128, 32, 8, 3),
         ("forward blocks", 2, 128): Tile(64, 64, 8, 2),
         ("dq blocks", 2, 64): Tile(64, 64, 8, 2),
         ("dq small blocks", 2, 64): Tile(64, 64, 8, 2),

@@ -3,6 +3,7 @@
 Run by test_ahead_of_time.py in a process of its own, because the other tests run Triton's interpreter:
     python -m tests.ahead_of_time arch=sm_90 kernel=forward head_dim=64,128 mask=causal,window dropout=0,1
 prints one JSON line for each combination of what is given; without arguments, for all rows of the tables.
+It fails if a kernel does not fit its GPU, or spills more than is listed here.
 """
 
 import json
@@ -141,6 +142,13 @@ def assemble(ptx: str) -> dict:
     }
 
 
+def exceeds(row: dict) -> bool:
+    """Whether a kernel does not fit its GPU, or spills more than it may."""
+    case = row["arch"], row["kernel"], int(row["head_dim"]), row["mask"], row["dropout"] == "1"
+    may_spill = 0 if row["block_size"] != "0" else MAY_SPILL.get(case, 0)
+    return row["shared"] > SHARED_MEMORY[row["arch"]] or (row["spilled"] or 0) > may_spill
+
+
 EVERYTHING = {
     "arch": list(SHARED_MEMORY),
     "kernel": list(KERNELS),
@@ -157,6 +165,7 @@ def main(arguments: list[str]) -> None:
         name: values.split(",") for name, _, values in (a.partition("=") for a in arguments)
     }
     names = ("arch", "kernel", "head_dim", "dtype", "mask", "dropout", "block_size")
+    too_much = 0
     for combination in product(*(chosen[name] for name in names)):
         row = dict(zip(names, combination, strict=True))
         used = compile_kernel(
@@ -168,7 +177,11 @@ def main(arguments: list[str]) -> None:
             row["dropout"] == "1",
             int(row["block_size"]),
         )
-        print(json.dumps(row | {"triton": triton.__version__} | used), flush=True)
+        row |= {"triton": triton.__version__} | used
+        print(json.dumps(row), flush=True)
+        too_much += exceeds(row)
+    if too_much:
+        sys.exit(f"{too_much} of these do not fit their GPU, or spill more than MAY_SPILL lists")
 
 
 if __name__ == "__main__":

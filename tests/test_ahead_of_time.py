@@ -8,7 +8,7 @@ from tests.compile_apart import compile_apart, each_triton
 
 @each_triton
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
-def test_every_row_of_the_tables_fits_its_gpu_and_spills_nothing(arch, version):
+def test_every_kernel_at_every_size_fits_its_gpu_and_spills_nothing(arch, version):
     rows = compile_apart("tests.ahead_of_time", version, f"arch={arch}")
     # forward, dk and dv, dq; five head sizes in two dtypes
     assert len(rows) == 30

@@ -47,6 +47,7 @@ class Tile(NamedTuple):
 
 
 Table = dict[tuple[str, int, int], Tile]
+DROPOUT = ("dropout", "dropout blocks")
 
 
 def rows(kernel: str, itemsize: int, *, to_64: Tile, to_128: Tile, to_256: Tile) -> Table:
@@ -103,12 +104,12 @@ HOPPER = (
         # a list's entry is loaded ahead of its tile: of n stages (n - 1) // 2 + 1 are of tiles
         ("forward blocks", 2, 64): Tile(64, 64, 4, 5, True, 128, held=True),
         ("dq blocks", 2, 64): Tile(64, 64, 4, 5, True, 168),
-        ("dkdv blocks", 2, 64): Tile(64, 64, 4, 3, True, 168, keys_first=True),
+        ("dkdv blocks", 2, 64): Tile(64, 64, 4, 2, True, keys_first=True),
         ("forward blocks", 2, 128): Tile(64, 64, 4, 5, True, held=True),
         ("dq blocks", 2, 128): Tile(64, 64, 4, 5, True, held=True),
-        ("forward small blocks", 2, 64): Tile(64, 64, 4, 5, True, 128, held=True),
+        ("forward small blocks", 2, 64): Tile(64, 64, 4, 3, True, 128, held=True),
         ("dq small blocks", 2, 64): Tile(64, 64, 4, 5, True),
-        ("dkdv small blocks", 2, 64): Tile(64, 64, 4, 5, True, keys_first=True),
+        ("dkdv small blocks", 2, 64): Tile(64, 64, 4, 2, True, keys_first=True),
         ("forward small blocks", 2, 128): Tile(64, 64, 4, 5, True, held=True),
         ("dq small blocks", 2, 128): Tile(64, 64, 4, 5, True, held=True),
     }
@@ -139,13 +140,28 @@ BLACKWELL = (
     )
     | {
         ("dq", 4, 128): Tile(32, 16, 8, 1),
+        **{(f"forward {variant}", 2, 64): Tile(64, 64, 4, 3, True) for variant in DROPOUT},
+        **{(f"dq {variant}", 2, 64): Tile(64, 64, 4, 2, True) for variant in DROPOUT},
         ("forward blocks", 2, 128): Tile(128, 64, 8, 3, True),
         ("forward small blocks", 2, 128): Tile(64, 64, 8, 3, True),
     }
 )
+# of GPUs before Hopper, whose products take their operands from registers
+AMPERE_DROPOUT = {
+    (f"{kernel} {variant}", 2, width): tile
+    for kernel, width, tile in (
+        ("forward", 64, Tile(64, 32, 4, 3)),
+        ("forward", 128, Tile(64, 32, 4, 2)),
+        ("dq", 64, Tile(64, 32, 4, 3)),
+        ("dkdv", 64, Tile(32, 64, 8, 2)),
+        ("dkdv", 128, Tile(32, 64, 8, 2)),
+    )
+    for variant in DROPOUT
+}
 AMPERE = (
     FLOAT32
     | DECODE
+    | AMPERE_DROPOUT
     | rows("forward", 2, to_64=Tile(128, 64, 8, 3), to_128=Tile(64, 64, 8, 2), to_256=Tile(64, 32, 8, 2))
     | rows("dq", 2, to_64=Tile(64, 64, 4, 3), to_128=Tile(64, 64, 8, 2), to_256=Tile(64, 32, 8, 2))
     | rows("dkdv", 2, to_64=Tile(64, 64, 8, 2), to_128=Tile(64, 64, 8, 2), to_256=Tile(32, 32, 8, 2))
@@ -158,6 +174,7 @@ AMPERE = (
 ADA = (
     FLOAT32
     | DECODE
+    | AMPERE_DROPOUT
     | rows("forward", 2, to_64=Tile(128, 64, 8, 3), to_128=Tile(128, 64, 8, 2), to_256=Tile(64, 32, 8, 2))
     | rows("dq", 2, to_64=Tile(64, 64, 4, 3), to_128=Tile(64, 64, 8, 2), to_256=Tile(32, 32, 4, 1))
     | rows("dkdv", 2, to_64=Tile(32, 32, 4, 2), to_128=Tile(64, 64, 8, 2), to_256=Tile(32, 32, 8, 2))

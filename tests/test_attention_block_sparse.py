@@ -108,6 +108,31 @@ def test_every_form_of_a_tile_computes_the_same(tiles, options, device, monkeypa
         assert_as_accurate_as_torch(flash_attention, q, k, v, block_mask=mask, **options)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has tiles of its own")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": False},
+        {"window": 75},
+        {"document_ids": True},
+        {"dropout_p": 0.2, "dropout_seed": 5},
+        {"dropout_p": 0.2, "dropout_seed": 5, "document_ids": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("head_dim", [24, 72])
+@pytest.mark.parametrize("form", ["keys first", "queries first"])
+def test_every_order_of_dk_and_dv_computes_the_same(form, head_dim, options, device, monkeypatch):
+    # the order depends on the mask, dropout, and whether head_dim is above 64
+    monkeypatch.setitem(INTERPRETER, "dkdv", TILE_FORMS[form]["dkdv"])
+    q, k, v = random_qkv(1, 140, 140, 2, 1, head_dim, torch.float32, device)
+    options = dict(options)
+    if "document_ids" in options:
+        options["document_ids"] = torch.tensor([[0] * 40 + [1] * 35 + [2] * 65], dtype=torch.int32)
+    for mask in (holes(1, 2, 140, 140, device), None):
+        assert_as_accurate_as_torch(flash_attention, q, k, v, block_mask=mask, **options)
+
+
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(70, 200), (200, 70)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_queries_and_keys_may_differ_in_number(seq_q, seq_k, causal, device):

@@ -118,7 +118,7 @@ def attention_backward(
     lists = problem.transposed_column_lists if keys_first else problem.column_lists
     *inputs, tma = sources(tile)
     dkdv_kernel[n_programs(seq_k, problem.block_size, tile.block_n) * batch * n_kv_head,](
-        *inputs, lse_log2, delta, dk, dv, problem.query_bounds, problem.dropout_seed,
+        *inputs, lse_log2, delta, dk, dv, problem.query_bounds, problem.key_bounds, problem.dropout_seed,
         *lists, *strides, *dk.stride()[:3], *list_strides(lists),
         seq_q, seq_k, seq_padded, n_kv_head, n_head // n_kv_head, *scalars,
         TMA=tma, KEYS_FIRST=keys_first, **constants, **tile.options(),

@@ -19,8 +19,8 @@ from kernels.portable.block_lists import (
     visible_bits,
 )
 from kernels.portable.dropout import keep_tile
-from kernels.portable.masks import queries_of_keys
-from kernels.portable.tile_io import load_tile, store_tile
+from kernels.portable.masks import keys_of_queries, line_numbers, queries_of_keys
+from kernels.portable.tile_io import anew, load_tile, store_tile
 
 
 @triton.jit
@@ -30,15 +30,16 @@ def of_queries(x, KEYS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def of_keys(x, KEYS_FIRST: tl.constexpr):
-    return x[:, None] if KEYS_FIRST else x[None, :]
+def add_product(total, tile, x, KEYS_FIRST: tl.constexpr, PRECISION: tl.constexpr):
+    """total + what the tile's queries add to its keys of x, one row a query."""
+    return tl.dot(tile if KEYS_FIRST else tl.trans(tile), x, total, input_precision=PRECISION)
 
 
 @triton.jit
 def add_queries(
     dk, dv, k, v,
-    q_source, dout_source, lse_ptr, delta_ptr,
-    span, entries_ptr, bits_ptr, first_query, end_query, seq_q, seq_k, window, bounds_ptr,
+    q_source, dout_source, lse_ptr, delta_ptr, row_of_head,
+    span, entries_ptr, bits_ptr, first_query, end_query, seq_q, seq_k, window, bounds_ptr, key_bounds_ptr,
     stride_qt, stride_qd,
     stride_dot, stride_dod,
     scale_log2, seed, threshold, keep_scale, batch, head, first_column,
@@ -47,47 +48,83 @@ def add_queries(
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Adds the queries of the span to dk and dv; CUT: those of blocks that a mask or the last query cuts."""
-    # one or two tiles: their pipeline would hide nothing, and beside the other one spill registers
-    IS_SHORT: tl.constexpr = CUT and KEYS_FIRST and BLOCK_SIZE == 0 and (MASK == "full" or MASK == "causal")
+    # The same sums in the order in which each mask compiles without spills, and is fastest: docs/kernels.md
+    HAS_ENDS: tl.constexpr = BLOCK_SIZE == 0 and BLOCK_D <= 64 and (MASK == "window" or MASK == "intervals")
+    # dropout's words beside two wide sums: what can be computed in each turn is not kept
+    TIGHT: tl.constexpr = DROPOUT and BLOCK_D > 64
+    DOUT_FIRST: tl.constexpr = KEYS_FIRST and (BLOCK_SIZE != 0 or HAS_ENDS)
+    DV_FIRST: tl.constexpr = DOUT_FIRST or TIGHT
+    # a few tiles: their pipeline would hide little, and beside the other one spill registers; a window's may
+    IS_SHORT: tl.constexpr = CUT and (TIGHT or (KEYS_FIRST and not (HAS_ENDS and MASK == "window")))
     for i in tl.range(0, n_tiles(span, CUT, BLOCK_SIZE, BLOCK_M), num_stages=1 if IS_SHORT else None):
         m, bits = tile_at(i, span, entries_ptr, CUT, BLOCK_SIZE, BLOCK_M)
-        rows = m + tl.arange(0, BLOCK_M)
+        rows = line_numbers(m, BLOCK_M) if KEYS_FIRST and BLOCK_SIZE != 0 else m + tl.arange(0, BLOCK_M)
         q = load_tile(
             q_source, batch, head, m, seq_q, stride_qt, stride_qd, TMA, HEAD_DIM, BLOCK_M, BLOCK_D, CUT
         )
-        lse = tl.load(lse_ptr + rows)
-        # before the scores: a product begins from it, and such a load is not issued a step ahead
-        delta = tl.load(delta_ptr + rows)
+        if DOUT_FIRST:
+            dout = load_tile(
+                dout_source, batch, head, m, seq_q, stride_dot, stride_dod, TMA, HEAD_DIM, BLOCK_M,
+                BLOCK_D, CUT,
+            )  # fmt: skip
+        lse = tl.load(lse_ptr + (row_of_head + rows))
+        if not TIGHT:
+            # before the scores: a product begins from it, and such a load is not issued a step ahead
+            delta = tl.load(delta_ptr + (row_of_head + rows))
         if KEYS_FIRST:
             scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
         else:
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
         p = tl.exp2(scores * scale_log2 - of_queries(lse, KEYS_FIRST))
         if CUT:
-            if BLOCK_D > 64:
-                # computed again, as registers are too few to keep them; where they are not, this is slower
-                columns = first_column + tl.arange(0, BLOCK_N)
-                first_query, end_query = queries_of_keys(columns, seq_q, seq_k, window, bounds_ptr, MASK)
-            number = of_queries(rows, KEYS_FIRST)
-            visible = number >= of_keys(first_query, KEYS_FIRST)
-            visible &= number < of_keys(end_query, KEYS_FIRST)
-            if BLOCK_SIZE != 0 and KEYS_FIRST:
-                visible &= visible_bits(bits_ptr, bits, first_column, m, BLOCK_SIZE, BLOCK_N, BLOCK_M)
-            elif BLOCK_SIZE != 0:
-                visible &= visible_bits(bits_ptr, bits, m, first_column, BLOCK_SIZE, BLOCK_M, BLOCK_N)
+            # what each of the tile's rows sees of its columns: a thread holds few rows
+            if KEYS_FIRST:
+                if BLOCK_D > 64:
+                    # again, as registers are too few to keep them; where they are not, this is slower
+                    columns = first_column + tl.arange(0, BLOCK_N)
+                    first_query, end_query = queries_of_keys(columns, seq_q, seq_k, window, bounds_ptr, MASK)
+                number = line_numbers(m, BLOCK_M)[None, :]
+                visible = (number >= first_query[:, None]) & (number < end_query[:, None])
+            else:
+                columns = line_numbers(anew(first_column, m), BLOCK_N)[None, :]
+                first_key, end_key = keys_of_queries(rows, seq_q, seq_k, window, key_bounds_ptr, MASK)
+                visible = (columns >= first_key[:, None]) & (columns < end_key[:, None])
+            if BLOCK_SIZE != 0:
+                column = anew(first_column, m)
+                if KEYS_FIRST:
+                    visible &= visible_bits(bits_ptr, bits, column, m, BLOCK_SIZE, BLOCK_N, BLOCK_M)
+                else:
+                    visible &= visible_bits(bits_ptr, bits, m, column, BLOCK_SIZE, BLOCK_M, BLOCK_N)
             if IS_SHORT:
                 # in fewer registers, but slower in a pipeline
                 scores = tl.where(visible, scores, float("-inf"))
                 p = tl.exp2(scores * scale_log2 - of_queries(lse, KEYS_FIRST))
             else:
                 p = tl.where(visible, p, 0.0)
-        dout = load_tile(
-            dout_source, batch, head, m, seq_q, stride_dot, stride_dod, TMA, HEAD_DIM, BLOCK_M, BLOCK_D, CUT
-        )
+        if not DOUT_FIRST:
+            dout = load_tile(
+                dout_source, batch, head, m, seq_q, stride_dot, stride_dod, TMA, HEAD_DIM, BLOCK_M,
+                BLOCK_D, CUT,
+            )  # fmt: skip
         kept = p
+        if TIGHT:
+            delta = tl.load(delta_ptr + (row_of_head + rows))
+            keep = keep_tile(
+                anew(seed, m), anew(threshold, m), anew(batch, m), anew(head, m), m, anew(first_column, m),
+                BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+            # the sign of a probability says from here on whether it is kept
+            p = tl.where(keep, p, -p)
+            kept = tl.maximum(p, 0.0)
+        if DV_FIRST:
+            dv = add_product(dv, kept.to(dout.dtype), dout, KEYS_FIRST, PRECISION)
         if KEYS_FIRST:
             begin = tl.broadcast_to(-delta[None, :], [BLOCK_N, BLOCK_M])
             dp = tl.dot(v, tl.trans(dout), begin, input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
+        elif TIGHT:
+            dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
+            dp = tl.where(p > 0.0, dp * keep_scale - delta[:, None], -delta[:, None])
+            p = tl.abs(p)
         elif DROPOUT:
             dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
             keep = keep_tile(seed, threshold, batch, head, m, first_column, BLOCK_M, BLOCK_N)
@@ -96,16 +133,16 @@ def add_queries(
         else:
             begin = tl.broadcast_to(-delta[:, None], [BLOCK_M, BLOCK_N])
             dp = tl.dot(dout, tl.trans(v), begin, input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
-        kept = kept.to(dout.dtype)
-        dv = tl.dot(kept if KEYS_FIRST else tl.trans(kept), dout, dv, input_precision=PRECISION)
-        ds = (p * dp).to(q.dtype)
-        dk = tl.dot(ds if KEYS_FIRST else tl.trans(ds), q, dk, input_precision=PRECISION)
+        if not DV_FIRST:
+            dv = add_product(dv, kept.to(dout.dtype), dout, KEYS_FIRST, PRECISION)
+        dk = add_product(dk, (p * dp).to(q.dtype), q, KEYS_FIRST, PRECISION)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=["seq_q", "seq_k", "seq_padded", "window", "threshold"])
 def dkdv_kernel(
-    q_source, k_source, v_source, dout_source, lse_ptr, delta_ptr, dk_ptr, dv_ptr, bounds_ptr, seed_ptr,
+    q_source, k_source, v_source, dout_source, lse_ptr, delta_ptr, dk_ptr, dv_ptr, bounds_ptr, key_bounds_ptr,
+    seed_ptr,
     spans_ptr, entries_ptr, bits_ptr,
     stride_qb, stride_qt, stride_qh, stride_qd,
     stride_kb, stride_kt, stride_kh, stride_kd,
@@ -133,6 +170,7 @@ def dkdv_kernel(
         first_column = first_of_program(spans_ptr, program, BLOCK_SIZE, BLOCK_N)
     if MASK == "intervals":
         bounds_ptr += batch * 2 * seq_k
+        key_bounds_ptr += batch * 2 * seq_q
     seed = 0
     if DROPOUT:
         seed = tl.load(seed_ptr)
@@ -166,13 +204,19 @@ def dkdv_kernel(
             span = find_span(first_a, end_a, first_b, end_b, listed, entries_ptr, MASK, BLOCK_SIZE, BLOCK_M)
             spans_ptr += stride_sh
         row_of_head = (batch * n_kv_head * group_size + head) * seq_padded
+        lse_of_head, delta_of_head = lse_ptr, delta_ptr
+        if DROPOUT and BLOCK_D > 64:
+            # one number of 32 bits through the loop, not two pointers
+            row_of_head = row_of_head.to(tl.int32)
+        else:
+            lse_of_head, delta_of_head, row_of_head = lse_ptr + row_of_head, delta_ptr + row_of_head, 0
         for CUT in tl.static_range(2):
             dk, dv = add_queries(
                 dk, dv, k, v,
                 q_of_head, dout_of_head,
-                lse_ptr + row_of_head, delta_ptr + row_of_head,
+                lse_of_head, delta_of_head, row_of_head,
                 span, entries_ptr, bits_ptr,
-                first_query, end_query, seq_q, seq_k, window, bounds_ptr,
+                first_query, end_query, seq_q, seq_k, window, bounds_ptr, key_bounds_ptr,
                 stride_qt, stride_qd,
                 stride_dot, stride_dod,
                 scale_log2, seed, threshold, keep_scale, batch, head,

@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -203,3 +206,28 @@ def test_a_process_without_a_gpu_is_told_so():
     message = "device=cuda, but torch sees no GPU: use device=cpu"
     with pytest.raises(ValueError, match=message), join_processes("cuda"):
         pass
+
+
+ALLOCATE = """
+import torch
+from train.distributed import join_processes
+with join_processes("cuda") as processes:
+    torch.empty(2**22, device=processes.device)
+    print({segment["is_expandable"] for segment in torch.cuda.memory_snapshot()})
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("own", "expandable"),
+    [
+        ({}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, False),
+    ],
+)
+def test_memory_grows_in_one_piece_unless_the_user_set_the_allocator_up(own, expandable):
+    inherited = {name: value for name, value in os.environ.items() if not name.endswith("_ALLOC_CONF")}
+    command = [sys.executable, "-c", ALLOCATE]
+    done = subprocess.run(command, env=inherited | own, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [f"{{{expandable}}}"]

@@ -47,13 +47,21 @@ class Tile(NamedTuple):
 
 
 Table = dict[tuple[str, int, int], Tile]
-DROPOUT = ("dropout", "dropout blocks")
 
 
 def rows(kernel: str, itemsize: int, *, to_64: Tile, to_128: Tile, to_256: Tile) -> Table:
     """The rows of a kernel for head_dim up to 64, to 128 and to 256."""
     tiles = {16: to_64, 32: to_64, 64: to_64, 128: to_128, 256: to_256}
     return {(kernel, itemsize, width): tile for width, tile in tiles.items()}
+
+
+def dropping(*tiles: tuple[str, int, Tile]) -> Table:
+    """The rows of a kernel and head_dim in 2 bytes under dropout, with a block mask or without."""
+    return {
+        (f"{kernel} {variant}", 2, width): tile
+        for kernel, width, tile in tiles
+        for variant in ("dropout", "dropout blocks")
+    }
 
 
 # exact rather than fast: products run without matrix units
@@ -117,6 +125,12 @@ HOPPER = (
 BLACKWELL = (
     FLOAT32
     | DECODE
+    | dropping(
+        ("forward", 64, Tile(64, 64, 4, 3, True)),
+        ("forward", 128, Tile(64, 64, 8, 3, True)),
+        ("dq", 64, Tile(64, 32, 4, 3, True)),
+        ("dq", 128, Tile(64, 64, 8, 2, True)),
+    )
     | rows(
         "forward",
         2,
@@ -140,24 +154,17 @@ BLACKWELL = (
     )
     | {
         ("dq", 4, 128): Tile(32, 16, 8, 1),
-        **{(f"forward {variant}", 2, 64): Tile(64, 64, 4, 3, True) for variant in DROPOUT},
-        **{(f"dq {variant}", 2, 64): Tile(64, 64, 4, 2, True) for variant in DROPOUT},
         ("forward blocks", 2, 128): Tile(128, 64, 8, 3, True),
         ("forward small blocks", 2, 128): Tile(64, 64, 8, 3, True),
     }
 )
-# of GPUs before Hopper, whose products take their operands from registers
-AMPERE_DROPOUT = {
-    (f"{kernel} {variant}", 2, width): tile
-    for kernel, width, tile in (
-        ("forward", 64, Tile(64, 32, 4, 3)),
-        ("forward", 128, Tile(64, 32, 4, 2)),
-        ("dq", 64, Tile(64, 32, 4, 3)),
-        ("dkdv", 64, Tile(32, 64, 8, 2)),
-        ("dkdv", 128, Tile(32, 64, 8, 2)),
-    )
-    for variant in DROPOUT
-}
+AMPERE_DROPOUT = dropping(
+    ("forward", 64, Tile(64, 32, 8, 2)),
+    ("forward", 128, Tile(64, 32, 4, 2)),
+    ("dq", 64, Tile(64, 32, 4, 3)),
+    ("dkdv", 64, Tile(64, 32, 8, 2)),
+    ("dkdv", 128, Tile(32, 64, 8, 2)),
+)
 AMPERE = (
     FLOAT32
     | DECODE
@@ -166,6 +173,7 @@ AMPERE = (
     | rows("dq", 2, to_64=Tile(64, 64, 4, 3), to_128=Tile(64, 64, 8, 2), to_256=Tile(64, 32, 8, 2))
     | rows("dkdv", 2, to_64=Tile(64, 64, 8, 2), to_128=Tile(64, 64, 8, 2), to_256=Tile(32, 32, 8, 2))
     | {
+        ("dq full", 2, 64): Tile(64, 32, 4, 3),
         ("dq blocks", 2, 64): Tile(64, 64, 8, 2),
         ("dq small blocks", 2, 64): Tile(64, 64, 8, 2),
     }
@@ -181,7 +189,10 @@ ADA = (
     | {
         ("dq", 4, 128): Tile(32, 16, 8, 1),
         ("forward", 2, 32): Tile(128, 32, 8, 3),
-        ("forward blocks", 2, 128): Tile(64, 64, 8, 2),
+        ("forward blocks", 2, 128): Tile(64, 32, 8, 2),
+        ("forward small blocks", 2, 128): Tile(64, 32, 8, 2),
+        ("dq full", 2, 64): Tile(64, 32, 4, 3),
+        ("dkdv full", 2, 64): Tile(64, 32, 4, 2),
         ("dq blocks", 2, 64): Tile(64, 64, 8, 2),
         ("dq small blocks", 2, 64): Tile(64, 64, 8, 2),
     }

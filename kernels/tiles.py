@@ -3,7 +3,7 @@
 A tile is looked up by GPU, kernel, bytes of one element and padded head_dim. "forward" and "dq" keep
 BLOCK_M queries and walk the keys, "decode" too, with the rows of a short tile filled by heads, "dkdv" keeps
 BLOCK_N keys and walks the queries; rows of a variant (variant_of) exist where another tile is better there.
-scripts/tune_tiles.py measures candidates, tests/test_ahead_of_time.py compiles the rows for their GPUs. What
+scripts/tune_tiles.py measures candidates, tests/ahead_of_time.py compiles the rows for their GPUs. What
 is not measured was chosen by the compiler's report: large, and without spills.
 """
 

@@ -144,8 +144,8 @@ def join_processes(device: str) -> Iterator[Processes]:
 def _keep_memory_whole() -> None:
     """Has PyTorch's allocator grow its segments, before its first allocation, unless the user set it up.
 
-    Segments of fixed sizes leave gaps between them: a step of 119 GiB that had run three times ran out of
-    140 GiB at the fourth (docs/long_context.md). It costs no speed.
+    With segments of fixed sizes a step of 119 GiB ran three times and out of 140 GiB at the fourth; with
+    these it ran on (docs/long_context.md). It costs no speed.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -87,6 +87,14 @@ def list_strides(lists: tuple[Tensor | None, ...]) -> tuple[int, int]:
     )
 
 
+def with_channels_in_memory(dout: Tensor) -> Tensor:
+    """dout (B, T, H, D), or, if it is one expanded number as behind a sum, a row of it expanded.
+
+    Bulk copies read channels that lie side by side; over tokens and heads they may be expanded.
+    """
+    return dout if any(dout.stride()) else dout[:1, :1, :1].contiguous().expand(dout.shape)
+
+
 def dot_precision() -> str:
     """How float32 operands are multiplied: IEEE, or TF32 where PyTorch's own matrix products use it."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

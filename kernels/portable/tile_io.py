@@ -104,7 +104,7 @@ def tma_reads(*tensors: Tensor) -> bool:
     return all(
         x.stride(3) == 1
         and x.data_ptr() % TMA_ALIGNMENT == 0
-        and all(s > 0 and s * x.itemsize % TMA_ALIGNMENT == 0 for s in x.stride()[:3])
+        and all(s * x.itemsize % TMA_ALIGNMENT == 0 for s in x.stride()[:3])
         for x in tensors
     )
 

@@ -55,10 +55,10 @@ def rows(kernel: str, itemsize: int, *, to_64: Tile, to_128: Tile, to_256: Tile)
     return {(kernel, itemsize, width): tile for width, tile in tiles.items()}
 
 
-def dropping(*tiles: tuple[str, int, Tile]) -> Table:
-    """The rows of a kernel and head_dim in 2 bytes under dropout, with a block mask or without."""
+def dropping(*tiles: tuple[str, int, Tile], itemsize: int = 2) -> Table:
+    """The rows of a kernel and head_dim under dropout, with a block mask or without."""
     return {
-        (f"{kernel} {variant}", 2, width): tile
+        (f"{kernel} {variant}", itemsize, width): tile
         for kernel, width, tile in tiles
         for variant in ("dropout", "dropout blocks")
     }
@@ -70,6 +70,14 @@ FLOAT32 = (
     | rows("dq", 4, to_64=Tile(32, 32, 4, 2), to_128=Tile(32, 32, 8, 1), to_256=Tile(16, 32, 16, 1))
     | rows("dkdv", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(16, 32, 8, 1), to_256=Tile(16, 32, 16, 1))
     | {("dkdv", 4, 64): Tile(32, 32, 8, 1)}
+    | dropping(
+        ("forward", 128, Tile(16, 32, 8, 1)),
+        ("dq", 64, Tile(32, 16, 4, 1)),
+        ("dq", 128, Tile(32, 16, 8, 1)),
+        ("dkdv", 32, Tile(32, 32, 8, 1)),
+        ("dkdv", 256, Tile(16, 16, 8, 1)),
+        itemsize=4,
+    )
 )
 # one query's keys: small tiles, of which many are under way at once; 2 bytes to head_dim 128 measured on an
 # H200 without block masks, docs/long_context.md, the rest not

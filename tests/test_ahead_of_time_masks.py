@@ -27,3 +27,11 @@ def test_dropout_spills_nothing_on_other_gpus(version):
     rows = compile_apart("tests.ahead_of_time", version, *others)
     assert len(rows) == 24
     assert not [row for row in rows if exceeds(row)]
+
+
+@each_triton
+def test_float32_spills_nothing_under_dropout_with_block_masks(version):
+    float32 = ["arch=sm_90", "head_dim=32,64,128,256", "dtype=fp32", "dropout=1", "block_size=64"]
+    rows = compile_apart("tests.ahead_of_time", version, *float32)
+    assert len(rows) == 12
+    assert not [row for row in rows if exceeds(row)]

@@ -92,6 +92,7 @@ TILE_FORMS = {
     "keys first": {"dkdv": Tile(32, 64, 4, 1, keys_first=True)},
     "queries first": {"dkdv": Tile(64, 32, 4, 1)},
     "float32's smallest": {name: Tile(16, 32, 4, 1) for name in ("forward", "dq", "dkdv")},
+    "float32's of sixteen keys": {name: Tile(32, 16, 4, 1) for name in ("forward", "dq", "dkdv")},
     "held": {name: Tile(32, 32, 4, 1, held=True) for name in ("forward", "dq")},
     "not held": {name: Tile(32, 32, 4, 1) for name in ("forward", "dq")},
 }

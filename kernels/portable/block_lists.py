@@ -136,21 +136,24 @@ def visible_bits(
 ):  # fmt: skip
     """True where a tile of bits, whose rows are queries, or keys if transposed, lets them meet.
 
-    first_column: a multiple of BLOCK_N.
+    first_column: a multiple of BLOCK_N, which is a multiple of 32, or 16: then half a word is read.
     """
-    tl.static_assert(BLOCK_N % 32 == 0, "a word of bits is 32 columns")
+    N_WORDS: tl.constexpr = (BLOCK_N + 31) // 32
+    EIGHTS: tl.constexpr = BLOCK_N // 8 // N_WORDS
     rows = first_row % BLOCK_SIZE + tl.arange(0, BLOCK_M)
     words_ptr = bits_ptr + tl.cast(tile, tl.int64) * (BLOCK_SIZE * BLOCK_SIZE // 32)
     words_ptr += rows * (BLOCK_SIZE // 32) + first_column % BLOCK_SIZE // 32
     # column = 32 * dim 1 + 8 * dim 2 + 2 * dim 3 + dim 4. A thread holds one index of dim 3 alone: it shifts
     # a word by that, and takes bits at constant places
-    word = tl.reshape(tl.arange(0, BLOCK_N // 32), (1, BLOCK_N // 32, 1, 1, 1))
+    word = tl.reshape(tl.arange(0, N_WORDS), (1, N_WORDS, 1, 1, 1))
     own = tl.reshape(2 * tl.arange(0, 4), (1, 1, 1, 4, 1))
-    eight = tl.reshape(8 * tl.arange(0, 4), (1, 1, 4, 1, 1))
+    if BLOCK_N < 32:
+        own += first_column % 32
+    eight = tl.reshape(8 * tl.arange(0, EIGHTS), (1, 1, EIGHTS, 1, 1))
     one = tl.reshape(tl.arange(0, 2), (1, 1, 1, 1, 2))
-    words = tl.zeros([BLOCK_M, BLOCK_N // 32, 1, 4, 1], tl.int32)
+    words = tl.zeros([BLOCK_M, N_WORDS, 1, 4, 1], tl.int32)
     # a word of each row at a time: (BLOCK_M, BLOCK_N) addresses would not fit into registers
-    for w in tl.static_range(BLOCK_N // 32):
+    for w in tl.static_range(N_WORDS):
         of_rows = tl.reshape(tl.load(words_ptr + w), (BLOCK_M, 1, 1, 1, 1))
         words = tl.where(word == w, of_rows >> own, words)
     return tl.reshape((words >> (eight + one)) & 1 != 0, (BLOCK_M, BLOCK_N))

@@ -52,7 +52,9 @@ def test_the_gradient_of_a_row_of_one_key_is_rounding_alone(dtype, device):
     torch.testing.assert_close(dv, (dout * (out != 0)).sum(2, keepdim=True) / 0.9, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("tile", [tiles.Tile(16, 32, 4, 1), tiles.Tile(64, 64, 4, 1)])
+@pytest.mark.parametrize(
+    "tile", [tiles.Tile(16, 16, 4, 1), tiles.Tile(16, 32, 4, 1), tiles.Tile(64, 64, 4, 1)]
+)
 def test_the_mask_does_not_depend_on_the_tile(tile, device, monkeypatch):
     q, k, v = random_qkv(1, 70, 70, 1, 1, 16, torch.float32, device)
     monkeypatch.setattr("kernels.portable.forward.choose_tile", lambda *_, **__: tile)
@@ -88,6 +90,19 @@ def test_heads_batches_rows_and_seeds_are_independent():
     for x, y in pairs:
         agree = (x == y).double().mean().item()
         assert abs(agree - 0.5) < 5 * 0.5 / x.numel() ** 0.5 + 0.004
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_nan_among_the_queries_reaches_dk_and_dv(head_dim, device):
+    q, k, v = random_qkv(1, 40, 40, 2, 1, head_dim, torch.float16, device)
+    with torch.no_grad():
+        q[0, 20, 0, 0] = float("nan")
+    out = flash_attention(q, k, v, dropout_p=0.1, dropout_seed=3)
+    dk, dv = torch.autograd.grad(out, (k, v), torch.ones_like(out))
+    # causal: query 20 sees the keys to 20; of those dropped it may or may not reach dv
+    kept = dropout_keep_mask(3, 0.1, 1, 2, 40, 40, device)[0, 0, 20, :21]
+    assert dk[:, :21].isnan().all()
+    assert dv[0, :21][kept].isnan().all()
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_seed_others(device):

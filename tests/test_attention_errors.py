@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from kernels.flash_attention import flash_attention, flash_attention_varlen
+from kernels.portable.backward import attention_backward
+from kernels.problem import Problem
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 X = torch.zeros(2, 8, 4, 16, device=DEVICE)
@@ -102,6 +104,17 @@ def test_masks_made_in_inference_mode_are_checked_too():
         ids[:, 0] = 1
         with pytest.raises(ValueError, match="document_ids must not decrease"):
             flash_attention(X, X, X, document_ids=ids)
+
+
+def test_more_queries_than_the_backward_pass_can_number_are_refused():
+    # an expanded number: none of this is ever in memory
+    x = torch.zeros(1, dtype=torch.float16, device=DEVICE).expand(2**22, 100, 4, 8)
+    problem = Problem(
+        softmax_scale=1.0, causal=True, window=None, key_bounds=None, query_bounds=None,
+        dropout_p=0.0, dropout_seed=None, deterministic=True,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"q must have fewer than 2\*\*31 .*128.*16777216 heads of 100"):
+        attention_backward(problem, x, None, x, x, x, x, torch.zeros(1, device=DEVICE))
 
 
 def test_without_a_gpu_the_error_says_what_to_do():

@@ -77,13 +77,21 @@ def attention_backward(
     gradients: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shape and dtype of q, k, v, contiguous or in `gradients`, of which dk and dv have the
-    same strides. dlse: (B, H, Tq) float32 or None."""
+    same strides. dlse: (B, H, Tq) float32 or None.
+
+    Raises ValueError for 2^31 and more queries of all heads, each head padded to whole tiles.
+    """
     dout, q, k, v, out = map(in_reach, (dout, q, k, v, out))
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
-    dq, dk, dv = gradients or (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     # padded to whole tiles, so that the other two kernels need no masks for them
     seq_padded = triton.cdiv(seq_q, MAX_BLOCK_M) * MAX_BLOCK_M
+    if batch * n_head * seq_padded >= 2**31:
+        raise ValueError(
+            f"q must have fewer than 2**31 queries over all heads, each head padded to {seq_padded}, got "
+            f"{batch * n_head} heads of {seq_q}: split the batch"
+        )
+    dq, dk, dv = gradients or (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta, lse_log2 = (lse.new_empty(batch, n_head, seq_padded) for _ in range(2))
     block_d = padded_head_dim(head_dim)
     preprocess_kernel[seq_padded // PREPROCESS_BLOCK_M * batch * n_head,](

@@ -115,7 +115,7 @@ def add_queries(
             )  # fmt: skip
             # the sign of a probability says from here on whether it is kept
             p = tl.where(keep, p, -p)
-            kept = tl.maximum(p, 0.0)
+            kept = tl.maximum(p, 0.0, propagate_nan=tl.PropagateNan.ALL)
         if DV_FIRST:
             dv = add_product(dv, kept.to(dout.dtype), dout, KEYS_FIRST, PRECISION)
         if KEYS_FIRST:
@@ -206,7 +206,7 @@ def dkdv_kernel(
         row_of_head = (batch * n_kv_head * group_size + head) * seq_padded
         lse_of_head, delta_of_head = lse_ptr, delta_ptr
         if DROPOUT and BLOCK_D > 64:
-            # one number of 32 bits through the loop, not two pointers
+            # one number of 32 bits through the loop, not two pointers: backward.py refuses more
             row_of_head = row_of_head.to(tl.int32)
         else:
             lse_of_head, delta_of_head, row_of_head = lse_ptr + row_of_head, delta_ptr + row_of_head, 0

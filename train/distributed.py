@@ -147,7 +147,7 @@ def _keep_memory_whole() -> None:
     With segments of fixed sizes a step of 119 GiB ran three times and out of 140 GiB at the fourth; with
     these it ran on (docs/long_context.md). It costs no speed.
     """
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 

@@ -57,8 +57,15 @@ def compile_kernel(
     dropout: bool,
     block_size: int = 0,
     tile=None,
+    *,
+    group: int = 1,
+    tma: bool = True,
 ) -> dict:
-    """What the compiled kernel uses: shared memory, registers and spilled bytes (None for AMD)."""
+    """What the compiled kernel uses: shared memory, registers and spilled bytes (None for AMD).
+
+    group: heads that share keys, 1 or any number more. tma: whether TMA can read the tensors, on a GPU that
+    has it.
+    """
     function = KERNELS[kernel]
     variant = variant_of(mask, block_size, dropout=dropout)
     tile = (tile or find_tile(arch, kernel, head_dim, DTYPES[dtype].itemsize, variant)).within(block_size)
@@ -67,7 +74,7 @@ def compile_kernel(
         "BLOCK_SIZE": block_size,
         "DROPOUT": dropout,
         "PRECISION": "ieee",
-        "TMA": tile.tma and arch in ("sm_90", "sm_100", "sm_120"),
+        "TMA": tma and tile.tma and arch in ("sm_90", "sm_100", "sm_120"),
         "HEAD_DIM": head_dim,
         "BLOCK_D": padded_head_dim(head_dim),
         "BLOCK_M": tile.block_m,
@@ -80,9 +87,8 @@ def compile_kernel(
     absent += () if dropout else ("seed_ptr",)
     absent += () if block_size else ("spans_ptr", "entries_ptr", "bits_ptr")
     constants |= {name: None for name in absent if name in function.arg_names}
-    constants |= {
-        name: 1 for name in function.arg_names if re.fullmatch(r"stride_(q|k|v|do)d|group_size", name)
-    }
+    ones = r"stride_(q|k|v|do)d|group_size" if group == 1 else r"stride_(q|k|v|do)d"
+    constants |= {name: 1 for name in function.arg_names if re.fullmatch(ones, name)}
     signature, attributes = {}, {}
     for index, name in enumerate(function.arg_names):
         if name in constants:
@@ -106,7 +112,8 @@ def compile_kernel(
         if arch.startswith("gfx")
         else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     )
-    options = {name: value for name, value in tile.options().items() if not name.startswith("BLOCK")}
+    options = tile.options().items()
+    options = {name: value for name, value in options if not name.startswith("BLOCK")}
     compiled = triton.compile(source, target=target, options=options)
     used = {"shared": compiled.metadata.shared, "registers": None, "spilled": None, "warnings": []}
     if target.backend == "cuda":
@@ -145,6 +152,8 @@ EVERYTHING = {
     "mask": ["causal"],
     "dropout": ["0"],
     "block_size": ["0"],
+    "group": ["1"],
+    "tma": ["1"],
 }
 
 
@@ -152,7 +161,7 @@ def main(arguments: list[str]) -> None:
     chosen = EVERYTHING | {
         name: values.split(",") for name, _, values in (a.partition("=") for a in arguments)
     }
-    names = ("arch", "kernel", "head_dim", "dtype", "mask", "dropout", "block_size")
+    names = ("arch", "kernel", "head_dim", "dtype", "mask", "dropout", "block_size", "group", "tma")
     too_much = []
     for combination in product(*(chosen[name] for name in names)):
         row = dict(zip(names, combination, strict=True))
@@ -164,6 +173,8 @@ def main(arguments: list[str]) -> None:
             row["mask"],
             row["dropout"] == "1",
             int(row["block_size"]),
+            group=int(row["group"]),
+            tma=row["tma"] == "1",
         )
         row |= {"triton": triton.__version__} | used
         print(json.dumps(row), flush=True)

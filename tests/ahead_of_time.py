@@ -8,11 +8,8 @@ dtype of the tables under a causal mask. It fails if a kernel does not fit its G
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from itertools import product
-from pathlib import Path
 
 import torch
 import triton
@@ -23,6 +20,7 @@ from kernels.portable.dkdv import dkdv_kernel
 from kernels.portable.dq import dq_kernel
 from kernels.portable.forward import forward_kernel
 from kernels.tiles import find_tile, padded_head_dim, variant_of
+from tests.assembler import report_of
 
 KERNELS = {"forward": forward_kernel, "dkdv": dkdv_kernel, "dq": dq_kernel}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -116,27 +114,7 @@ def compile_kernel(
     options = {name: value for name, value in options if not name.startswith("BLOCK")}
     compiled = triton.compile(source, target=target, options=options)
     used = {"shared": compiled.metadata.shared, "registers": None, "spilled": None, "warnings": []}
-    if target.backend == "cuda":
-        used |= assemble(compiled.asm["ptx"])
-    return used
-
-
-def assemble(ptx: str) -> dict:
-    """Registers and spilled bytes, from the assembler's own report."""
-    arch = re.search(r"\.target (sm_\w+)", ptx).group(1)
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    newer = tools / "ptxas-blackwell"
-    assembler = newer if arch.startswith(("sm_10", "sm_12")) and newer.exists() else tools / "ptxas"
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
-        command = [assembler, "-v", f"--gpu-name={arch}", source, "-o", Path(folder) / "kernel.cubin"]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return {
-        "registers": int(re.search(r"Used (\d+) registers", report).group(1)),
-        "spilled": sum(int(x) for x in re.findall(r"(\d+) bytes spill", report)),
-        "warnings": re.findall(r".*C75\d\d.*", report),
-    }
+    return used | report_of(compiled) if target.backend == "cuda" else used
 
 
 def exceeds(row: dict) -> bool:

@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from kernels.cross_entropy_hopper import BLOCK, NUM_WARPS, cross_entropy_kernel
-from tests.ahead_of_time_hopper import assemble
+from tests.ahead_of_time_hopper import machine_code_of
 
 # GPT-2's vocabulary, padded
 N_COLUMNS = 50304
@@ -27,7 +27,7 @@ def compile_kernel() -> dict:
     source = GluonASTSource(cross_entropy_kernel, signature, values, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": NUM_WARPS})
     used = {"triton": triton.__version__, "shared": compiled.metadata.shared}
-    return used | assemble(compiled.asm["ptx"])
+    return used | machine_code_of(compiled)
 
 
 if __name__ == "__main__":

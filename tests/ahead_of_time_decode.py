@@ -14,7 +14,8 @@ from triton.compiler import ASTSource
 
 from kernels.decode import decode_kernel, with_rows
 from kernels.tiles import find_tile, padded_head_dim
-from tests.ahead_of_time import DTYPES, POINTERS, SHARED_MEMORY, assemble
+from tests.ahead_of_time import DTYPES, POINTERS, SHARED_MEMORY
+from tests.assembler import report_of
 
 CHOICES = {
     "arch": list(SHARED_MEMORY),
@@ -86,7 +87,7 @@ def compile_kernel(
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     compiled = triton.compile(source, target=target, options=options)
     used = {"shared": compiled.metadata.shared, "registers": None, "spilled": None}
-    return used if is_amd else used | assemble(compiled.asm["ptx"])
+    return used if is_amd else used | report_of(compiled)
 
 
 def main(arguments: list[str]) -> None:

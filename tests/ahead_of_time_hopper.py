@@ -22,6 +22,7 @@ from kernels.hopper.dq import dq_kernel
 from kernels.hopper.forward import ROWS, forward_kernel
 from kernels.hopper.launch import registers
 from kernels.hopper.tiles import backward_tile, dq_tile, forward_tile
+from tests.assembler import report_of
 
 INTEGERS = ("bounds_ptr", "counter_ptr", "spans_ptr", "entries_ptr", "bits_ptr")
 MASKS = ("full", "causal", "window", "intervals", "blocks")
@@ -135,26 +136,18 @@ def compile_kernel(kernel: str, head_dim: int, dtype: str, mask: str, seq_q: int
     options = {"num_warps": 4, "maxnreg": most_registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     blocks = constants.get("BLOCKS", 1)
-    return {"shared": compiled.metadata.shared, "blocks": blocks} | assemble(compiled.asm["ptx"])
+    return {"shared": compiled.metadata.shared, "blocks": blocks} | machine_code_of(compiled)
 
 
-def assemble(ptx: str) -> dict:
-    """From the assembler's report and the machine code."""
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    arch = re.search(r"\.target (sm_\w+)", ptx).group(1)
-    with tempfile.TemporaryDirectory() as folder:
-        source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-        source.write_text(ptx)
-        command = [tools / "ptxas", "-v", f"--gpu-name={arch}", source, "-o", binary]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        command = [tools / "nvdisasm", "-c", binary]
+def machine_code_of(compiled: triton.compiler.CompiledKernel) -> dict:
+    """What the assembler says of a kernel, and what its code shows."""
+    disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+        binary.write(compiled.asm["cubin"])
+        binary.flush()
+        command = [disassembler, "-c", binary.name]
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {
-        "spilled": int(re.search(r"(\d+) bytes spill stores", report).group(1)),
-        "warnings": re.findall(r".*\(C75\d\d\).*", report),
-        "hgmma": code.count("HGMMA"),
-        "overwritten": overwritten_operands(code),
-    }
+    return report_of(compiled) | {"hgmma": code.count("HGMMA"), "overwritten": overwritten_operands(code)}
 
 
 def overwritten_operands(code: str) -> list[str]:

@@ -18,15 +18,15 @@ from tests.sanitize_hopper import run_random_problem
 SHARED_MEMORY = 232448
 # all of it, and what of it each block takes for the system
 MULTIPROCESSOR, RESERVED = 233472, 1024
-# bytes of scalars that the assembler keeps in local memory, outside of the loops; every other configuration
-# spills nothing
+# bytes of scalars that the assembler stores to local memory and loads again, outside of the loops; every
+# other configuration spills nothing
 SPILLED = {
-    **{("backward", 64, mask): 8 for mask in ("full", "causal", "window", "intervals")},
-    ("backward", 64, "blocks"): 16,
-    ("backward", 128, "intervals"): 8,
-    ("dq", 128, "causal"): 4,
-    ("dq", 128, "window"): 16,
-    ("dq", 128, "intervals"): 4,
+    **{("backward", 64, mask): 16 for mask in ("full", "causal", "window", "intervals")},
+    ("backward", 64, "blocks"): 32,
+    ("backward", 128, "intervals"): 20,
+    ("dq", 128, "causal"): 8,
+    ("dq", 128, "window"): 40,
+    ("dq", 128, "intervals"): 8,
 }
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"

@@ -35,3 +35,11 @@ def test_float32_spills_nothing_under_dropout_with_block_masks(version):
     rows = compile_apart("tests.ahead_of_time", version, *float32)
     assert len(rows) == 12
     assert not [row for row in rows if exceeds(row)]
+
+
+@each_triton
+def test_dk_and_dv_of_the_widest_heads_spill_nothing(version):
+    widest = ["arch=sm_90", "kernel=dkdv", "head_dim=256", "dtype=bf16"]
+    rows = compile_apart("tests.ahead_of_time", version, *widest, "mask=causal,intervals", "dropout=0,1")
+    assert len(rows) == 4
+    assert not [row for row in rows if exceeds(row)]

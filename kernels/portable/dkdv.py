@@ -51,7 +51,8 @@ def add_queries(
     # The same sums in the order in which each mask compiles without spills, and is fastest: docs/kernels.md
     HAS_ENDS: tl.constexpr = BLOCK_SIZE == 0 and BLOCK_D <= 64 and (MASK == "window" or MASK == "intervals")
     # dropout's words beside two wide sums: what can be computed in each turn is not kept
-    TIGHT: tl.constexpr = DROPOUT and BLOCK_D > 64
+    TIGHT: tl.constexpr = DROPOUT and BLOCK_D == 128
+    DELTA_LATE: tl.constexpr = TIGHT or BLOCK_D > 128
     DOUT_FIRST: tl.constexpr = KEYS_FIRST and (BLOCK_SIZE != 0 or HAS_ENDS)
     DV_FIRST: tl.constexpr = DOUT_FIRST or TIGHT
     # a few tiles: their pipeline would hide little, and beside the other one spill registers; a window's may
@@ -68,7 +69,7 @@ def add_queries(
                 BLOCK_D, CUT,
             )  # fmt: skip
         lse = tl.load(lse_ptr + (row_of_head + rows))
-        if not TIGHT:
+        if not DELTA_LATE:
             # before the scores: a product begins from it, and such a load is not issued a step ahead
             delta = tl.load(delta_ptr + (row_of_head + rows))
         if KEYS_FIRST:
@@ -107,8 +108,9 @@ def add_queries(
                 BLOCK_D, CUT,
             )  # fmt: skip
         kept = p
-        if TIGHT:
+        if DELTA_LATE:
             delta = tl.load(delta_ptr + (row_of_head + rows))
+        if TIGHT:
             keep = keep_tile(
                 anew(seed, m), anew(threshold, m), anew(batch, m), anew(head, m), m, anew(first_column, m),
                 BLOCK_M, BLOCK_N,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import block_masks
-from kernels.problem import Problem, with_channels_in_memory
+from kernels.problem import Problem, with_tokens_in_memory
 from kernels.registration import differentiate, operator
 
 # packages of kernels/, fastest first; the last one takes every problem, each other says what it refuses by
@@ -95,7 +95,7 @@ def attention_backward(
         deterministic=deterministic,
         blocks=tuple(blocks),
     )
-    dout = with_channels_in_memory(dout)
+    dout = with_tokens_in_memory(dout)
     return implementation(problem, q, k, v).attention_backward(problem, dout, dlse, q, k, v, out, lse)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels import checks
 from kernels.intervals import document_bounds
 from kernels.operators import implementation, refuse_second_derivative, save_nothing
-from kernels.problem import Problem, with_channels_in_memory
+from kernels.problem import Problem, with_tokens_in_memory
 from kernels.registration import differentiate, operator
 
 
@@ -54,7 +54,7 @@ def packed_attention_backward(
     q, k, v = qkv.unbind(2)
     dqkv = torch.empty_like(qkv)
     run = implementation(problem, q, k, v).attention_backward
-    dout = with_channels_in_memory(dout)
+    dout = with_tokens_in_memory(dout)
     run(problem, dout, None, q, k, v, out, lse, gradients=dqkv.unbind(2))
     return dqkv
 

@@ -87,12 +87,17 @@ def list_strides(lists: tuple[Tensor | None, ...]) -> tuple[int, int]:
     )
 
 
-def with_channels_in_memory(dout: Tensor) -> Tensor:
-    """dout (B, T, H, D), or, if it is one expanded number as behind a sum, a row of it expanded.
+def with_tokens_in_memory(dout: Tensor) -> Tensor:
+    """dout (B, T, H, D), with its tokens and channels written out where they are expanded, as behind a mean.
 
-    Bulk copies read channels that lie side by side; over tokens and heads they may be expanded.
+    Else all multiprocessors would ask for the same few numbers at once, which takes up to twice the time of
+    the whole backward pass (docs/kernels.md). Heads and batches may stay expanded.
     """
-    return dout if any(dout.stride()) else dout[:1, :1, :1].contiguous().expand(dout.shape)
+    stride_b, stride_t, stride_h, stride_d = dout.stride()
+    if stride_t and stride_d:
+        return dout
+    batches, heads = (slice(1) if stride == 0 else slice(None) for stride in (stride_b, stride_h))
+    return dout[batches, :, heads].contiguous().expand(dout.shape)
 
 
 def dot_precision() -> str:

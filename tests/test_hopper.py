@@ -9,7 +9,7 @@ from kernels.flash_attention import flash_attention
 from kernels.hopper.prologue import prepare_kernel
 from kernels.hopper.tiles import division
 from kernels.operators import use_implementation
-from kernels.problem import Problem, with_channels_in_memory
+from kernels.problem import Problem, with_tokens_in_memory
 from tests.accuracy import assert_as_accurate_as_torch, random_qkv
 from tests.compile_apart import compile_apart, each_triton
 from tests.sanitize_hopper import run_random_problem
@@ -109,13 +109,15 @@ def test_an_amd_gpu_of_version_nine_is_no_hopper(monkeypatch):
 def test_bulk_copies_read_the_gradient_of_a_sum():
     dout = torch.full((), 0.5, dtype=torch.bfloat16).expand(2, 100, 4, 64)
     assert not hopper.is_readable(dout)
-    row = with_channels_in_memory(dout)
-    assert hopper.is_readable(row)
-    assert torch.equal(row, dout)
-    # not the gradient of each token
-    assert row.untyped_storage().nbytes() == 64 * 2
+    tokens = with_tokens_in_memory(dout)
+    assert hopper.is_readable(tokens)
+    assert torch.equal(tokens, dout)
+    # one head of one batch
+    assert tokens.untyped_storage().nbytes() == 100 * 64 * 2
+    over_heads = torch.zeros(2, 100, 1, 64).expand(2, 100, 4, 64)
+    assert with_tokens_in_memory(over_heads) is over_heads
     dense = torch.zeros(2, 100, 4, 64)
-    assert with_channels_in_memory(dense) is dense
+    assert with_tokens_in_memory(dense) is dense
 
 
 def test_leaves_more_heads_than_a_grid_has_to_the_portable_kernels(monkeypatch):

@@ -64,14 +64,20 @@ def dropping(*tiles: tuple[str, int, Tile], itemsize: int = 2) -> Table:
     }
 
 
+# variants with a block mask, without dropout
+BLOCKS = ("blocks", "small blocks")
 # exact rather than fast: products run without matrix units
 FLOAT32 = (
     rows("forward", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(32, 32, 8, 1), to_256=Tile(16, 16, 16, 1))
     | rows("dq", 4, to_64=Tile(32, 32, 4, 2), to_128=Tile(32, 32, 8, 1), to_256=Tile(16, 32, 16, 1))
     | rows("dkdv", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(16, 32, 8, 1), to_256=Tile(16, 32, 16, 1))
     | {("dkdv", 4, 64): Tile(32, 32, 8, 1)}
+    | {(f"dq {variant}", 4, width): Tile(32, 16, 4, 1) for variant in BLOCKS for width in (16, 32)}
     | dropping(
+        ("forward", 32, Tile(32, 32, 8, 1)),
         ("forward", 128, Tile(16, 32, 8, 1)),
+        ("dq", 16, Tile(32, 16, 4, 1)),
+        ("dq", 32, Tile(32, 16, 4, 1)),
         ("dq", 64, Tile(32, 16, 4, 1)),
         ("dq", 128, Tile(32, 16, 8, 1)),
         ("dkdv", 32, Tile(32, 32, 8, 1)),
@@ -114,6 +120,7 @@ HOPPER = (
         ("dkdv dropout", 2, 64): Tile(64, 64, 4, 2, True),
         ("forward dropout blocks", 2, 64): Tile(64, 64, 4, 2, True, 128),
         ("dq dropout blocks", 2, 64): Tile(64, 64, 4, 5, True, 168),
+        ("dkdv dropout blocks", 2, 32): Tile(64, 64, 4, 5, True),
         ("dkdv dropout blocks", 2, 64): Tile(64, 64, 4, 5, True),
         ("dq full", 2, 64): Tile(64, 64, 4, 3, True, held=True),
         ("dq window", 2, 64): Tile(64, 64, 4, 2, True),
@@ -134,11 +141,13 @@ BLACKWELL = (
     FLOAT32
     | DECODE
     | dropping(
-        ("forward", 64, Tile(64, 64, 4, 3, True)),
+        *(("forward", width, Tile(64, 64, 4, 3, True)) for width in (16, 32, 64)),
         ("forward", 128, Tile(64, 64, 8, 3, True)),
-        ("dq", 64, Tile(64, 32, 4, 3, True)),
+        *(("dq", width, Tile(64, 32, 4, 3, True)) for width in (16, 32, 64)),
         ("dq", 128, Tile(64, 64, 8, 2, True)),
+        ("dq", 256, Tile(64, 32, 8, 2, True)),
     )
+    | dropping(("dkdv", 64, Tile(16, 32, 8, 1)), itemsize=4)
     | rows(
         "forward",
         2,
@@ -185,6 +194,7 @@ AMPERE = (
         ("dq blocks", 2, 64): Tile(64, 64, 8, 2),
         ("dq small blocks", 2, 64): Tile(64, 64, 8, 2),
     }
+    | dropping(("dkdv", 256, Tile(16, 16, 4, 1)), itemsize=4)
 )
 # GPUs with 99 KiB of shared memory
 ADA = (
@@ -203,7 +213,10 @@ ADA = (
         ("dkdv full", 2, 64): Tile(64, 32, 4, 2),
         ("dq blocks", 2, 64): Tile(64, 64, 8, 2),
         ("dq small blocks", 2, 64): Tile(64, 64, 8, 2),
+        ("dkdv blocks", 2, 256): Tile(32, 32, 8, 1),
+        ("dkdv small blocks", 2, 256): Tile(32, 32, 8, 1),
     }
+    | dropping(("forward", 256, Tile(32, 32, 8, 2)), ("dq", 256, Tile(32, 32, 8, 1)))
 )
 CDNA = (
     FLOAT32

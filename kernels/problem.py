@@ -90,8 +90,8 @@ def list_strides(lists: tuple[Tensor | None, ...]) -> tuple[int, int]:
 def with_tokens_in_memory(dout: Tensor) -> Tensor:
     """dout (B, T, H, D), with its tokens and channels written out where they are expanded, as behind a mean.
 
-    Else all multiprocessors would ask for the same few numbers at once, which takes up to twice the time of
-    the whole backward pass (docs/kernels.md). Heads and batches may stay expanded.
+    Else all multiprocessors would ask for the same few numbers at once, and the whole backward pass would
+    take up to 2.5 times as long (docs/kernels.md). Heads and batches may stay expanded.
     """
     stride_b, stride_t, stride_h, stride_d = dout.stride()
     if stride_t and stride_d:

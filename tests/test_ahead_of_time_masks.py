@@ -5,7 +5,7 @@ Apart from test_ahead_of_time.py, so that another process runs them beside it: e
 
 import pytest
 
-from tests.ahead_of_time import exceeds
+from tests.ahead_of_time import SHARED_MEMORY, exceeds
 from tests.compile_apart import compile_apart, each_triton
 
 
@@ -43,3 +43,12 @@ def test_dk_and_dv_of_the_widest_heads_spill_nothing(version):
     rows = compile_apart("tests.ahead_of_time", version, *widest, "mask=causal,intervals", "dropout=0,1")
     assert len(rows) == 4
     assert not [row for row in rows if exceeds(row)]
+
+
+@each_triton
+def test_the_widest_heads_fit_every_gpu_under_dropout_with_block_masks(version):
+    # a kernel that asks for more shared memory than there is does not start
+    everywhere = [f"arch={','.join(SHARED_MEMORY)}", "kernel=forward,dq", "head_dim=256", "dtype=bf16"]
+    rows = compile_apart("tests.ahead_of_time", version, *everywhere, "dropout=1", "block_size=128")
+    assert len(rows) == 2 * len(SHARED_MEMORY)
+    assert not [row for row in rows if row["shared"] > SHARED_MEMORY[row["arch"]]]

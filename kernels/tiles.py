@@ -146,8 +146,9 @@ BLACKWELL = (
         *(("dq", width, Tile(64, 32, 4, 3, True)) for width in (16, 32, 64)),
         ("dq", 128, Tile(64, 64, 8, 2, True)),
         ("dq", 256, Tile(64, 32, 8, 2, True)),
+        ("dkdv", 64, Tile(64, 32, 4, 2, True)),
     )
-    | dropping(("dkdv", 64, Tile(16, 32, 8, 1)), itemsize=4)
+    | dropping(("dkdv", 32, Tile(32, 16, 8, 1)), ("dkdv", 64, Tile(16, 16, 8, 1)), itemsize=4)
     | rows(
         "forward",
         2,
@@ -172,6 +173,7 @@ BLACKWELL = (
     | {
         ("dq", 4, 128): Tile(32, 16, 8, 1),
         ("forward blocks", 2, 128): Tile(128, 64, 8, 3, True),
+        ("forward small blocks", 2, 32): Tile(64, 64, 4, 2, True),
         ("forward small blocks", 2, 128): Tile(64, 64, 8, 3, True),
     }
 )
@@ -194,7 +196,13 @@ AMPERE = (
         ("dq blocks", 2, 64): Tile(64, 64, 8, 2),
         ("dq small blocks", 2, 64): Tile(64, 64, 8, 2),
     }
-    | dropping(("dkdv", 256, Tile(16, 16, 4, 1)), itemsize=4)
+    | dropping(
+        ("dq", 16, Tile(32, 32, 8, 1)),
+        ("dq", 64, Tile(16, 16, 4, 1)),
+        ("dkdv", 16, Tile(16, 32, 4, 1)),
+        ("dkdv", 256, Tile(16, 16, 4, 1)),
+        itemsize=4,
+    )
 )
 # GPUs with 99 KiB of shared memory
 ADA = (
@@ -217,6 +225,7 @@ ADA = (
         ("dkdv small blocks", 2, 256): Tile(32, 32, 8, 1),
     }
     | dropping(("forward", 256, Tile(32, 32, 8, 2)), ("dq", 256, Tile(32, 32, 8, 1)))
+    | dropping(("dq", 128, Tile(32, 16, 16, 1)), itemsize=4)
 )
 CDNA = (
     FLOAT32

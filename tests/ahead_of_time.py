@@ -85,7 +85,7 @@ def compile_kernel(
     absent += () if dropout else ("seed_ptr",)
     absent += () if block_size else ("spans_ptr", "entries_ptr", "bits_ptr")
     constants |= {name: None for name in absent if name in function.arg_names}
-    ones = r"stride_(q|k|v|do)d|group_size" if group == 1 else r"stride_(q|k|v|do)d"
+    ones = r"stride_(q|k|v|do)d" + (r"|group_size" if group == 1 else "")
     constants |= {name: 1 for name in function.arg_names if re.fullmatch(ones, name)}
     signature, attributes = {}, {}
     for index, name in enumerate(function.arg_names):
@@ -110,8 +110,7 @@ def compile_kernel(
         if arch.startswith("gfx")
         else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     )
-    options = tile.options().items()
-    options = {name: value for name, value in options if not name.startswith("BLOCK")}
+    options = {name: value for name, value in tile.options().items() if not name.startswith("BLOCK")}
     compiled = triton.compile(source, target=target, options=options)
     used = {"shared": compiled.metadata.shared, "registers": None, "spilled": None, "warnings": []}
     return used | report_of(compiled) if target.backend == "cuda" else used

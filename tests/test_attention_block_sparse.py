@@ -121,10 +121,10 @@ def test_every_form_of_a_tile_computes_the_same(tiles, options, device, monkeypa
     ],
     ids=str,
 )
-@pytest.mark.parametrize("head_dim", [24, 72])
+@pytest.mark.parametrize("head_dim", [24, 72, 136])
 @pytest.mark.parametrize("form", ["keys first", "queries first"])
 def test_every_order_of_dk_and_dv_computes_the_same(form, head_dim, options, device, monkeypatch):
-    # the order depends on the mask, dropout, and whether head_dim is above 64
+    # the order depends on the mask, dropout, and whether head_dim is above 64 and above 128
     monkeypatch.setitem(INTERPRETER, "dkdv", TILE_FORMS[form]["dkdv"])
     q, k, v = random_qkv(1, 140, 140, 2, 1, head_dim, torch.float32, device)
     options = dict(options)

@@ -5,7 +5,8 @@
 
 Three kernels: `preprocess_kernel` computes delta and lse in base 2 for every query, `dkdv_kernel` and
 `dq_kernel` the rest. Scores are computed in both of these: two more matrix products than one fused kernel, in
-exchange for no float32 dq in memory and no order of additions that depends on timing.
+exchange for no float32 dq in memory and no order of additions that depends on timing. dk and dv are computed
+for each head of q, and added up behind the kernel where heads share keys.
 
 Source: Dao, FlashAttention-2, arXiv:2307.08691, algorithm 2; the gradient of lse enters through delta.
 """
@@ -100,6 +101,7 @@ def attention_backward(
         HEAD_DIM=head_dim, BLOCK_M=PREPROCESS_BLOCK_M, BLOCK_D=block_d,
     )  # fmt: skip
 
+    group_size = n_head // n_kv_head
     strides = (*q.stride(), *k.stride(), *v.stride(), *dout.stride())
     scalars = (
         problem.window or 0, problem.softmax_scale, problem.softmax_scale * math.log2(math.e),
@@ -125,18 +127,25 @@ def attention_backward(
     keys_first = tile.keys_first and problem.dropout_p == 0.0
     lists = problem.transposed_column_lists if keys_first else problem.column_lists
     *inputs, tma = sources(tile)
-    dkdv_kernel[n_programs(seq_k, problem.block_size, tile.block_n) * batch * n_kv_head,](
-        *inputs, lse_log2, delta, dk, dv, problem.query_bounds, problem.key_bounds, problem.dropout_seed,
-        *lists, *strides, *dk.stride()[:3], *list_strides(lists),
-        seq_q, seq_k, seq_padded, n_kv_head, n_head // n_kv_head, *scalars,
+    # of each head of q: in a loop over the heads that share a key, registers would be too few
+    parts = (dk, dv)
+    if group_size > 1:
+        parts = torch.empty(2, batch, seq_k, n_head, head_dim, dtype=k.dtype, device=k.device).unbind()
+    dkdv_kernel[n_programs(seq_k, problem.block_size, tile.block_n) * batch * n_head,](
+        *inputs, lse_log2, delta, *parts, problem.query_bounds, problem.key_bounds, problem.dropout_seed,
+        *lists, *strides, *parts[0].stride()[:3], *list_strides(lists),
+        seq_q, seq_k, seq_padded, n_head, group_size, *scalars,
         TMA=tma, KEYS_FIRST=keys_first, **constants, **tile.options(),
     )  # fmt: skip
+    if group_size > 1:
+        for total, part in zip((dk, dv), parts, strict=True):
+            torch.sum(part.unflatten(2, (n_kv_head, group_size)), 3, out=total)
     tile = choose_tile("dq", head_dim, q.dtype, q.device, problem.tile_variant, problem.block_size)
     *inputs, tma = sources(tile)
     dq_kernel[n_programs(seq_q, problem.block_size, tile.block_m) * batch * n_head,](
         *inputs, lse_log2, delta, dq, problem.key_bounds, problem.dropout_seed,
         *problem.row_lists, *strides, *dq.stride()[:3], *list_strides(problem.row_lists),
-        seq_q, seq_k, seq_padded, n_head, n_head // n_kv_head, *scalars,
+        seq_q, seq_k, seq_padded, n_head, group_size, *scalars,
         TMA=tma, HELD=tile.held, **constants, **tile.options(),
     )  # fmt: skip
     return dq, dk, dv

@@ -1,9 +1,8 @@
-"""dk and dv: one program owns BLOCK_N keys of one key head and walks the queries that see them.
+"""dk and dv: one program owns BLOCK_N keys and walks the queries of one head that see them.
 
-The queries of every head in the group are added in the same order in every run. With KEYS_FIRST tiles are
-keys by queries, and p and ds are left operands in the registers where products leave them. Else they are
-queries by keys, as in the other kernels, and p and ds pass through shared memory: so it is under dropout,
-because that is how the bits of a mask lie.
+With KEYS_FIRST tiles are keys by queries, and p and ds are left operands in the registers where products
+leave them. Else they are queries by keys, as in the other kernels, and p and ds pass through shared memory:
+so it is under dropout, because that is how the bits of a mask lie.
 """
 
 import triton
@@ -152,23 +151,25 @@ def dkdv_kernel(
     stride_dob, stride_dot, stride_doh, stride_dod,
     stride_dkb, stride_dkt, stride_dkh,
     stride_sb, stride_sh,
-    seq_q, seq_k, seq_padded, n_kv_head, group_size, window, softmax_scale, scale_log2, threshold, keep_scale,
+    seq_q, seq_k, seq_padded, n_head, group_size, window, softmax_scale, scale_log2, threshold, keep_scale,
     MASK: tl.constexpr, BLOCK_SIZE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, KEYS_FIRST: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     tiles_of_head = tiles_of(seq_k, BLOCK_SIZE, BLOCK_N)
     program = tl.program_id(0) % tiles_of_head
-    kv_head_of_batch = tl.program_id(0) // tiles_of_head
-    batch, kv_head = (kv_head_of_batch // n_kv_head).to(tl.int64), (kv_head_of_batch % n_kv_head).to(tl.int64)
+    head_of_batch = tl.program_id(0) // tiles_of_head
+    batch, head = (head_of_batch // n_head).to(tl.int64), (head_of_batch % n_head).to(tl.int64)
+    kv_head = head // group_size
     if not TMA:
+        q_source += batch * stride_qb + head * stride_qh
+        dout_source += batch * stride_dob + head * stride_doh
         k_source += batch * stride_kb + kv_head * stride_kh
         v_source += batch * stride_vb + kv_head * stride_vh
     # the first keys of a causal mask are seen by the most queries: longest first
     first_column = program * BLOCK_N
     if BLOCK_SIZE != 0:
-        # the order of the group's first head serves the others too
-        spans_ptr += batch * stride_sb + kv_head * group_size * stride_sh
+        spans_ptr += batch * stride_sb + head * stride_sh
         first_column = first_of_program(spans_ptr, program, BLOCK_SIZE, BLOCK_N)
     if MASK == "intervals":
         bounds_ptr += batch * 2 * seq_k
@@ -181,8 +182,8 @@ def dkdv_kernel(
     first_query, end_query = queries_of_keys(columns, seq_q, seq_k, window, bounds_ptr, MASK)
     first_a, end_a = queries_of_keys(first_column, seq_q, seq_k, window, bounds_ptr, MASK)
     first_b, end_b = queries_of_keys(first_column + BLOCK_N - 1, seq_q, seq_k, window, bounds_ptr, MASK)
-    if BLOCK_SIZE == 0:
-        span = find_span(first_a, end_a, first_b, end_b, (0, 0, 0), entries_ptr, MASK, BLOCK_SIZE, BLOCK_M)
+    listed = load_list(spans_ptr, first_column, BLOCK_SIZE)
+    span = find_span(first_a, end_a, first_b, end_b, listed, entries_ptr, MASK, BLOCK_SIZE, BLOCK_M)
 
     k = load_tile(
         k_source, batch, kv_head, first_column, seq_k, stride_kt, stride_kd, TMA, HEAD_DIM, BLOCK_N,
@@ -194,38 +195,26 @@ def dkdv_kernel(
     )  # fmt: skip
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for member in tl.range(0, group_size, num_stages=1):
-        head = kv_head * group_size + member
-        q_of_head, dout_of_head = q_source, dout_source
-        if not TMA:
-            q_of_head += batch * stride_qb + head * stride_qh
-            dout_of_head += batch * stride_dob + head * stride_doh
-        if BLOCK_SIZE != 0:
-            # in the loop: Triton 3.6 drops what a loop carries only to bound another in it
-            listed = load_list(spans_ptr, first_column, BLOCK_SIZE)
-            span = find_span(first_a, end_a, first_b, end_b, listed, entries_ptr, MASK, BLOCK_SIZE, BLOCK_M)
-            spans_ptr += stride_sh
-        row_of_head = (batch * n_kv_head * group_size + head) * seq_padded
-        lse_of_head, delta_of_head = lse_ptr, delta_ptr
-        if DROPOUT and BLOCK_D > 64:
-            # one number of 32 bits through the loop, not two pointers: backward.py refuses more
-            row_of_head = row_of_head.to(tl.int32)
-        else:
-            lse_of_head, delta_of_head, row_of_head = lse_ptr + row_of_head, delta_ptr + row_of_head, 0
-        for CUT in tl.static_range(2):
-            dk, dv = add_queries(
-                dk, dv, k, v,
-                q_of_head, dout_of_head,
-                lse_of_head, delta_of_head, row_of_head,
-                span, entries_ptr, bits_ptr,
-                first_query, end_query, seq_q, seq_k, window, bounds_ptr, key_bounds_ptr,
-                stride_qt, stride_qd,
-                stride_dot, stride_dod,
-                scale_log2, seed, threshold, keep_scale, batch, head,
-                first_column, CUT, MASK, BLOCK_SIZE, DROPOUT, PRECISION, TMA, KEYS_FIRST,
-                HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D,
-            )  # fmt: skip
-    dk_ptr += batch * stride_dkb + kv_head * stride_dkh
-    dv_ptr += batch * stride_dkb + kv_head * stride_dkh
+    row_of_head = head_of_batch.to(tl.int64) * seq_padded
+    if DROPOUT and BLOCK_D > 64:
+        # one number of 32 bits through the loop, not two pointers: backward.py refuses more
+        row_of_head = row_of_head.to(tl.int32)
+    else:
+        lse_ptr, delta_ptr, row_of_head = lse_ptr + row_of_head, delta_ptr + row_of_head, 0
+    for CUT in tl.static_range(2):
+        dk, dv = add_queries(
+            dk, dv, k, v,
+            q_source, dout_source,
+            lse_ptr, delta_ptr, row_of_head,
+            span, entries_ptr, bits_ptr,
+            first_query, end_query, seq_q, seq_k, window, bounds_ptr, key_bounds_ptr,
+            stride_qt, stride_qd,
+            stride_dot, stride_dod,
+            scale_log2, seed, threshold, keep_scale, batch, head,
+            first_column, CUT, MASK, BLOCK_SIZE, DROPOUT, PRECISION, TMA, KEYS_FIRST,
+            HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    dk_ptr += batch * stride_dkb + head * stride_dkh
+    dv_ptr += batch * stride_dkb + head * stride_dkh
     store_tile(dk_ptr, dk * softmax_scale, first_column, seq_k, stride_dkt, 1, HEAD_DIM, BLOCK_N, BLOCK_D)
     store_tile(dv_ptr, dv * keep_scale, first_column, seq_k, stride_dkt, 1, HEAD_DIM, BLOCK_N, BLOCK_D)

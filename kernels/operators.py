@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kernels import block_masks
-from kernels.problem import Problem, with_tokens_in_memory
+from kernels.layouts import with_tokens_in_memory
+from kernels.problem import Problem
 from kernels.registration import differentiate, operator
 
 # packages of kernels/, fastest first; the last one takes every problem, each other says what it refuses by

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from kernels import checks
 from kernels.intervals import document_bounds
+from kernels.layouts import with_tokens_in_memory
 from kernels.operators import implementation, refuse_second_derivative, save_nothing
-from kernels.problem import Problem, with_tokens_in_memory
+from kernels.problem import Problem
 from kernels.registration import differentiate, operator
 
 

@@ -87,19 +87,6 @@ def list_strides(lists: tuple[Tensor | None, ...]) -> tuple[int, int]:
     )
 
 
-def with_tokens_in_memory(dout: Tensor) -> Tensor:
-    """dout (B, T, H, D), with its tokens and channels written out where they are expanded, as behind a mean.
-
-    Else all multiprocessors would ask for the same few numbers at once, and the whole backward pass would
-    take up to 2.5 times as long (docs/kernels.md). Heads and batches may stay expanded.
-    """
-    stride_b, stride_t, stride_h, stride_d = dout.stride()
-    if stride_t and stride_d:
-        return dout
-    batches, heads = (slice(1) if stride == 0 else slice(None) for stride in (stride_b, stride_h))
-    return dout[batches, :, heads].contiguous().expand(dout.shape)
-
-
 def dot_precision() -> str:
     """How float32 operands are multiplied: IEEE, or TF32 where PyTorch's own matrix products use it."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

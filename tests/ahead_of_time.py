@@ -57,12 +57,10 @@ def compile_kernel(
     tile=None,
     *,
     group: int = 1,
-    tma: bool = True,
 ) -> dict:
-    """What the compiled kernel uses: shared memory, registers and spilled bytes (None for AMD).
+    """What the compiled kernel uses: shared memory, registers and spilled bytes.
 
-    group: heads that share keys, 1 or any number more. tma: whether TMA can read the tensors, on a GPU that
-    has it.
+    group: heads that share keys, 1 or any number more.
     """
     function = KERNELS[kernel]
     variant = variant_of(mask, block_size, dropout=dropout)
@@ -72,7 +70,7 @@ def compile_kernel(
         "BLOCK_SIZE": block_size,
         "DROPOUT": dropout,
         "PRECISION": "ieee",
-        "TMA": tma and tile.tma and arch in ("sm_90", "sm_100", "sm_120"),
+        "TMA": tile.tma,
         "HEAD_DIM": head_dim,
         "BLOCK_D": padded_head_dim(head_dim),
         "BLOCK_M": tile.block_m,
@@ -112,13 +110,12 @@ def compile_kernel(
     )
     options = {name: value for name, value in tile.options().items() if not name.startswith("BLOCK")}
     compiled = triton.compile(source, target=target, options=options)
-    used = {"shared": compiled.metadata.shared, "registers": None, "spilled": None, "warnings": []}
-    return used | report_of(compiled) if target.backend == "cuda" else used
+    return {"shared": compiled.metadata.shared} | report_of(compiled)
 
 
 def exceeds(row: dict) -> bool:
     """Whether a kernel does not fit its GPU, or spills."""
-    return row["shared"] > SHARED_MEMORY[row["arch"]] or (row["spilled"] or 0) > 0
+    return row["shared"] > SHARED_MEMORY[row["arch"]] or row["spilled"] > 0
 
 
 EVERYTHING = {
@@ -130,7 +127,6 @@ EVERYTHING = {
     "dropout": ["0"],
     "block_size": ["0"],
     "group": ["1"],
-    "tma": ["1"],
 }
 
 
@@ -138,7 +134,7 @@ def main(arguments: list[str]) -> None:
     chosen = EVERYTHING | {
         name: values.split(",") for name, _, values in (a.partition("=") for a in arguments)
     }
-    names = ("arch", "kernel", "head_dim", "dtype", "mask", "dropout", "block_size", "group", "tma")
+    names = ("arch", "kernel", "head_dim", "dtype", "mask", "dropout", "block_size", "group")
     too_much = []
     for combination in product(*(chosen[name] for name in names)):
         row = dict(zip(names, combination, strict=True))
@@ -151,7 +147,6 @@ def main(arguments: list[str]) -> None:
             row["dropout"] == "1",
             int(row["block_size"]),
             group=int(row["group"]),
-            tma=row["tma"] == "1",
         )
         row |= {"triton": triton.__version__} | used
         print(json.dumps(row), flush=True)

@@ -7,6 +7,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
+from kernels.layouts import bulk_readable
 from kernels.problem import MOST_HEADS, Problem
 
 HEAD_DIMS = (64, 128)
@@ -36,8 +37,6 @@ def refusal(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"takes 1 to {MOST_ROWS} rows over all heads"
     if batch * n_head > MOST_HEADS:
         return f"takes at most {MOST_HEADS} heads over all batches, not {batch * n_head}"
-    if not all(is_readable(x) for x in (q, k, v)):
-        return "reads tensors whose rows are unbroken and whose start and strides are multiples of 16 bytes"
     return build_error()
 
 
@@ -50,13 +49,6 @@ def refusal_of_blocks(problem: Problem, group: int) -> str | None:
     if group > 1 and problem.blocks[0].shape[1] > 1:
         return f"takes one block mask for all heads that share keys, not {group}"
     return None
-
-
-def is_readable(x: Tensor) -> bool:
-    """Whether a bulk copy can read x (B, T, H, D) in place."""
-    strides = (stride for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1)
-    aligned = x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in strides)
-    return x.stride(3) == 1 and aligned
 
 
 @cache
@@ -84,7 +76,7 @@ def build_error() -> str | None:
 def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out (B, Tq, H, D) in q's dtype, lse (B, H, Tq) float32. Raises ValueError where `refusal` refuses."""
     check(problem, q, k, v)
-    return import_module("kernels.hopper.launch").attention_forward(problem, q, k, v)
+    return import_module("kernels.hopper.launch").attention_forward(problem, *map(bulk_readable, (q, k, v)))
 
 
 def attention_backward(
@@ -100,7 +92,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, contiguous or in `gradients`. Raises ValueError where `refusal` refuses."""
     check(problem, q, k, v)
-    out, dout = (x if is_readable(x) else x.contiguous() for x in (out, dout))
+    dout, q, k, v, out = map(bulk_readable, (dout, q, k, v, out))
     return import_module("kernels.hopper.launch").attention_backward(
         problem, dout, dlse, q, k, v, out, lse, gradients=gradients
     )

@@ -6,6 +6,8 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.layouts import bulk_strides
+
 # what keys and values of one section of heads may take of the 50 MB of L2
 SECTION_BYTES = 32 * 2**20
 # of shared memory; made once, because making one takes Python longer than the rest of a descriptor
@@ -99,14 +101,9 @@ def float32_descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
 def head_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """Tiles of `rows` tokens of one head of (B, T, H, D), by strides: T is clipped batch by batch."""
     batch, seq, n_head, head_dim = x.shape
-    stride_b, stride_t, stride_h, _ = x.stride()
-    # the stride of a dimension of one element is never used, but its alignment is checked
-    strides = [
-        stride if size > 1 else head_dim
-        for size, stride in ((batch, stride_b), (n_head, stride_h), (seq, stride_t))
-    ]
+    stride_b, stride_t, stride_h = bulk_strides(x)
     shape, block = [batch, n_head, seq, head_dim], [1, 1, rows, head_dim]
-    return TensorDescriptor(x, shape, [*strides, 1], block, HEAD_LAYOUT)
+    return TensorDescriptor(x, shape, [stride_b, stride_h, stride_t, 1], block, HEAD_LAYOUT)
 
 
 def order_arguments(n_heads: int, n_tiles: int, section: int) -> tuple[int, int, int, int]:

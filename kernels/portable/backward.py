@@ -18,10 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.layouts import bulk_readable
 from kernels.portable.block_lists import n_programs
 from kernels.portable.dkdv import dkdv_kernel
 from kernels.portable.dq import dq_kernel
-from kernels.portable.tile_io import head_descriptor, in_reach, load_tile, tma_reads
+from kernels.portable.tile_io import head_descriptor, in_reach, load_tile
 from kernels.problem import Problem, dot_precision, list_strides
 from kernels.tiles import Tile, choose_tile, padded_head_dim
 
@@ -101,6 +102,12 @@ def attention_backward(
         HEAD_DIM=head_dim, BLOCK_M=PREPROCESS_BLOCK_M, BLOCK_D=block_d,
     )  # fmt: skip
 
+    dkdv_tile, dq_tile = (
+        choose_tile(name, head_dim, q.dtype, q.device, problem.tile_variant, problem.block_size)
+        for name in ("dkdv", "dq")
+    )
+    if dkdv_tile.tma or dq_tile.tma:
+        q, k, v, dout = map(bulk_readable, (q, k, v, dout))
     group_size = n_head // n_kv_head
     strides = (*q.stride(), *k.stride(), *v.stride(), *dout.stride())
     scalars = (
@@ -117,35 +124,31 @@ def attention_backward(
     }
 
     def sources(tile: Tile) -> tuple:
-        """q, k, v and dout as the kernels read them, and whether that is by TMA."""
-        if not (tile.tma and tma_reads(q, k, v, dout)):
-            return q, k, v, dout, False
+        """q, k, v and dout as the kernels read them."""
+        if not tile.tma:
+            return q, k, v, dout
         rows = (tile.block_m, tile.block_n, tile.block_n, tile.block_m)
-        return *(head_descriptor(x, n, block_d) for x, n in zip((q, k, v, dout), rows, strict=True)), True
+        return tuple(head_descriptor(x, n, block_d) for x, n in zip((q, k, v, dout), rows, strict=True))
 
-    tile = choose_tile("dkdv", head_dim, q.dtype, q.device, problem.tile_variant, problem.block_size)
-    keys_first = tile.keys_first and problem.dropout_p == 0.0
+    keys_first = dkdv_tile.keys_first and problem.dropout_p == 0.0
     lists = problem.transposed_column_lists if keys_first else problem.column_lists
-    *inputs, tma = sources(tile)
     # of each head of q: in a loop over the heads that share a key, registers would be too few
     parts = (dk, dv)
     if group_size > 1:
         parts = torch.empty(2, batch, seq_k, n_head, head_dim, dtype=k.dtype, device=k.device).unbind()
-    dkdv_kernel[n_programs(seq_k, problem.block_size, tile.block_n) * batch * n_head,](
-        *inputs, lse_log2, delta, *parts, problem.query_bounds, problem.key_bounds, problem.dropout_seed,
-        *lists, *strides, *parts[0].stride()[:3], *list_strides(lists),
+    dkdv_kernel[n_programs(seq_k, problem.block_size, dkdv_tile.block_n) * batch * n_head,](
+        *sources(dkdv_tile), lse_log2, delta, *parts, problem.query_bounds, problem.key_bounds,
+        problem.dropout_seed, *lists, *strides, *parts[0].stride()[:3], *list_strides(lists),
         seq_q, seq_k, seq_padded, n_head, group_size, *scalars,
-        TMA=tma, KEYS_FIRST=keys_first, **constants, **tile.options(),
+        TMA=dkdv_tile.tma, KEYS_FIRST=keys_first, **constants, **dkdv_tile.options(),
     )  # fmt: skip
     if group_size > 1:
         for total, part in zip((dk, dv), parts, strict=True):
             torch.sum(part.unflatten(2, (n_kv_head, group_size)), 3, out=total)
-    tile = choose_tile("dq", head_dim, q.dtype, q.device, problem.tile_variant, problem.block_size)
-    *inputs, tma = sources(tile)
-    dq_kernel[n_programs(seq_q, problem.block_size, tile.block_m) * batch * n_head,](
-        *inputs, lse_log2, delta, dq, problem.key_bounds, problem.dropout_seed,
+    dq_kernel[n_programs(seq_q, problem.block_size, dq_tile.block_m) * batch * n_head,](
+        *sources(dq_tile), lse_log2, delta, dq, problem.key_bounds, problem.dropout_seed,
         *problem.row_lists, *strides, *dq.stride()[:3], *list_strides(problem.row_lists),
         seq_q, seq_k, seq_padded, n_head, group_size, *scalars,
-        TMA=tma, HELD=tile.held, **constants, **tile.options(),
+        TMA=dq_tile.tma, HELD=dq_tile.held, **constants, **dq_tile.options(),
     )  # fmt: skip
     return dq, dk, dv

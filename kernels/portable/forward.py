@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.layouts import bulk_readable
 from kernels.portable.block_lists import (
     find_span,
     first_of_program,
@@ -42,7 +43,6 @@ from kernels.portable.tile_io import (
     in_registers,
     load_tile,
     store_tile,
-    tma_reads,
 )
 from kernels.problem import Problem, dot_precision, list_strides
 from kernels.tiles import choose_tile, padded_head_dim
@@ -177,22 +177,18 @@ def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tupl
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, n_head, seq_q, dtype=torch.float32, device=q.device)
     tile = choose_tile("forward", head_dim, q.dtype, q.device, problem.tile_variant, problem.block_size)
-    tma = tile.tma and tma_reads(q, k, v)
-    sources = (q, k, v)
-    if tma:
-        block_d = padded_head_dim(head_dim)
-        sources = (
-            head_descriptor(q, tile.block_m, block_d),
-            head_descriptor(k, tile.block_n, block_d),
-            head_descriptor(v, tile.block_n, block_d),
-        )
+    sources = q, k, v
+    if tile.tma:
+        q, k, v = map(bulk_readable, (q, k, v))
+        rows, block_d = (tile.block_m, tile.block_n, tile.block_n), padded_head_dim(head_dim)
+        sources = (head_descriptor(x, n, block_d) for x, n in zip((q, k, v), rows, strict=True))
     forward_kernel[n_programs(seq_q, problem.block_size, tile.block_m) * batch * n_head,](
         *sources, out, lse, problem.key_bounds, problem.dropout_seed, *problem.row_lists,
         *q.stride(), *k.stride(), *v.stride(), *out.stride()[:3], *list_strides(problem.row_lists),
         seq_q, k.shape[1], n_head, n_head // k.shape[2], problem.window or 0,
         problem.softmax_scale * math.log2(math.e), problem.signed_threshold, problem.keep_scale,
         MASK=problem.mask, BLOCK_SIZE=problem.block_size, DROPOUT=problem.dropout_p > 0.0,
-        PRECISION=dot_precision(), TMA=tma, HELD=tile.held,
+        PRECISION=dot_precision(), TMA=tile.tma, HELD=tile.held,
         HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim), **tile.options(),
     )  # fmt: skip
     return out, lse

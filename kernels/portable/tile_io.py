@@ -5,14 +5,13 @@ tensor: then one thread asks the copy engine of an NVIDIA GPU (sm_90 and later) 
 registers for addresses, and what lies outside of the tensor arrives as zeros.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# of addresses and strides, in bytes
-TMA_ALIGNMENT = 16
+from kernels.layouts import bulk_strides
+
 # of a tile: rows, and channels of one
 MAX_EXTENT = 256
 
@@ -96,20 +95,10 @@ def in_reach(x: Tensor) -> Tensor:
     return x if max(x.stride(1), x.stride(3)) < 2**31 // MAX_EXTENT else x.contiguous()
 
 
-def tma_reads(*tensors: Tensor) -> bool:
-    """Whether this GPU has TMA, and it can read all these tensors in place."""
-    device = tensors[0].device
-    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
-        return False
-    return all(
-        x.stride(3) == 1
-        and x.data_ptr() % TMA_ALIGNMENT == 0
-        and all(s * x.itemsize % TMA_ALIGNMENT == 0 for s in x.stride()[:3])
-        for x in tensors
-    )
-
-
 def head_descriptor(x: Tensor, rows: int, block_d: int) -> TensorDescriptor:
     """(B, T, H, D) as (B, H, T, D) in tiles of `rows` rows of one head."""
-    x = x.transpose(1, 2)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, block_d])
+    batch, seq, n_head, head_dim = x.shape
+    stride_b, stride_t, stride_h = bulk_strides(x)
+    return TensorDescriptor(
+        x, [batch, n_head, seq, head_dim], [stride_b, stride_h, stride_t, 1], [1, 1, rows, block_d]
+    )

@@ -19,7 +19,7 @@ class Tile(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
-    # read by TMA where the GPU and the strides allow it
+    # read by TMA: of GPUs that have it
     tma: bool = False
     # most of a thread, where fewer let another block run beside it; None: what the compiler takes
     registers: int | None = None
@@ -64,27 +64,25 @@ def dropping(*tiles: tuple[str, int, Tile], itemsize: int = 2) -> Table:
     }
 
 
-# variants with a block mask, without dropout
-BLOCKS = ("blocks", "small blocks")
+def all_registers(table: Table) -> Table:
+    """The rows with all registers that NVIDIA's GPUs have for them, where they name no limit.
+
+    Else the assembler spills some, to let more blocks run beside each other.
+    """
+    return {
+        key: tile if tile.registers else tile._replace(registers=min(255, 65536 // 32 // tile.num_warps))
+        for key, tile in table.items()
+    }
+
+
 # exact rather than fast: products run without matrix units
-FLOAT32 = (
-    rows("forward", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(32, 32, 8, 1), to_256=Tile(16, 16, 16, 1))
-    | rows("dq", 4, to_64=Tile(32, 32, 4, 2), to_128=Tile(32, 32, 8, 1), to_256=Tile(16, 32, 16, 1))
-    | rows("dkdv", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(16, 32, 8, 1), to_256=Tile(16, 32, 16, 1))
+FLOAT32 = all_registers(
+    rows("forward", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(32, 32, 8, 1), to_256=Tile(16, 16, 8, 1))
+    | rows("dq", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(32, 16, 8, 1), to_256=Tile(16, 16, 8, 1))
+    | rows("dkdv", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(16, 32, 8, 1), to_256=Tile(16, 16, 8, 1))
     | {("dkdv", 4, 64): Tile(32, 32, 8, 1)}
-    | {(f"dq {variant}", 4, width): Tile(32, 16, 4, 1) for variant in BLOCKS for width in (16, 32)}
-    | dropping(
-        ("forward", 32, Tile(32, 32, 8, 1)),
-        ("forward", 128, Tile(16, 32, 8, 1)),
-        ("dq", 16, Tile(32, 16, 4, 1)),
-        ("dq", 32, Tile(32, 16, 4, 1)),
-        ("dq", 64, Tile(32, 16, 4, 1)),
-        ("dq", 128, Tile(32, 16, 8, 1)),
-        ("dkdv", 32, Tile(32, 32, 8, 1)),
-        ("dkdv", 256, Tile(16, 16, 8, 1)),
-        itemsize=4,
-    )
-)
+    | dropping(("forward", 128, Tile(16, 32, 8, 1)), itemsize=4)
+) | dropping(("dkdv", 256, Tile(16, 16, 8, 1)), itemsize=4)
 # one query's keys: small tiles, of which many are under way at once; 2 bytes to head_dim 128 measured on an
 # H200 without block masks, docs/long_context.md, the rest not
 DECODE = rows(
@@ -148,13 +146,12 @@ BLACKWELL = (
         ("dq", 256, Tile(64, 32, 8, 2, True)),
         ("dkdv", 64, Tile(64, 32, 4, 2, True)),
     )
-    | dropping(("dkdv", 32, Tile(32, 16, 8, 1)), ("dkdv", 64, Tile(16, 16, 8, 1)), itemsize=4)
     | rows(
         "forward",
         2,
         to_64=Tile(128, 64, 4, 3, True),
         to_128=Tile(64, 64, 4, 3, True),
-        to_256=Tile(64, 32, 8, 2, True),
+        to_256=Tile(64, 32, 8, 2, True, 255),
     )
     | rows(
         "dq",
@@ -171,7 +168,6 @@ BLACKWELL = (
         to_256=Tile(32, 64, 8, 2, True),
     )
     | {
-        ("dq", 4, 128): Tile(32, 16, 8, 1),
         ("forward blocks", 2, 128): Tile(128, 64, 8, 3, True),
         ("forward small blocks", 2, 32): Tile(64, 64, 4, 2, True),
         ("forward small blocks", 2, 128): Tile(64, 64, 8, 3, True),
@@ -181,7 +177,7 @@ AMPERE_DROPOUT = dropping(
     ("forward", 64, Tile(64, 32, 8, 2)),
     ("forward", 128, Tile(64, 32, 4, 2)),
     ("dq", 64, Tile(64, 32, 4, 3)),
-    ("dkdv", 64, Tile(64, 32, 8, 2)),
+    ("dkdv", 64, Tile(64, 32, 8, 2, registers=255)),
     ("dkdv", 128, Tile(32, 64, 8, 2)),
 )
 AMPERE = (
@@ -196,13 +192,8 @@ AMPERE = (
         ("dq blocks", 2, 64): Tile(64, 64, 8, 2),
         ("dq small blocks", 2, 64): Tile(64, 64, 8, 2),
     }
-    | dropping(
-        ("dq", 16, Tile(32, 32, 8, 1)),
-        ("dq", 64, Tile(16, 16, 4, 1)),
-        ("dkdv", 16, Tile(16, 32, 4, 1)),
-        ("dkdv", 256, Tile(16, 16, 4, 1)),
-        itemsize=4,
-    )
+    | dropping(("dq", 256, Tile(64, 32, 8, 1)))
+    | dropping(("dkdv", 256, Tile(16, 16, 4, 1)), itemsize=4)
 )
 # GPUs with 99 KiB of shared memory
 ADA = (
@@ -211,9 +202,15 @@ ADA = (
     | AMPERE_DROPOUT
     | rows("forward", 2, to_64=Tile(128, 64, 8, 3), to_128=Tile(128, 64, 8, 2), to_256=Tile(64, 32, 8, 2))
     | rows("dq", 2, to_64=Tile(64, 64, 4, 3), to_128=Tile(64, 64, 8, 2), to_256=Tile(32, 32, 4, 1))
-    | rows("dkdv", 2, to_64=Tile(32, 32, 4, 2), to_128=Tile(64, 64, 8, 2), to_256=Tile(32, 32, 8, 2))
+    | rows(
+        "dkdv",
+        2,
+        to_64=Tile(32, 32, 4, 2),
+        to_128=Tile(64, 64, 8, 2),
+        to_256=Tile(32, 32, 8, 2, registers=255),
+    )
     | {
-        ("dq", 4, 128): Tile(32, 16, 8, 1),
+        ("forward", 4, 128): Tile(16, 32, 8, 1, registers=255),
         ("forward", 2, 32): Tile(128, 32, 8, 3),
         ("forward blocks", 2, 128): Tile(64, 32, 8, 2),
         ("forward small blocks", 2, 128): Tile(64, 32, 8, 2),
@@ -225,14 +222,15 @@ ADA = (
         ("dkdv small blocks", 2, 256): Tile(32, 32, 8, 1),
     }
     | dropping(("forward", 256, Tile(32, 32, 8, 2)), ("dq", 256, Tile(32, 32, 8, 1)))
-    | dropping(("dq", 128, Tile(32, 16, 16, 1)), itemsize=4)
 )
 CDNA = (
-    FLOAT32
-    | DECODE
+    DECODE
+    | rows("forward", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(32, 32, 8, 1), to_256=Tile(16, 16, 8, 1))
+    | rows("dq", 4, to_64=Tile(32, 32, 4, 2), to_128=Tile(32, 32, 4, 1), to_256=Tile(32, 16, 4, 1))
+    | rows("dkdv", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(16, 32, 4, 1), to_256=Tile(32, 16, 4, 1))
     | rows("forward", 2, to_64=Tile(128, 64, 4, 2), to_128=Tile(64, 64, 4, 2), to_256=Tile(64, 32, 8, 2))
-    | rows("dq", 2, to_64=Tile(128, 64, 4, 2), to_128=Tile(64, 64, 4, 2), to_256=Tile(64, 32, 8, 2))
-    | rows("dkdv", 2, to_64=Tile(64, 64, 4, 2), to_128=Tile(64, 64, 4, 2), to_256=Tile(64, 64, 8, 2))
+    | rows("dq", 2, to_64=Tile(128, 64, 4, 2), to_128=Tile(64, 64, 4, 2), to_256=Tile(64, 32, 4, 1))
+    | rows("dkdv", 2, to_64=Tile(64, 64, 4, 2), to_128=Tile(64, 64, 4, 1), to_256=Tile(32, 32, 4, 2))
 )
 TABLES = {"sm_80": AMPERE, "sm_90": HOPPER, "sm_100": BLACKWELL, "sm_103": BLACKWELL}
 # small, and neither square nor alike, so that short sequences have several blocks of every kind

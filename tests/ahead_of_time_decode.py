@@ -37,7 +37,7 @@ def compile_kernel(
     n_query: int = 1,
     turns: bool = False,
 ) -> dict:
-    """Shared memory, registers and spilled bytes (None for AMD) with one new query a sequence.
+    """Shared memory, registers and spilled bytes with one new query a sequence.
 
     turns: it and its key are turned, as with rotary positions.
     """
@@ -86,8 +86,7 @@ def compile_kernel(
     target = GPUTarget("hip", arch, 64) if is_amd else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     compiled = triton.compile(source, target=target, options=options)
-    used = {"shared": compiled.metadata.shared, "registers": None, "spilled": None}
-    return used if is_amd else used | report_of(compiled)
+    return {"shared": compiled.metadata.shared} | report_of(compiled)
 
 
 def main(arguments: list[str]) -> None:

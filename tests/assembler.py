@@ -1,4 +1,4 @@
-"""What NVIDIA's assembler says of a kernel when Triton compiles it, with the options that Triton gives it."""
+"""What a GPU's assembler says of a kernel when Triton compiles it, with the options that Triton gives it."""
 
 import re
 from contextlib import redirect_stdout
@@ -35,7 +35,15 @@ knobs.runtime.add_stages_inspection_hook = keep_report
 
 
 def report_of(compiled: triton.compiler.CompiledKernel) -> dict:
-    """Registers of a thread, bytes spilled in stores and loads, warnings that products run one by one."""
+    """Registers of a thread, bytes spilled in stores and loads, warnings that products run one by one.
+
+    Of an AMD GPU bytes of scratch memory, a thread's; scalars that lie in lanes of vector registers are none.
+    """
+    if "amdgcn" in compiled.asm:
+        code = compiled.asm["amdgcn"]
+        registers = int(re.search(r"\.vgpr_count: +(\d+)", code)[1])
+        scratch = int(re.search(r"\.private_segment_fixed_size: +(\d+)", code)[1])
+        return {"registers": registers, "spilled": scratch, "warnings": []}
     report = compiled.metadata.report
     return {
         "registers": int(re.search(r"Used (\d+) registers", report)[1]),

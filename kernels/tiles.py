@@ -138,13 +138,15 @@ HOPPER = (
 BLACKWELL = (
     FLOAT32
     | DECODE
-    | dropping(
-        *(("forward", width, Tile(64, 64, 4, 3, True)) for width in (16, 32, 64)),
-        ("forward", 128, Tile(64, 64, 8, 3, True)),
-        *(("dq", width, Tile(64, 32, 4, 3, True)) for width in (16, 32, 64)),
-        ("dq", 128, Tile(64, 64, 8, 2, True)),
-        ("dq", 256, Tile(64, 32, 8, 2, True)),
-        ("dkdv", 64, Tile(64, 32, 4, 2, True)),
+    | all_registers(
+        dropping(
+            *(("forward", width, Tile(64, 64, 4, 3, True)) for width in (16, 32, 64)),
+            ("forward", 128, Tile(64, 64, 8, 3, True)),
+            *(("dq", width, Tile(64, 32, 4, 3, True)) for width in (16, 32, 64)),
+            ("dq", 128, Tile(64, 64, 8, 2, True)),
+            ("dq", 256, Tile(64, 32, 8, 2, True)),
+            ("dkdv", 64, Tile(64, 32, 4, 2, True)),
+        )
     )
     | rows(
         "forward",
@@ -173,18 +175,27 @@ BLACKWELL = (
         ("forward small blocks", 2, 128): Tile(64, 64, 8, 3, True),
     }
 )
-AMPERE_DROPOUT = dropping(
-    ("forward", 64, Tile(64, 32, 8, 2)),
-    ("forward", 128, Tile(64, 32, 4, 2)),
-    ("dq", 64, Tile(64, 32, 4, 3)),
-    ("dkdv", 64, Tile(64, 32, 8, 2, registers=255)),
-    ("dkdv", 128, Tile(32, 64, 8, 2)),
+AMPERE_DROPOUT = all_registers(
+    dropping(
+        ("forward", 64, Tile(64, 32, 8, 2)),
+        ("forward", 128, Tile(64, 32, 4, 2)),
+        ("dq", 32, Tile(64, 64, 4, 3)),
+        ("dq", 64, Tile(64, 32, 4, 3)),
+        ("dkdv", 64, Tile(64, 32, 8, 2)),
+        ("dkdv", 128, Tile(32, 64, 8, 2)),
+    )
 )
 AMPERE = (
     FLOAT32
     | DECODE
     | AMPERE_DROPOUT
-    | rows("forward", 2, to_64=Tile(128, 64, 8, 3), to_128=Tile(64, 64, 8, 2), to_256=Tile(64, 32, 8, 2))
+    | rows(
+        "forward",
+        2,
+        to_64=Tile(128, 64, 8, 3, registers=255),
+        to_128=Tile(64, 64, 8, 2),
+        to_256=Tile(64, 32, 8, 2),
+    )
     | rows("dq", 2, to_64=Tile(64, 64, 4, 3), to_128=Tile(64, 64, 8, 2), to_256=Tile(64, 32, 8, 2))
     | rows("dkdv", 2, to_64=Tile(64, 64, 8, 2), to_128=Tile(64, 64, 8, 2), to_256=Tile(32, 32, 8, 2))
     | {
@@ -192,7 +203,7 @@ AMPERE = (
         ("dq blocks", 2, 64): Tile(64, 64, 8, 2),
         ("dq small blocks", 2, 64): Tile(64, 64, 8, 2),
     }
-    | dropping(("dq", 256, Tile(64, 32, 8, 1)))
+    | dropping(("dq", 256, Tile(64, 32, 8, 2, registers=255)))
     | dropping(("dkdv", 256, Tile(16, 16, 4, 1)), itemsize=4)
 )
 # GPUs with 99 KiB of shared memory
@@ -221,7 +232,13 @@ ADA = (
         ("dkdv blocks", 2, 256): Tile(32, 32, 8, 1),
         ("dkdv small blocks", 2, 256): Tile(32, 32, 8, 1),
     }
-    | dropping(("forward", 256, Tile(32, 32, 8, 2)), ("dq", 256, Tile(32, 32, 8, 1)))
+    | all_registers(
+        dropping(
+            ("forward", 256, Tile(32, 32, 8, 2)),
+            ("dq", 256, Tile(32, 32, 8, 1)),
+            ("dkdv", 16, Tile(32, 32, 4, 2)),
+        )
+    )
 )
 CDNA = (
     DECODE

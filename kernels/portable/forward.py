@@ -36,7 +36,7 @@ from kernels.portable.block_lists import (
     visible_bits,
 )
 from kernels.portable.dropout import keep_tile
-from kernels.portable.masks import keys_of_queries, line_numbers
+from kernels.portable.masks import keys_of_queries
 from kernels.portable.tile_io import (
     head_descriptor,
     in_reach,
@@ -72,7 +72,7 @@ def attend_blocks(
         )
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
         if CUT:
-            columns = line_numbers(n, BLOCK_N)[None, :]
+            columns = n + tl.arange(0, BLOCK_N)[None, :]
             visible = (columns >= first_key[:, None]) & (columns < end_key[:, None])
             if BLOCK_SIZE != 0:
                 visible &= visible_bits(bits_ptr, bits, first_row, n, BLOCK_SIZE, BLOCK_M, BLOCK_N)

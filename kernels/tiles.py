@@ -81,7 +81,7 @@ FLOAT32 = all_registers(
     | rows("dq", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(32, 16, 8, 1), to_256=Tile(16, 16, 8, 1))
     | rows("dkdv", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(16, 32, 8, 1), to_256=Tile(16, 16, 8, 1))
     | {("dkdv", 4, 64): Tile(32, 32, 8, 1)}
-    | dropping(("forward", 128, Tile(16, 32, 8, 1)), itemsize=4)
+    | dropping(("forward", 64, Tile(32, 32, 8, 1)), ("forward", 128, Tile(16, 32, 8, 1)), itemsize=4)
 ) | dropping(("dkdv", 256, Tile(16, 16, 8, 1)), itemsize=4)
 # one query's keys: small tiles, of which many are under way at once; 2 bytes to head_dim 128 measured on an
 # H200 without block masks, docs/long_context.md, the rest not
@@ -159,7 +159,7 @@ BLACKWELL = (
         "dq",
         2,
         to_64=Tile(128, 64, 4, 3, True),
-        to_128=Tile(64, 64, 4, 3, True),
+        to_128=Tile(64, 64, 4, 3, True, 255),
         to_256=Tile(64, 64, 8, 2, True),
     )
     | rows(
@@ -179,16 +179,27 @@ AMPERE_DROPOUT = all_registers(
     dropping(
         ("forward", 64, Tile(64, 32, 8, 2)),
         ("forward", 128, Tile(64, 32, 4, 2)),
+        ("dq", 16, Tile(64, 64, 4, 3)),
         ("dq", 32, Tile(64, 64, 4, 3)),
         ("dq", 64, Tile(64, 32, 4, 3)),
         ("dkdv", 64, Tile(64, 32, 8, 2)),
         ("dkdv", 128, Tile(32, 64, 8, 2)),
     )
 )
+AMPERE_BLOCKS = {
+    (f"dq {variant}", 2, width): tile
+    for variant in ("blocks", "small blocks")
+    for width, tile in {
+        16: Tile(64, 64, 4, 3, registers=255),
+        32: Tile(64, 64, 4, 3, registers=255),
+        64: Tile(64, 64, 8, 2),
+    }.items()
+}
 AMPERE = (
     FLOAT32
     | DECODE
     | AMPERE_DROPOUT
+    | AMPERE_BLOCKS
     | rows(
         "forward",
         2,
@@ -198,11 +209,7 @@ AMPERE = (
     )
     | rows("dq", 2, to_64=Tile(64, 64, 4, 3), to_128=Tile(64, 64, 8, 2), to_256=Tile(64, 32, 8, 2))
     | rows("dkdv", 2, to_64=Tile(64, 64, 8, 2), to_128=Tile(64, 64, 8, 2), to_256=Tile(32, 32, 8, 2))
-    | {
-        ("dq full", 2, 64): Tile(64, 32, 4, 3),
-        ("dq blocks", 2, 64): Tile(64, 64, 8, 2),
-        ("dq small blocks", 2, 64): Tile(64, 64, 8, 2),
-    }
+    | {("dq full", 2, 64): Tile(64, 32, 4, 3)}
     | dropping(("dq", 256, Tile(64, 32, 8, 2, registers=255)))
     | dropping(("dkdv", 256, Tile(16, 16, 4, 1)), itemsize=4)
 )
@@ -211,6 +218,7 @@ ADA = (
     FLOAT32
     | DECODE
     | AMPERE_DROPOUT
+    | AMPERE_BLOCKS
     | rows("forward", 2, to_64=Tile(128, 64, 8, 3), to_128=Tile(128, 64, 8, 2), to_256=Tile(64, 32, 8, 2))
     | rows("dq", 2, to_64=Tile(64, 64, 4, 3), to_128=Tile(64, 64, 8, 2), to_256=Tile(32, 32, 4, 1))
     | rows(
@@ -227,8 +235,6 @@ ADA = (
         ("forward small blocks", 2, 128): Tile(64, 32, 8, 2),
         ("dq full", 2, 64): Tile(64, 32, 4, 3),
         ("dkdv full", 2, 64): Tile(64, 32, 4, 2),
-        ("dq blocks", 2, 64): Tile(64, 64, 8, 2),
-        ("dq small blocks", 2, 64): Tile(64, 64, 8, 2),
         ("dkdv blocks", 2, 256): Tile(32, 32, 8, 1),
         ("dkdv small blocks", 2, 256): Tile(32, 32, 8, 1),
     }
@@ -237,6 +243,7 @@ ADA = (
             ("forward", 256, Tile(32, 32, 8, 2)),
             ("dq", 256, Tile(32, 32, 8, 1)),
             ("dkdv", 16, Tile(32, 32, 4, 2)),
+            ("dkdv", 32, Tile(32, 32, 4, 2)),
         )
     )
 )

@@ -21,7 +21,8 @@ class Tile(NamedTuple):
     num_stages: int
     # read by TMA: of GPUs that have it
     tma: bool = False
-    # most of a thread, where fewer let another block run beside it; None: what the compiler takes
+    # most of a thread: fewer, to let another block run beside it, or all, lest the assembler spill for that;
+    # None: what the compiler takes
     registers: int | None = None
     # forward and dq: what stays for a whole loop, q and dout, is held in registers; see tile_io.in_registers
     held: bool = False

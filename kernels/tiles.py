@@ -13,6 +13,9 @@ from typing import NamedTuple
 import torch
 import triton
 
+# of a thread. Where no number is named, NVIDIA's assembler may spill some, to let more blocks run at once
+ALL_REGISTERS = 255
+
 
 class Tile(NamedTuple):
     block_m: int
@@ -21,8 +24,7 @@ class Tile(NamedTuple):
     num_stages: int
     # read by TMA: of GPUs that have it
     tma: bool = False
-    # most of a thread: fewer, to let another block run beside it, or all, lest the assembler spill for that;
-    # None: what the compiler takes
+    # most of a thread: fewer, to let another block run beside it, or all; None: what the assembler takes
     registers: int | None = None
     # forward and dq: what stays for a whole loop, q and dout, is held in registers; see tile_io.in_registers
     held: bool = False
@@ -66,14 +68,8 @@ def dropping(*tiles: tuple[str, int, Tile], itemsize: int = 2) -> Table:
 
 
 def all_registers(table: Table) -> Table:
-    """The rows with all registers that NVIDIA's GPUs have for them, where they name no limit.
-
-    Else the assembler spills some, to let more blocks run beside each other.
-    """
-    return {
-        key: tile if tile.registers else tile._replace(registers=min(255, 65536 // 32 // tile.num_warps))
-        for key, tile in table.items()
-    }
+    """The rows, with every register that there is for up to eight warps."""
+    return {key: tile._replace(registers=ALL_REGISTERS) for key, tile in table.items()}
 
 
 # exact rather than fast: products run without matrix units
@@ -154,13 +150,13 @@ BLACKWELL = (
         2,
         to_64=Tile(128, 64, 4, 3, True),
         to_128=Tile(64, 64, 4, 3, True),
-        to_256=Tile(64, 32, 8, 2, True, 255),
+        to_256=Tile(64, 32, 8, 2, True, ALL_REGISTERS),
     )
     | rows(
         "dq",
         2,
         to_64=Tile(128, 64, 4, 3, True),
-        to_128=Tile(64, 64, 4, 3, True, 255),
+        to_128=Tile(64, 64, 4, 3, True, ALL_REGISTERS),
         to_256=Tile(64, 64, 8, 2, True),
     )
     | rows(
@@ -191,8 +187,8 @@ AMPERE_BLOCKS = {
     (f"dq {variant}", 2, width): tile
     for variant in ("blocks", "small blocks")
     for width, tile in {
-        16: Tile(64, 64, 4, 3, registers=255),
-        32: Tile(64, 64, 4, 3, registers=255),
+        16: Tile(64, 64, 4, 3, registers=ALL_REGISTERS),
+        32: Tile(64, 64, 4, 3, registers=ALL_REGISTERS),
         64: Tile(64, 64, 8, 2),
     }.items()
 }
@@ -204,14 +200,14 @@ AMPERE = (
     | rows(
         "forward",
         2,
-        to_64=Tile(128, 64, 8, 3, registers=255),
+        to_64=Tile(128, 64, 8, 3, registers=ALL_REGISTERS),
         to_128=Tile(64, 64, 8, 2),
         to_256=Tile(64, 32, 8, 2),
     )
     | rows("dq", 2, to_64=Tile(64, 64, 4, 3), to_128=Tile(64, 64, 8, 2), to_256=Tile(64, 32, 8, 2))
     | rows("dkdv", 2, to_64=Tile(64, 64, 8, 2), to_128=Tile(64, 64, 8, 2), to_256=Tile(32, 32, 8, 2))
     | {("dq full", 2, 64): Tile(64, 32, 4, 3)}
-    | dropping(("dq", 256, Tile(64, 32, 8, 2, registers=255)))
+    | dropping(("dq", 256, Tile(64, 32, 8, 2, registers=ALL_REGISTERS)))
     | dropping(("dkdv", 256, Tile(16, 16, 4, 1)), itemsize=4)
 )
 # GPUs with 99 KiB of shared memory
@@ -227,10 +223,10 @@ ADA = (
         2,
         to_64=Tile(32, 32, 4, 2),
         to_128=Tile(64, 64, 8, 2),
-        to_256=Tile(32, 32, 8, 2, registers=255),
+        to_256=Tile(32, 32, 8, 2, registers=ALL_REGISTERS),
     )
     | {
-        ("forward", 4, 128): Tile(16, 32, 8, 1, registers=255),
+        ("forward", 4, 128): Tile(16, 32, 8, 1, registers=ALL_REGISTERS),
         ("forward", 2, 32): Tile(128, 32, 8, 3),
         ("forward blocks", 2, 128): Tile(64, 32, 8, 2),
         ("forward small blocks", 2, 128): Tile(64, 32, 8, 2),

@@ -35,5 +35,5 @@ def test_views_that_bulk_copies_cannot_read_are_copied_whole():
 
 def test_the_stride_of_a_dimension_of_one_element_does_not_matter():
     x = torch.randn(100).half().as_strided((1, 3, 1, 8), (7, 16, 5, 1))
-    assert is_bulk_readable(x) == (x.data_ptr() % 16 == 0)
+    assert is_bulk_readable(x)
     assert bulk_strides(x) == (8, 16, 8)

@@ -226,6 +226,7 @@ ADA = (
         to_256=Tile(32, 32, 8, 2, registers=ALL_REGISTERS),
     )
     | {
+        ("forward full", 4, 64): Tile(32, 32, 8, 1, registers=ALL_REGISTERS),
         ("forward", 4, 128): Tile(16, 32, 8, 1, registers=ALL_REGISTERS),
         ("forward", 2, 32): Tile(128, 32, 8, 3),
         ("forward blocks", 2, 128): Tile(64, 32, 8, 2),

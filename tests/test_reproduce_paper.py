@@ -213,7 +213,7 @@ def test_the_counting_model_gives_the_papers_bytes():
 
 def test_bytes_grow_with_the_square_of_the_length_in_eager_and_linearly_in_ours():
     def growth(attention) -> float:
-        counted = [traffic.pass_bytes(attention, 1, seq_len, 2, 64) for seq_len in (2048, 4096)]
+        counted = [traffic.pass_bytes(attention, 1, seq_len, 2, 64, CPU) for seq_len in (2048, 4096)]
         return counted[1] / counted[0]
 
     assert growth(baselines.eager) == pytest.approx(4.0, rel=0.05)

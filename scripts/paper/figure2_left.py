@@ -67,7 +67,7 @@ def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
     product = 2 * sizes.batch * sizes.heads * sizes.seq_len**2 * sizes.head_dim
     for name in ("eager", "ours"):
         row = {"implementation": name, **shape, "matmul_gflop": PRODUCTS[name] * product / 1e9}
-        row["counted_gb"] = pass_bytes(attention(name, sizes, device), **shape) / 1e9
+        row["counted_gb"] = pass_bytes(attention(name, sizes, device), **shape, device=device) / 1e9
         row["forward_ms"] = row["backward_ms"] = row["memory_gb"] = row["l2_gb"] = None
         if device.type == "cuda":
             qkv = baselines.inputs(**shape, device=device, requires_grad=True)

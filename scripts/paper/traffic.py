@@ -51,9 +51,10 @@ def n_bytes(values: Iterable) -> int:
     return total
 
 
-def pass_bytes(attention: Callable, batch: int, seq_len: int, heads: int, head_dim: int) -> int:
-    """Bytes of one forward and backward pass of attention(q, k, v), fp16."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def pass_bytes(
+    attention: Callable, batch: int, seq_len: int, heads: int, head_dim: int, device: torch.device
+) -> int:
+    """Bytes of one forward and backward pass of attention(q, k, v) on a device, fp16."""
     # a mask that the attention holds may be real
     with FakeTensorMode(allow_non_fake_inputs=True):
         qkv = baselines.inputs(batch, seq_len, heads, head_dim, device, requires_grad=True)

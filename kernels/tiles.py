@@ -167,6 +167,11 @@ BLACKWELL = (
         to_256=Tile(32, 64, 8, 2, True),
     )
     | {
+        ("forward full", 4, 64): Tile(32, 32, 8, 1, registers=ALL_REGISTERS),
+        ("forward blocks", 4, 128): Tile(16, 32, 8, 1, registers=ALL_REGISTERS),
+        ("forward small blocks", 4, 128): Tile(16, 32, 8, 1, registers=ALL_REGISTERS),
+        ("forward window", 2, 128): Tile(64, 64, 4, 3, True, ALL_REGISTERS),
+        ("dkdv full", 2, 64): Tile(64, 64, 4, 2, True, ALL_REGISTERS),
         ("forward blocks", 2, 128): Tile(128, 64, 8, 3, True),
         ("forward small blocks", 2, 32): Tile(64, 64, 4, 2, True),
         ("forward small blocks", 2, 128): Tile(64, 64, 8, 3, True),
@@ -238,6 +243,7 @@ ADA = (
     }
     | all_registers(
         dropping(
+            ("forward", 16, Tile(128, 64, 8, 3)),
             ("forward", 256, Tile(32, 32, 8, 2)),
             ("dq", 256, Tile(32, 32, 8, 1)),
             ("dkdv", 16, Tile(32, 32, 4, 2)),

@@ -16,8 +16,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kernels.hopper.backward import backward_kernel
 from kernels.hopper.backward_64 import backward_64_kernel
+from kernels.hopper.backward_128 import backward_128_kernel
 from kernels.hopper.dq import dq_kernel
 from kernels.hopper.forward import ROWS, forward_kernel
 from kernels.hopper.launch import registers
@@ -59,7 +59,10 @@ def forward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int) -> t
 def backward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int, sums_dq: bool = True) -> tuple:
     """The same for the backward pass."""
     tile = backward_tile(head_dim, sums_dq)
+    kernel = backward_64_kernel if head_dim == 64 else backward_128_kernel
     rows = {"q_desc": 64, "dout_desc": 64, "k_desc": 128, "v_desc": 128, "dk_desc": 64, "dv_desc": 64}
+    if head_dim == 128:
+        rows["v_desc"] = 64
     descriptors = {name: descriptor(dtype, 1, 1, n, head_dim) for name, n in rows.items()}
     descriptors["minus_lse_desc"] = descriptor("fp32", 64, swizzle=0)
     descriptors["minus_delta_desc"] = descriptor("fp32", 64, swizzle=0)
@@ -67,19 +70,16 @@ def backward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int, sum
     constants = {
         "MASK": mask,
         "SUMS_DQ": sums_dq,
+        "KV_STAGES": tile.kv_stages,
         "STAGES": tile.stages,
+        "DS_STAGES": tile.ds_stages,
         "CONSUMER_REGISTERS": tile.consumer_registers,
+        "REDUCER_REGISTERS": tile.reducer_registers,
         "PRODUCER_REGISTERS": tile.producer_registers,
     }
-    if head_dim != 64:
-        return backward_kernel, descriptors, constants | {"HEAD_DIM": head_dim}, registers(2)
-    constants |= {
-        "KV_STAGES": tile.kv_stages,
-        "DS_STAGES": tile.ds_stages,
-        "DQ_STAGES": tile.dq_stages,
-        "REDUCER_REGISTERS": tile.reducer_registers,
-    }
-    return backward_64_kernel, descriptors, constants, registers(3 if sums_dq else 2)
+    if head_dim == 64:
+        constants["DQ_STAGES"] = tile.dq_stages
+    return kernel, descriptors, constants, registers(3 if sums_dq else 2)
 
 
 def dkdv_configuration(head_dim: int, dtype: str, mask: str, seq_q: int) -> tuple:

@@ -23,7 +23,9 @@ MULTIPROCESSOR, RESERVED = 233472, 1024
 SPILLED = {
     **{("backward", 64, mask): 16 for mask in ("full", "causal", "window", "intervals")},
     ("backward", 64, "blocks"): 32,
-    ("backward", 128, "intervals"): 20,
+    **{("backward", 128, mask): 8 for mask in ("full", "causal", "window")},
+    ("backward", 128, "intervals"): 16,
+    ("backward", 128, "blocks"): 88,
     ("dq", 128, "causal"): 8,
     ("dq", 128, "window"): 40,
     ("dq", 128, "intervals"): 8,

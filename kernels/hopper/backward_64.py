@@ -1,10 +1,12 @@
-"""dq, dk and dv of heads of 64 on sm_90, in Gluon: backward.py with a warpgroup of its own for dq.
+"""dq, dk and dv of heads of 64 on sm_90, in Gluon: P = exp(S - lse), dS = P * (dP - delta).
 
 A block is persistent and takes tiles of BLOCK_N keys from a counter, the longest first under a causal mask.
 Two warpgroups own 64 keys of a tile each, hold k and v in registers as left operands, and make dk and dv.
-They leave dS in a ring, from which a third makes dq = dS k and adds it to a float32 sum by bulk reduction: so
-neither waits for the other's half of dS, nor for a reduction. One warp copies what they read, a tile ahead.
-Without SUMS_DQ there is no third: dq.py makes dq.
+Scores are held transposed, (keys, queries), so that P and dS are the left operands of dv += P^T dout and
+dk += dS^T q without leaving the registers. The two score products begin from -lse / scale and -delta, so that
+no subtraction is left. They leave dS in a ring, from which a third makes dq = dS k and adds it to a float32
+sum by bulk reduction: so neither waits for the other's half of dS, nor for a reduction. One warp copies what
+they read, a tile ahead. Without SUMS_DQ there is no third: dq.py makes dq, in one order.
 
 Sources: FlashAttention-2 (arXiv:2307.08691), FlashAttention-3 (arXiv:2407.08608).
 """
@@ -33,13 +35,16 @@ from kernels.hopper.queries import (
     BLOCK_N,
     CONSUMERS,
     ROWS,
+    KeyTiles,
+    announce,
+    announced,
+    columns,
+    copy_queries,
     key_limits,
     probabilities,
     query_block,
-    scores,
-    visit,
 )
-from kernels.hopper.schedule import Mask, TileOrder, quotient
+from kernels.hopper.schedule import Mask, TileOrder
 
 HEAD_DIM = gl.constexpr(64)
 
@@ -62,12 +67,7 @@ class Tiles:
     kv_ring: Ring
     q_ring: Ring
     ds_ring: Ring
-    order: TileOrder
-    mask: Mask
-    n_kv_head: gl.tensor
-    by_n_kv_head: gl.tensor
-    group: gl.tensor
-    padded: gl.tensor  # rows of one head in lse, delta and dq
+    work: KeyTiles
     KV_STAGES: gl.constexpr
     DQ_STAGES: gl.constexpr
     SUMS_DQ: gl.constexpr
@@ -75,22 +75,7 @@ class Tiles:
     @gluon.jit
     def take(self, t):
         """The number in order of this block's tile t, once its keys and values have arrived."""
-        number = self.number.index(self.kv_ring.take(t)).load(gl.BlockedLayout([1], [32], [4], [0]))
-        return gl.max(number, 0)
-
-    @gluon.jit
-    def locate(self, i):
-        """Batch, head of k and v, first key and the ranges of places of the i-th tile in order."""
-        head, tile = self.order.find(i)
-        batch = quotient(head, self.by_n_kv_head)
-        kv_head = head - batch * self.n_kv_head
-        key, begin, whole_begin, whole_end, end = visit(self.mask, batch, kv_head, tile)
-        return batch, kv_head, key, begin, whole_begin, whole_end, end
-
-    @gluon.jit
-    def first_line(self, batch, kv_head, g):
-        """Where query head g of the group begins in lse, delta and dq."""
-        return ((batch * self.n_kv_head + kv_head) * self.group + g) * self.padded
+        return announced(self.number.index(self.kv_ring.take(t)))
 
 
 @gluon.jit
@@ -99,53 +84,44 @@ def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delt
     n = 0
     t = 0
     i = gl.program_id(0)
-    while i < tiles.order.total():
-        batch, kv_head, key, begin, _, _, end = tiles.locate(i)
+    while i < tiles.work.order.total():
+        batch, kv_head, key, begin, _, _, end = tiles.work.locate(i)
         stage, full = tiles.kv_ring.fill(t)
-        announce(tiles, stage, i)
+        announce(tiles.number.index(stage), i)
         mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(k_desc, [batch, kv_head, key, 0], full, tiles.k.index(stage))
         tma.async_copy_global_to_shared(v_desc, [batch, kv_head, key, 0], full, tiles.v.index(stage))
-        for g in range(tiles.group):
-            head = kv_head * tiles.group + g
-            line = tiles.first_line(batch, kv_head, g)
+        for g in range(tiles.work.group):
+            head = kv_head * tiles.work.group + g
+            line = tiles.work.first_line(batch, kv_head, g)
             for place in range(begin, end):
-                row = query_block(tiles.mask, place) * ROWS
-                stage, full = tiles.q_ring.fill(n)
-                mbarrier.expect(full, 2 * (q_desc.block_type.nbytes + minus_lse_desc.block_type.nbytes))
-                tma.async_copy_global_to_shared(q_desc, [batch, head, row, 0], full, tiles.q.index(stage))
-                tma.async_copy_global_to_shared(
-                    minus_lse_desc, [line + row], full, tiles.minus_lse.index(stage)
-                )
-                tma.async_copy_global_to_shared(
-                    dout_desc, [batch, head, row, 0], full, tiles.dout.index(stage)
-                )
-                tma.async_copy_global_to_shared(
-                    minus_delta_desc, [line + row], full, tiles.minus_delta.index(stage)
+                copy_queries(
+                    tiles, q_desc, dout_desc, minus_lse_desc, minus_delta_desc, batch, head, line, place, n
                 )
                 n += 1
         t += 1
-        i = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        i = tiles.work.after(counter_ptr)
     # a number behind the last ends the others
     stage, full = tiles.kv_ring.fill(t)
-    announce(tiles, stage, i)
+    announce(tiles.number.index(stage), i)
     mbarrier.arrive(full, count=1)
-
-
-@gluon.jit
-def announce(tiles, stage, i):
-    """Writes the number of a tile beside its keys, before their barrier is armed."""
-    tiles.number.index(stage).store(gl.full([1], i, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    thread_barrier()
 
 
 @gluon.jit
 def step(tiles, dk, dv, k, v, n, place, masked, first, end, scale_log2, INDEX: gl.constexpr):
     """One block of queries."""
-    A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    S_LAYOUT: gl.constexpr = dk.type.layout
+    A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     dtype: gl.constexpr = tiles.q.dtype
-    s, dp, q, dout = scores(tiles, k, v, n)
-    p = probabilities(tiles.mask, s, place, masked, first, end, scale_log2)
+    stage = tiles.q_ring.take(n)
+    q = tiles.q.index(stage).reshape([ROWS, HEAD_DIM])
+    dout = tiles.dout.index(stage).reshape([ROWS, HEAD_DIM])
+    minus_lse = columns(tiles.minus_lse.index(stage), S_LAYOUT)
+    minus_delta = columns(tiles.minus_delta.index(stage), S_LAYOUT)
+    s = warpgroup_mma(k, q.permute((1, 0)), minus_lse, is_async=True)  # (keys, queries)
+    dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
+    p = probabilities(tiles.work.mask, s, place, masked, first, end, scale_log2)
     p16 = gl.convert_layout(p.to(dtype), A_LAYOUT)
     dp = warpgroup_mma_wait(0, deps=[dp])
     dv = warpgroup_mma(p16, dout, dv, is_async=True)  # (keys, D)
@@ -171,8 +147,8 @@ def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.conste
     n = gl.to_tensor(0)
     t = 0
     i = tiles.take(t)
-    while i < tiles.order.total():
-        batch, kv_head, key, begin, whole_begin, whole_end, end = tiles.locate(i)
+    while i < tiles.work.order.total():
+        batch, kv_head, key, begin, whole_begin, whole_end, end = tiles.work.locate(i)
         stage = t % tiles.KV_STAGES
         k = tiles.k.index(stage).reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0)
         v = tiles.v.index(stage).reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0)
@@ -183,11 +159,11 @@ def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.conste
             tiles.kv_ring.release(t)
         key += INDEX * ROWS
         keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
-        query_first, query_end = key_limits(tiles.mask, batch, keys, tiles.padded)
+        query_first, query_end = key_limits(tiles.work.mask, batch, keys, tiles.work.padded)
         dk = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, S_LAYOUT)
         dv = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, S_LAYOUT)
         place = begin
-        for j in range((end - begin) * tiles.group):
+        for j in range((end - begin) * tiles.work.group):
             masked = (place < whole_begin) | (place >= whole_end)
             dk, dv = step(
                 tiles, dk, dv, k, v, n + j, place, masked, query_first, query_end, scale_log2, INDEX
@@ -195,7 +171,7 @@ def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.conste
             place += 1
             if place == end:
                 place = begin
-        n += (end - begin) * tiles.group
+        n += (end - begin) * tiles.work.group
         if not tiles.SUMS_DQ:
             tiles.kv_ring.release(t)
 
@@ -213,13 +189,13 @@ def reduce(tiles, dq_desc):
     n = 0
     t = 0
     i = tiles.take(t)
-    while i < tiles.order.total():
-        batch, kv_head, _, begin, _, _, end = tiles.locate(i)
+    while i < tiles.work.order.total():
+        batch, kv_head, _, begin, _, _, end = tiles.work.locate(i)
         k = tiles.k.index(t % tiles.KV_STAGES).reshape([BLOCK_N, HEAD_DIM]).permute((1, 0))
         k = k.load(gl.DotOperandLayout(0, DQ_LAYOUT, 2))
         tiles.kv_ring.release(t)
-        for g in range(tiles.group):
-            line = tiles.first_line(batch, kv_head, g)
+        for g in range(tiles.work.group):
+            line = tiles.work.first_line(batch, kv_head, g)
             for place in range(begin, end):
                 ds = tiles.ds.index(tiles.ds_ring.take(n))
                 zeros = gl.full([HEAD_DIM, ROWS], 0.0, gl.float32, DQ_LAYOUT)
@@ -233,7 +209,7 @@ def reduce(tiles, dq_desc):
                 buffer.store(fragments(dq))
                 fence_async_shared()
                 thread_barrier()
-                reduce_add_to_global(dq_desc, [line + query_block(tiles.mask, place) * ROWS, 0], buffer)
+                reduce_add_to_global(dq_desc, [line + query_block(tiles.work.mask, place) * ROWS, 0], buffer)
                 n += 1
         t += 1
         i = tiles.take(t)
@@ -279,12 +255,14 @@ def backward_64_kernel(
         make_ring(KV_STAGES, CONSUMERS + SUMS_DQ),
         make_ring(STAGES, CONSUMERS),
         make_ring(DS_STAGES, 1, CONSUMERS),
-        order,
-        Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK),
-        n_kv_head,
-        by_n_kv_head,
-        group,
-        padded,
+        KeyTiles(
+            order,
+            Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK),
+            n_kv_head,
+            by_n_kv_head,
+            group,
+            padded,
+        ),
         KV_STAGES,
         DQ_STAGES,
         SUMS_DQ,

@@ -4,8 +4,8 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.hopper.backward import backward_kernel
 from kernels.hopper.backward_64 import backward_64_kernel
+from kernels.hopper.backward_128 import backward_128_kernel
 from kernels.hopper.dq import dq_kernel
 from kernels.hopper.forward import forward_kernel
 from kernels.hopper.keys import ROWS
@@ -171,7 +171,8 @@ def attention_backward(
         head_descriptor(q, BACKWARD_ROWS.value),
         head_descriptor(dout, BACKWARD_ROWS.value),
         head_descriptor(k, BLOCK_N.value),
-        head_descriptor(v, BLOCK_N.value),
+        # with heads of 128 each consumer has rows of its own
+        head_descriptor(v, BLOCK_N.value if head_dim == 64 else BACKWARD_ROWS.value),
         float32_descriptor(minus_lse, [BACKWARD_ROWS.value]),
         float32_descriptor(minus_delta, [BACKWARD_ROWS.value]),
         float32_descriptor(dq_sum.view(-1, BACKWARD_ROWS.value), [BACKWARD_ROWS.value] * 2),
@@ -180,47 +181,38 @@ def attention_backward(
         lse if problem.query_bounds is None else problem.query_bounds,
         *list_arguments(problem.transposed_column_lists, lse),
     )
-    sizes = (group, seq_q, seq_k, problem.window or 0, padded)
-    scales = (problem.softmax_scale * LOG2E, problem.softmax_scale)
-    n_tiles = triton.cdiv(seq_k, BLOCK_N.value)
-    if head_dim == 64:
-        section = backward_section_heads(seq_q, head_dim, group, batch * n_kv_head)
-        n_sm = torch.cuda.get_device_properties(q.device).multi_processor_count
-        backward_64_kernel[(min(batch * n_kv_head * n_tiles, n_sm),)](
-            *descriptors,
-            counter,
-            *sizes,
-            batch,
-            n_kv_head,
-            *order_arguments(batch * n_kv_head, n_tiles, section),
-            division(n_kv_head),
-            *scales,
-            MASK=mask_kind(problem),
-            SUMS_DQ=sums_dq,
-            KV_STAGES=tile.kv_stages,
-            STAGES=tile.stages,
-            DS_STAGES=tile.ds_stages,
-            DQ_STAGES=tile.dq_stages,
-            CONSUMER_REGISTERS=tile.consumer_registers,
-            REDUCER_REGISTERS=tile.reducer_registers,
-            PRODUCER_REGISTERS=tile.producer_registers,
-            num_warps=4,
-            maxnreg=registers(CONSUMERS.value + sums_dq),
-        )
-    else:
-        backward_kernel[(n_tiles, n_kv_head, batch)](
-            *descriptors,
-            *sizes,
-            *scales,
-            MASK=mask_kind(problem),
-            HEAD_DIM=head_dim,
-            SUMS_DQ=sums_dq,
-            STAGES=tile.stages,
-            CONSUMER_REGISTERS=tile.consumer_registers,
-            PRODUCER_REGISTERS=tile.producer_registers,
-            num_warps=4,
-            maxnreg=registers(CONSUMERS.value),
-        )
+    n_heads, n_tiles = batch * n_kv_head, triton.cdiv(seq_k, BLOCK_N.value)
+    section = backward_section_heads(seq_q, head_dim, group, n_heads)
+    n_sm = torch.cuda.get_device_properties(q.device).multi_processor_count
+    kernel, sizes = backward_64_kernel, {"DQ_STAGES": tile.dq_stages}
+    if head_dim == 128:
+        kernel, sizes = backward_128_kernel, {}
+    kernel[(min(n_heads * n_tiles, n_sm),)](
+        *descriptors,
+        counter,
+        group,
+        seq_q,
+        seq_k,
+        problem.window or 0,
+        padded,
+        batch,
+        n_kv_head,
+        *order_arguments(n_heads, n_tiles, section),
+        division(n_kv_head),
+        problem.softmax_scale * LOG2E,
+        problem.softmax_scale,
+        MASK=mask_kind(problem),
+        SUMS_DQ=sums_dq,
+        KV_STAGES=tile.kv_stages,
+        STAGES=tile.stages,
+        DS_STAGES=tile.ds_stages,
+        CONSUMER_REGISTERS=tile.consumer_registers,
+        REDUCER_REGISTERS=tile.reducer_registers,
+        PRODUCER_REGISTERS=tile.producer_registers,
+        num_warps=4,
+        maxnreg=registers(CONSUMERS.value + sums_dq),
+        **sizes,
+    )
     if sums_dq:
         round_kernel[rows_grid](
             dq_sum,

@@ -80,6 +80,23 @@ def unpack_pairs(x, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.constexpr_function
+def widen_asm(dtype):
+    if dtype == gl.bfloat16:
+        return "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+    return "{.reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;}"
+
+
+@gluon.jit
+def widen_pairs(x, dtype: gl.constexpr, layout: gl.constexpr):
+    """The (M, N) numbers that pack_pairs rounded, float32 again: until here they took half the room."""
+    ASM: gl.constexpr = widen_asm(dtype)
+    low, high = gl.inline_asm_elementwise(
+        ASM, "=f,=f,r", [x], dtype=(gl.float32, gl.float32), is_pure=False, pack=1
+    )
+    return gl.convert_layout(gl.reshape(gl.join(low, high), [x.shape[0], x.shape[1] * 2]), layout)
+
+
+@gluon.constexpr_function
 def barrier_asm(verb, barrier, threads):
     return f"bar.{verb} {barrier}, {threads}; mov.u32 $0, $1;"
 

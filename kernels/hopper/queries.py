@@ -1,20 +1,76 @@
-"""Which queries a tile of keys visits in the backward kernels, and their probabilities.
+"""The tiles of keys of the backward kernels: who takes which, what queries it visits, their probabilities.
 
 A place is a block of ROWS queries, or half of a listed one; see schedule.Mask.
 """
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from kernels.hopper.block_lists import BLOCK_SIZE, hide_unseen
-from kernels.hopper.primitives import opaque, settle
-from kernels.hopper.schedule import blocks_between
+from kernels.hopper.primitives import opaque, record, settle, thread_barrier
+from kernels.hopper.schedule import Mask, TileOrder, blocks_between, quotient
 
 # keys of one warpgroup, and the sides of its part of dq
 ROWS = gl.constexpr(64)
 CONSUMERS = gl.constexpr(2)
 BLOCK_N = gl.constexpr(128)
+
+
+@record
+class KeyTiles:
+    """All tiles of BLOCK_N keys, which blocks take one after the other from a counter."""
+
+    order: TileOrder
+    mask: Mask
+    n_kv_head: gl.tensor
+    by_n_kv_head: gl.tensor
+    group: gl.tensor
+    padded: gl.tensor  # rows of one head in lse, delta and dq
+
+    @gluon.jit
+    def locate(self, i):
+        """Batch, head of k and v, first key and the ranges of places of the i-th tile in order."""
+        head, tile = self.order.find(i)
+        batch = quotient(head, self.by_n_kv_head)
+        kv_head = head - batch * self.n_kv_head
+        key, begin, whole_begin, whole_end, end = visit(self.mask, batch, kv_head, tile)
+        return batch, kv_head, key, begin, whole_begin, whole_end, end
+
+    @gluon.jit
+    def first_line(self, batch, kv_head, g):
+        """Where query head g of the group begins in lse, delta and dq."""
+        return ((batch * self.n_kv_head + kv_head) * self.group + g) * self.padded
+
+    @gluon.jit
+    def after(self, counter_ptr):
+        """The next tile in order that nobody has taken."""
+        return gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+
+
+@gluon.jit
+def announce(number, i):
+    """Writes the number of a tile beside its keys, before their barrier is armed."""
+    number.store(gl.full([1], i, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    thread_barrier()
+
+
+@gluon.jit
+def announced(number):
+    """The number beside keys that have arrived."""
+    return gl.max(number.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def copy_queries(tiles, q_desc, dout_desc, minus_lse_desc, minus_delta_desc, batch, head, line, place, n):
+    """Fills the n-th buffer of the ring of queries with those at a place of a head."""
+    row = query_block(tiles.work.mask, place) * ROWS
+    stage, full = tiles.q_ring.fill(n)
+    mbarrier.expect(full, 2 * (q_desc.block_type.nbytes + minus_lse_desc.block_type.nbytes))
+    tma.async_copy_global_to_shared(q_desc, [batch, head, row, 0], full, tiles.q.index(stage))
+    tma.async_copy_global_to_shared(minus_lse_desc, [line + row], full, tiles.minus_lse.index(stage))
+    tma.async_copy_global_to_shared(dout_desc, [batch, head, row, 0], full, tiles.dout.index(stage))
+    tma.async_copy_global_to_shared(minus_delta_desc, [line + row], full, tiles.minus_delta.index(stage))
 
 
 @gluon.jit
@@ -94,23 +150,8 @@ def columns(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def scores(tiles, k, v, n):
-    """Issues S - lse / scale and dP - delta, (keys, queries), of queries n; with q and dout, (queries, D)."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    stage = tiles.q_ring.take(n)
-    q = tiles.q.index(stage).reshape([ROWS, k.shape[1]])
-    dout = tiles.dout.index(stage).reshape([ROWS, k.shape[1]])
-    minus_lse = columns(tiles.minus_lse.index(stage), S_LAYOUT)
-    minus_delta = columns(tiles.minus_delta.index(stage), S_LAYOUT)
-    s = warpgroup_mma(k, q.permute((1, 0)), minus_lse, is_async=True)
-    dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)
-    return s, dp, q, dout
-
-
-@gluon.jit
 def probabilities(mask, s, place, masked, first, end, scale_log2):
-    """P of the queries at a place, (keys, queries), once s has been computed; dP may still be on its way."""
-    s = warpgroup_mma_wait(1, deps=[s])
+    """P of the queries at a place, (keys, queries), of S - lse / scale."""
     p = gl.exp2(s * scale_log2)
     if masked:
         p = hide(mask, p, first, end, place)

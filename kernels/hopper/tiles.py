@@ -43,9 +43,9 @@ def forward_tile(head_dim: int, mask: str) -> ForwardTile:
 
 
 class BackwardTile(NamedTuple):
-    """stages: buffers in the ring of queries; for heads of 64 also in those of K and V, of dS and of dq.
+    """Buffers in the rings of queries, of K (heads of 64: and V), of dS and of dq; registers of a thread.
 
-    A reducer is the warpgroup that makes dq of heads of 64.
+    A reducer is the warpgroup that makes dq.
     """
 
     stages: int
@@ -60,10 +60,10 @@ class BackwardTile(NamedTuple):
 def backward_tile(head_dim: int, sums_dq: bool = True) -> BackwardTile:
     # dk and dv alone leave shared memory for more stages
     if not sums_dq:
-        return BackwardTile(4, 2 if head_dim == 64 else 1, 1, 1, 240, 0, 24)
+        return BackwardTile(4, 2, 1, 1, 240, 0, 24)
     if head_dim == 64:
         return BackwardTile(3, 2, 2, 2, 192, 104, 24)
-    return BackwardTile(2, 1, 2, 1, 240, 0, 24)
+    return BackwardTile(2, 2, 2, 2, 208, 72, 24)
 
 
 def sum_pays(head_dim: int, blocks_per_line: float) -> bool:
@@ -126,7 +126,11 @@ def section_heads(seq: int, head_dim: int, group: int, n_heads: int) -> int:
 def backward_section_heads(seq_q: int, head_dim: int, group: int, n_kv_heads: int) -> int:
     """Heads of k and v whose queries, dout and float32 sums of dq stay in L2 together."""
     bytes_per_head = 8 * seq_q * head_dim * group
-    return min(max(1, SECTION_BYTES // bytes_per_head), n_kv_heads)
+    heads = SECTION_BYTES // bytes_per_head
+    if head_dim == 128:
+        # measured: half of them, but two where two fit
+        heads = min(heads, max(2, heads // 2))
+    return min(max(1, heads), n_kv_heads)
 
 
 def division(divisor: int) -> int:

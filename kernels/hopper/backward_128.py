@@ -1,0 +1,335 @@
+"""dq, dk and dv of heads of 128 on sm_90, in Gluon: backward_64.py where registers are dearer.
+
+dk and dv of 64 keys take 128 registers of a thread, so k and v stay in shared memory, dP is begun only once P
+has been rounded, and P is read back from its 16 bits for dS = P * (dP - delta). What no other product covers,
+S, is begun one step ahead, behind dk: also from tile to tile, for which k has two buffers. Of v each of the
+two warpgroups has 64 rows to itself, and leaves dv and dk there on their way out. dq is made in two halves of
+its columns, so that the third warpgroup, like the producer, leaves the two nearly all registers.
+Without SUMS_DQ there is no third: dq.py makes dq, in one order.
+
+Sources: FlashAttention-2 (arXiv:2307.08691), FlashAttention-3 (arXiv:2407.08608).
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.hopper.block_lists import BlockLists
+from kernels.hopper.primitives import (
+    Ring,
+    copy_out,
+    fragments,
+    make_ring,
+    opaque,
+    pack_pairs,
+    record,
+    reduce_add_to_global,
+    thread_barrier,
+    unpack_pairs,
+    widen_pairs,
+)
+from kernels.hopper.queries import (
+    BLOCK_N,
+    CONSUMERS,
+    ROWS,
+    KeyTiles,
+    announce,
+    announced,
+    columns,
+    copy_queries,
+    key_limits,
+    probabilities,
+    query_block,
+)
+from kernels.hopper.schedule import Mask, TileOrder
+
+HEAD_DIM = gl.constexpr(128)
+# of dq
+HALVES = gl.constexpr(2)
+
+
+@record
+class Tiles:
+    """Shared memory and the work list, as every partition sees them."""
+
+    k: gl.shared_memory_descriptor  # (KV_STAGES, 1, 1, BLOCK_N, D)
+    v: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, D); at a tile's end dv, then dk
+    number: gl.shared_memory_descriptor  # (KV_STAGES, 1), of the tile in order, int32
+    q: gl.shared_memory_descriptor  # (STAGES, 1, 1, ROWS, D)
+    dout: gl.shared_memory_descriptor
+    minus_lse: gl.shared_memory_descriptor  # (STAGES, ROWS)
+    minus_delta: gl.shared_memory_descriptor
+    ds: gl.shared_memory_descriptor  # (DS_STAGES, BLOCK_N, ROWS)
+    dq: gl.shared_memory_descriptor  # (HALVES, ROWS, ROWS)
+    k_ring: Ring
+    v_ring: Ring
+    q_ring: Ring
+    ds_ring: Ring
+    work: KeyTiles
+    SUMS_DQ: gl.constexpr
+
+    @gluon.jit
+    def take(self, t):
+        """The number in order of this block's tile t, once its keys have arrived."""
+        return announced(self.number.index(self.k_ring.take(t)))
+
+    @gluon.jit
+    def keys(self, t):
+        """k of tile t, (BLOCK_N, D)."""
+        return self.k.index(t % self.k_ring.STAGES).reshape([BLOCK_N, HEAD_DIM])
+
+
+@gluon.jit
+def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc, counter_ptr):
+    """Takes tiles, and fills the rings: k of a tile, then the queries that see it, head after head.
+
+    v comes behind the first queries: their scores are made while the tile before still has its own.
+    """
+    n = 0
+    t = 0
+    i = gl.program_id(0)
+    while i < tiles.work.order.total():
+        batch, kv_head, key, begin, _, _, end = tiles.work.locate(i)
+        stage, full = tiles.k_ring.fill(t)
+        announce(tiles.number.index(stage), i)
+        mbarrier.expect(full, k_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_desc, [batch, kv_head, key, 0], full, tiles.k.index(stage))
+        head = kv_head * tiles.work.group
+        line = tiles.work.first_line(batch, kv_head, 0)
+        place = begin
+        for j in range((end - begin) * tiles.work.group):
+            copy_queries(
+                tiles, q_desc, dout_desc, minus_lse_desc, minus_delta_desc, batch, head, line, place, n
+            )
+            if j == 0:
+                _, full = tiles.v_ring.fill(t)
+                mbarrier.expect(full, CONSUMERS * v_desc.block_type.nbytes)
+                for c in gl.static_range(CONSUMERS):
+                    tma.async_copy_global_to_shared(
+                        v_desc, [batch, kv_head, key + c * ROWS, 0], full, tiles.v.index(c)
+                    )
+            n += 1
+            place += 1
+            if place == end:
+                place = begin
+                head += 1
+                line += tiles.work.padded
+        t += 1
+        i = tiles.work.after(counter_ptr)
+    # a number behind the last ends the others, who have asked for its first queries too
+    stage, full = tiles.k_ring.fill(t)
+    announce(tiles.number.index(stage), i)
+    mbarrier.arrive(full, count=1)
+    stage, full = tiles.q_ring.fill(n)
+    mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def begin_scores(tiles, k, n):
+    """Issues S - lse / scale, (keys, queries), of queries n."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    stage = tiles.q_ring.take(n)
+    q = tiles.q.index(stage).reshape([ROWS, HEAD_DIM])
+    return warpgroup_mma(k, q.permute((1, 0)), columns(tiles.minus_lse.index(stage), S_LAYOUT), is_async=True)
+
+
+@gluon.jit
+def step(
+    tiles, s, dk, dv, k_of_next, v, n, t, is_first, place, masked, first, end, scale_log2,
+    INDEX: gl.constexpr
+):  # fmt: skip
+    """One block of queries, of which s are the scores; and the scores of the next."""
+    A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    S_LAYOUT: gl.constexpr = s.type.layout
+    dtype: gl.constexpr = tiles.q.dtype
+    stage = n % tiles.q_ring.STAGES
+    q = tiles.q.index(stage).reshape([ROWS, HEAD_DIM])
+    dout = tiles.dout.index(stage).reshape([ROWS, HEAD_DIM])
+    p = pack_pairs(probabilities(tiles.work.mask, s, place, masked, first, end, scale_log2), dtype)
+    dv = warpgroup_mma(unpack_pairs(p, dtype, A_LAYOUT), dout, dv, is_async=True)  # (keys, D)
+    minus_delta = columns(tiles.minus_delta.index(stage), S_LAYOUT)
+    mbarrier.wait(tiles.v_ring.full.index(0), t & 1, pred=is_first)
+    dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)  # (keys, queries)
+    dp, dv = warpgroup_mma_wait(0, deps=[dp, dv])
+    ds = (widen_pairs(p, dtype, S_LAYOUT) * dp).to(dtype)
+    if tiles.SUMS_DQ:
+        ds_stage, full = tiles.ds_ring.fill(n)
+        tiles.ds.index(ds_stage).slice(INDEX * ROWS, ROWS, 0).store(ds)
+        fence_async_shared()
+        thread_barrier()
+        mbarrier.arrive(full, count=1)
+    dk = warpgroup_mma(gl.convert_layout(ds, A_LAYOUT), q, dk, is_async=True)  # (keys, D)
+    s = begin_scores(tiles, k_of_next, n + 1)
+    dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
+    tiles.q_ring.release(n)
+    s = warpgroup_mma_wait(0, deps=[s])
+    return s, dk, dv
+
+
+@gluon.jit
+def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.constexpr):
+    """dk and dv of 64 keys of every tile of this block, and dS."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    n = gl.to_tensor(0)
+    t = gl.to_tensor(0)
+    i = tiles.take(t)
+    v = tiles.v.index(INDEX).reshape([ROWS, HEAD_DIM])
+    s = begin_scores(tiles, tiles.keys(0).slice(INDEX * ROWS, ROWS, 0), n)
+    s = warpgroup_mma_wait(0, deps=[s])
+    while i < tiles.work.order.total():
+        batch, kv_head, key, begin, whole_begin, whole_end, end = tiles.work.locate(i)
+        keys = key + INDEX * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
+        query_first, query_end = key_limits(tiles.work.mask, batch, keys, tiles.work.padded)
+        dk = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
+        dv = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
+        place = begin
+        first_n = n
+        last_n = n + (end - begin) * tiles.work.group - 1
+        for n in range(first_n, last_n + 1):
+            masked = (place < whole_begin) | (place >= whole_end)
+            # the scores behind a tile's last are the first of the next tile
+            tile_of_next = t + (n == last_n).to(gl.int32)
+            tiles.k_ring.take(tile_of_next, n == last_n)
+            k_of_next = tiles.keys(tile_of_next).slice(INDEX * ROWS, ROWS, 0)
+            s, dk, dv = step(
+                tiles, s, dk, dv, k_of_next, v, n, t, n == first_n, place, masked, query_first, query_end,
+                scale_log2, INDEX
+            )  # fmt: skip
+            place += 1
+            if place == end:
+                place = begin
+        n = last_n + 1
+        tiles.k_ring.release(t)
+
+        # found again, not kept in registers beside dk and dv
+        batch, kv_head, key, _, _, _, _ = tiles.work.locate(opaque(i))
+        key += INDEX * ROWS
+        copy_out(dv_desc, [batch, kv_head, key, 0], dv, tiles.v.index(INDEX), 0)
+        copy_out(dk_desc, [batch, kv_head, key, 0], dk * softmax_scale, tiles.v.index(INDEX), 0)
+        tma.store_wait(0)
+        tiles.v_ring.release(t)
+        t += 1
+        i = tiles.take(t)
+
+
+@gluon.jit
+def reduce(tiles, dq_desc):
+    """dq of every step, added to its sum half by half."""
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    n = 0
+    t = 0
+    i = tiles.take(t)
+    while i < tiles.work.order.total():
+        batch, kv_head, _, begin, _, _, end = tiles.work.locate(i)
+        k = tiles.keys(t)
+        line = tiles.work.first_line(batch, kv_head, 0)
+        place = begin
+        for _ in range((end - begin) * tiles.work.group):
+            ds = tiles.ds.index(tiles.ds_ring.take(n))
+            row = line + query_block(tiles.work.mask, place) * ROWS
+            for half in gl.static_range(HALVES):
+                zeros = gl.full([ROWS, ROWS], 0.0, gl.float32, DQ_LAYOUT)
+                k_half = k.slice(half * ROWS, ROWS, 1).permute((1, 0))
+                dq = warpgroup_mma(k_half, ds, zeros, use_acc=False, is_async=True)  # (half of D, queries)
+                dq = warpgroup_mma_wait(0, deps=[dq])
+                if half == HALVES - 1:
+                    tiles.ds_ring.release(n)
+                buffer = tiles.dq.index(half)
+                # an earlier reduction must have left the buffer
+                tma.store_wait(HALVES - 1)
+                thread_barrier()
+                buffer.store(fragments(dq))
+                fence_async_shared()
+                thread_barrier()
+                reduce_add_to_global(dq_desc, [row * HALVES + half * ROWS, 0], buffer)
+            n += 1
+            place += 1
+            if place == end:
+                place = begin
+                line += tiles.work.padded
+        tiles.k_ring.release(t)
+        t += 1
+        i = tiles.take(t)
+    tma.store_wait(0)
+
+
+NOT_SPECIALIZED = [
+    "group", "seq_q", "seq_k", "window", "padded", "n_batch", "n_kv_head", "section", "stride_list_head",
+    "by_section_tiles", "by_section", "by_last_section", "by_n_kv_head", "stride_list_batch",
+]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
+def backward_128_kernel(
+    q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc, dq_desc, dk_desc, dv_desc,
+    bounds_ptr, spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head, counter_ptr,
+    group, seq_q, seq_k, window, padded, n_batch, n_kv_head, section,
+    by_section_tiles, by_section, by_last_section, by_n_kv_head, scale_log2, softmax_scale,
+    MASK: gl.constexpr, SUMS_DQ: gl.constexpr, KV_STAGES: gl.constexpr, STAGES: gl.constexpr,
+    DS_STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, REDUCER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q_desc.dtype
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    NUMBER_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    order = TileOrder(
+        n_batch * n_kv_head, gl.cdiv(seq_k, BLOCK_N), section,
+        by_section_tiles, by_section, by_last_section, False
+    )  # fmt: skip
+    lists = BlockLists(spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head)
+    tiles = Tiles(
+        gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout),
+        gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], v_desc.layout),
+        gl.allocate_shared_memory(gl.int32, [KV_STAGES, 1], NUMBER_LAYOUT),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, HEAD_DIM], q_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, HEAD_DIM], dout_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], minus_lse_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], minus_delta_desc.layout),
+        gl.allocate_shared_memory(dtype, [DS_STAGES, BLOCK_N, ROWS], DS_LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [HALVES, ROWS, ROWS], dq_desc.layout),
+        make_ring(KV_STAGES, CONSUMERS + SUMS_DQ),
+        make_ring(1, CONSUMERS),
+        make_ring(STAGES, CONSUMERS),
+        make_ring(DS_STAGES, 1, CONSUMERS),
+        KeyTiles(
+            order,
+            Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK),
+            n_kv_head,
+            by_n_kv_head,
+            group,
+            padded,
+        ),
+        SUMS_DQ,
+    )
+    fence_async_shared()
+    # else the compiler, unsure that the rings are ready, has all warps of a consumer meet where it waits
+    thread_barrier()
+    copies = (tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc, counter_ptr)
+    if SUMS_DQ:
+        gl.warp_specialize(
+            [
+                (consume, (tiles, dk_desc, dv_desc, scale_log2, softmax_scale, gl.constexpr(0))),
+                (consume, (tiles, dk_desc, dv_desc, scale_log2, softmax_scale, gl.constexpr(1))),
+                (reduce, (tiles, dq_desc)),
+                (produce, copies),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, REDUCER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (tiles, dk_desc, dv_desc, scale_log2, softmax_scale, gl.constexpr(0))),
+                (consume, (tiles, dk_desc, dv_desc, scale_log2, softmax_scale, gl.constexpr(1))),
+                (produce, copies),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )

@@ -331,16 +331,18 @@ def test_the_hopper_kernels_give_the_same_bits_but_for_dq(head_dim, device, monk
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("sums_dq", [True, False])
-def test_new_masks_lengths_and_batches_compile_no_kernel(sums_dq, device, monkeypatch):
+def test_new_masks_lengths_and_batches_compile_no_kernel(sums_dq, head_dim, device, monkeypatch):
     kernels = [forward_kernel, dkdv_kernel, dq_kernel]
     if IS_HOPPER:
         launch = import_module("kernels.hopper.launch")
         monkeypatch.setattr(launch, "sum_pays", lambda *_: sums_dq)
-        kernels = [launch.forward_kernel, launch.backward_64_kernel, launch.dq_kernel]
+        backward_kernel = launch.backward_64_kernel if head_dim == 64 else launch.backward_128_kernel
+        kernels = [launch.forward_kernel, backward_kernel, launch.dq_kernel]
     counts = []
     for batch, seq_len, name in ((3, 300, "window(9)"), (1, 1000, "strided(3)"), (2, 65, "causal()")):
-        q, k, v = random_qkv(batch, seq_len, seq_len, 2, 2, 64, torch.bfloat16, device)
+        q, k, v = random_qkv(batch, seq_len, seq_len, 2, 2, head_dim, torch.bfloat16, device)
         flash_attention(q, k, v, block_mask=pattern(name, device, 128, seq_len)).sum().backward()
         counts.append(sum(len(c[0]) for kernel in kernels for c in kernel.device_caches.values()))
     assert counts == [counts[0]] * 3

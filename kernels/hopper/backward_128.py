@@ -2,10 +2,10 @@
 
 dk and dv of 64 keys take 128 registers of a thread, so k and v stay in shared memory, dP is begun only once P
 has been rounded, and P is read back from its 16 bits for dS = P * (dP - delta). What no other product covers,
-S, is begun one step ahead, behind dk: also from tile to tile, for which k has two buffers. Of v each of the
-two warpgroups has 64 rows to itself, and leaves dv and dk there on their way out. dq is made in two halves of
-its columns, so that the third warpgroup, like the producer, leaves the two nearly all registers.
-Without SUMS_DQ there is no third: dq.py makes dq, in one order.
+S, is begun one step ahead, behind dk. Behind a tile's last step it is that of the next tile's first, so k has
+two buffers. Of v each of the two warpgroups has 64 rows to itself, and leaves dv and dk there on their way
+out. dq is made in two halves of its columns, so that the third warpgroup, like the producer, leaves the two
+nearly all registers. Without SUMS_DQ there is no third: dq.py makes dq, in one order.
 
 Sources: FlashAttention-2 (arXiv:2307.08691), FlashAttention-3 (arXiv:2407.08608).
 """
@@ -37,6 +37,7 @@ from kernels.hopper.primitives import (
 from kernels.hopper.queries import (
     BLOCK_N,
     CONSUMERS,
+    NOT_SPECIALIZED,
     ROWS,
     KeyTiles,
     announce,
@@ -52,6 +53,9 @@ from kernels.hopper.schedule import Mask, TileOrder
 HEAD_DIM = gl.constexpr(128)
 # of dq
 HALVES = gl.constexpr(2)
+# of a product of 64 x 64, and of dk and dv
+S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+D_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 
 
 @record
@@ -133,7 +137,6 @@ def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delt
 @gluon.jit
 def begin_scores(tiles, k, n):
     """Issues S - lse / scale, (keys, queries), of queries n."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     stage = tiles.q_ring.take(n)
     q = tiles.q.index(stage).reshape([ROWS, HEAD_DIM])
     return warpgroup_mma(k, q.permute((1, 0)), columns(tiles.minus_lse.index(stage), S_LAYOUT), is_async=True)
@@ -145,8 +148,7 @@ def step(
     INDEX: gl.constexpr
 ):  # fmt: skip
     """One block of queries, of which s are the scores; and the scores of the next."""
-    A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    S_LAYOUT: gl.constexpr = s.type.layout
+    A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
     dtype: gl.constexpr = tiles.q.dtype
     stage = n % tiles.q_ring.STAGES
     q = tiles.q.index(stage).reshape([ROWS, HEAD_DIM])
@@ -154,7 +156,7 @@ def step(
     p = pack_pairs(probabilities(tiles.work.mask, s, place, masked, first, end, scale_log2), dtype)
     dv = warpgroup_mma(unpack_pairs(p, dtype, A_LAYOUT), dout, dv, is_async=True)  # (keys, D)
     minus_delta = columns(tiles.minus_delta.index(stage), S_LAYOUT)
-    mbarrier.wait(tiles.v_ring.full.index(0), t & 1, pred=is_first)
+    tiles.v_ring.take(t, is_first)
     dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)  # (keys, queries)
     dp, dv = warpgroup_mma_wait(0, deps=[dp, dv])
     ds = (widen_pairs(p, dtype, S_LAYOUT) * dp).to(dtype)
@@ -166,7 +168,7 @@ def step(
         mbarrier.arrive(full, count=1)
     dk = warpgroup_mma(gl.convert_layout(ds, A_LAYOUT), q, dk, is_async=True)  # (keys, D)
     s = begin_scores(tiles, k_of_next, n + 1)
-    dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
+    dk = warpgroup_mma_wait(1, deps=[dk])
     tiles.q_ring.release(n)
     s = warpgroup_mma_wait(0, deps=[s])
     return s, dk, dv
@@ -175,8 +177,6 @@ def step(
 @gluon.jit
 def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.constexpr):
     """dk and dv of 64 keys of every tile of this block, and dS."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     n = gl.to_tensor(0)
     t = gl.to_tensor(0)
     i = tiles.take(t)
@@ -190,22 +190,21 @@ def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.conste
         dk = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
         dv = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
         place = begin
-        first_n = n
-        last_n = n + (end - begin) * tiles.work.group - 1
-        for n in range(first_n, last_n + 1):
+        last = n + (end - begin) * tiles.work.group - 1
+        for j in range(n, last + 1):
             masked = (place < whole_begin) | (place >= whole_end)
             # the scores behind a tile's last are the first of the next tile
-            tile_of_next = t + (n == last_n).to(gl.int32)
-            tiles.k_ring.take(tile_of_next, n == last_n)
+            tile_of_next = t + (j == last).to(gl.int32)
+            tiles.k_ring.take(tile_of_next, j == last)
             k_of_next = tiles.keys(tile_of_next).slice(INDEX * ROWS, ROWS, 0)
             s, dk, dv = step(
-                tiles, s, dk, dv, k_of_next, v, n, t, n == first_n, place, masked, query_first, query_end,
+                tiles, s, dk, dv, k_of_next, v, j, t, j == n, place, masked, query_first, query_end,
                 scale_log2, INDEX
             )  # fmt: skip
             place += 1
             if place == end:
                 place = begin
-        n = last_n + 1
+        n = last + 1
         tiles.k_ring.release(t)
 
         # found again, not kept in registers beside dk and dv
@@ -222,7 +221,6 @@ def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.conste
 @gluon.jit
 def reduce(tiles, dq_desc):
     """dq of every step, added to its sum half by half."""
-    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     n = 0
     t = 0
     i = tiles.take(t)
@@ -235,7 +233,7 @@ def reduce(tiles, dq_desc):
             ds = tiles.ds.index(tiles.ds_ring.take(n))
             row = line + query_block(tiles.work.mask, place) * ROWS
             for half in gl.static_range(HALVES):
-                zeros = gl.full([ROWS, ROWS], 0.0, gl.float32, DQ_LAYOUT)
+                zeros = gl.full([ROWS, ROWS], 0.0, gl.float32, S_LAYOUT)
                 k_half = k.slice(half * ROWS, ROWS, 1).permute((1, 0))
                 dq = warpgroup_mma(k_half, ds, zeros, use_acc=False, is_async=True)  # (half of D, queries)
                 dq = warpgroup_mma_wait(0, deps=[dq])
@@ -260,12 +258,6 @@ def reduce(tiles, dq_desc):
     tma.store_wait(0)
 
 
-NOT_SPECIALIZED = [
-    "group", "seq_q", "seq_k", "window", "padded", "n_batch", "n_kv_head", "section", "stride_list_head",
-    "by_section_tiles", "by_section", "by_last_section", "by_n_kv_head", "stride_list_batch",
-]  # fmt: skip
-
-
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def backward_128_kernel(
     q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc, dq_desc, dk_desc, dv_desc,
@@ -283,6 +275,9 @@ def backward_128_kernel(
         n_batch * n_kv_head, gl.cdiv(seq_k, BLOCK_N), section,
         by_section_tiles, by_section, by_last_section, False
     )  # fmt: skip
+    # a tile's last step waits for the next tile's k and first queries while it holds its own
+    gl.static_assert(KV_STAGES > 1)
+    gl.static_assert(STAGES > 1)
     lists = BlockLists(spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head)
     tiles = Tiles(
         gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout),
@@ -309,7 +304,7 @@ def backward_128_kernel(
         SUMS_DQ,
     )
     fence_async_shared()
-    # else the compiler, unsure that the rings are ready, has all warps of a consumer meet where it waits
+    # for speed alone: unsure that the rings are ready, the compiler else adds one to the loop of one consumer
     thread_barrier()
     copies = (tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc, counter_ptr)
     if SUMS_DQ:

@@ -34,6 +34,7 @@ from kernels.hopper.primitives import (
 from kernels.hopper.queries import (
     BLOCK_N,
     CONSUMERS,
+    NOT_SPECIALIZED,
     ROWS,
     KeyTiles,
     announce,
@@ -129,8 +130,8 @@ def step(tiles, dk, dv, k, v, n, place, masked, first, end, scale_log2, INDEX: g
     dk = warpgroup_mma(gl.convert_layout(ds, A_LAYOUT), q, dk, is_async=True)  # (keys, D)
 
     if tiles.SUMS_DQ:
-        stage, full = tiles.ds_ring.fill(n)
-        tiles.ds.index(stage).slice(INDEX * ROWS, ROWS, 0).store(ds)
+        ds_stage, full = tiles.ds_ring.fill(n)
+        tiles.ds.index(ds_stage).slice(INDEX * ROWS, ROWS, 0).store(ds)
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(full, count=1)
@@ -214,12 +215,6 @@ def reduce(tiles, dq_desc):
         t += 1
         i = tiles.take(t)
     tma.store_wait(0)
-
-
-NOT_SPECIALIZED = [
-    "group", "seq_q", "seq_k", "window", "padded", "n_batch", "n_kv_head", "section", "stride_list_head",
-    "by_section_tiles", "by_section", "by_last_section", "by_n_kv_head", "stride_list_batch",
-]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)

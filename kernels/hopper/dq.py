@@ -1,8 +1,8 @@
 """dq on sm_90 in an order of its own, in Gluon: dq = dS k, dS = P * (dP - delta), P = exp(S - lse).
 
-For deterministic=True and for short lists of blocks, where backward.py and backward_64.py leave dq out: they
-would add it to its sum in any order, and the sum takes 16 D bytes a query. This kernel runs before them, and
-makes lse and delta as they read them. Tiles, roles and rings are forward.py's: a block is persistent, one
+For deterministic=True and for short lists of blocks, where backward_64.py and backward_128.py leave dq out:
+they would add it to its sum in any order, and the sum takes 16 D bytes a query. This kernel runs before them
+and makes lse and delta as they read them. Tiles, roles and rings are forward.py's: a block is persistent, one
 warp fills rings of q, dout, k and v tiles by bulk copies, and CONSUMERS warpgroups own 64 query rows each,
 whose dq stays in registers. out, read once a tile, passes through the ring of k. dS is the left operand of
 its product without leaving the registers. q and dout are left operands of a whole tile: in shared memory, for
@@ -261,7 +261,7 @@ def dq_kernel(
         lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, padded,
         scale_log2, softmax_scale, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_DLSE, OUT_STAGES,
     )  # fmt: skip
-    # tiles of keys handed out, see backward_64.produce
+    # tiles of keys handed out, see queries.KeyTiles
     if gl.program_id(0) == 0:
         gl.store(counter_ptr, 0)
     fence_async_shared()

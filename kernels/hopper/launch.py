@@ -135,7 +135,7 @@ def attention_backward(
     dq_sum = minus_delta
     if sums_dq:
         dq_sum = torch.empty(batch * n_head * padded, head_dim, dtype=torch.float32, device=q.device)
-    # tiles handed out, see backward_64.produce
+    # tiles handed out, see queries.KeyTiles
     counter = torch.empty(1, dtype=torch.int32, device=q.device)
     if dlse is not None:
         dlse = dlse.contiguous()

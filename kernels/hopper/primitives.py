@@ -89,6 +89,7 @@ def widen_asm(dtype):
 @gluon.jit
 def widen_pairs(x, dtype: gl.constexpr, layout: gl.constexpr):
     """The (M, N) numbers that pack_pairs rounded, float32 again: until here they took half the room."""
+    # not pure: else it is moved to where they were packed, and they take all of it
     ASM: gl.constexpr = widen_asm(dtype)
     low, high = gl.inline_asm_elementwise(
         ASM, "=f,=f,r", [x], dtype=(gl.float32, gl.float32), is_pure=False, pack=1

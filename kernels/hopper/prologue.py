@@ -14,7 +14,7 @@ def prepare_kernel(
     """One block of rows: -lse / softmax_scale, dlse - rowsum(out * dout), and zeros for the sum of dq.
 
     A row that does not exist, or sees nothing, gets -inf, and so the probability 0. counter_ptr: how many
-    tiles backward_64.py has handed out.
+    tiles have been handed out, see queries.KeyTiles.
     """
     head = tl.program_id(1)
     if (head == 0) & (tl.program_id(0) == 0):

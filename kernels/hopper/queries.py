@@ -16,6 +16,12 @@ ROWS = gl.constexpr(64)
 CONSUMERS = gl.constexpr(2)
 BLOCK_N = gl.constexpr(128)
 
+# arguments of the two kernels of which no value is worth a kernel of its own
+NOT_SPECIALIZED = [
+    "group", "seq_q", "seq_k", "window", "padded", "n_batch", "n_kv_head", "section", "stride_list_head",
+    "by_section_tiles", "by_section", "by_last_section", "by_n_kv_head", "stride_list_batch",
+]  # fmt: skip
+
 
 @record
 class KeyTiles:

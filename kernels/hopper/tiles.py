@@ -43,7 +43,9 @@ def forward_tile(head_dim: int, mask: str) -> ForwardTile:
 
 
 class BackwardTile(NamedTuple):
-    """Buffers in the rings of queries, of K (heads of 64: and V), of dS and of dq; registers of a thread.
+    """Buffers in the rings of queries, of K, of dS and of dq (heads of 64), and registers of a thread.
+
+    Heads of 64 have as many buffers of V as of K, heads of 128 one, and one for each half of dq.
 
     A reducer is the warpgroup that makes dq.
     """
@@ -63,7 +65,7 @@ def backward_tile(head_dim: int, sums_dq: bool = True) -> BackwardTile:
         return BackwardTile(4, 2, 1, 1, 240, 0, 24)
     if head_dim == 64:
         return BackwardTile(3, 2, 2, 2, 192, 104, 24)
-    return BackwardTile(2, 2, 2, 2, 208, 72, 24)
+    return BackwardTile(2, 2, 2, 0, 208, 72, 24)
 
 
 def sum_pays(head_dim: int, blocks_per_line: float) -> bool:

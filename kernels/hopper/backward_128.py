@@ -24,7 +24,6 @@ from kernels.hopper.block_lists import BlockLists
 from kernels.hopper.primitives import (
     Ring,
     copy_out,
-    fragments,
     make_ring,
     opaque,
     pack_pairs,
@@ -45,8 +44,10 @@ from kernels.hopper.queries import (
     columns,
     copy_queries,
     key_limits,
+    leave_ds,
     probabilities,
     query_block,
+    stage_dq,
 )
 from kernels.hopper.schedule import Mask, TileOrder
 
@@ -161,11 +162,7 @@ def step(
     dp, dv = warpgroup_mma_wait(0, deps=[dp, dv])
     ds = (widen_pairs(p, dtype, S_LAYOUT) * dp).to(dtype)
     if tiles.SUMS_DQ:
-        ds_stage, full = tiles.ds_ring.fill(n)
-        tiles.ds.index(ds_stage).slice(INDEX * ROWS, ROWS, 0).store(ds)
-        fence_async_shared()
-        thread_barrier()
-        mbarrier.arrive(full, count=1)
+        leave_ds(tiles, ds, n, INDEX)
     dk = warpgroup_mma(gl.convert_layout(ds, A_LAYOUT), q, dk, is_async=True)  # (keys, D)
     s = begin_scores(tiles, k_of_next, n + 1)
     dk = warpgroup_mma_wait(1, deps=[dk])
@@ -240,12 +237,7 @@ def reduce(tiles, dq_desc):
                 if half == HALVES - 1:
                     tiles.ds_ring.release(n)
                 buffer = tiles.dq.index(half)
-                # an earlier reduction must have left the buffer
-                tma.store_wait(HALVES - 1)
-                thread_barrier()
-                buffer.store(fragments(dq))
-                fence_async_shared()
-                thread_barrier()
+                stage_dq(dq, buffer, HALVES - 1)
                 reduce_add_to_global(dq_desc, [row * HALVES + half * ROWS, 0], buffer)
             n += 1
             place += 1

@@ -25,11 +25,9 @@ from kernels.hopper.block_lists import BlockLists
 from kernels.hopper.primitives import (
     Ring,
     copy_out,
-    fragments,
     make_ring,
     record,
     reduce_add_to_global,
-    thread_barrier,
 )
 from kernels.hopper.queries import (
     BLOCK_N,
@@ -42,8 +40,10 @@ from kernels.hopper.queries import (
     columns,
     copy_queries,
     key_limits,
+    leave_ds,
     probabilities,
     query_block,
+    stage_dq,
 )
 from kernels.hopper.schedule import Mask, TileOrder
 
@@ -130,11 +130,7 @@ def step(tiles, dk, dv, k, v, n, place, masked, first, end, scale_log2, INDEX: g
     dk = warpgroup_mma(gl.convert_layout(ds, A_LAYOUT), q, dk, is_async=True)  # (keys, D)
 
     if tiles.SUMS_DQ:
-        ds_stage, full = tiles.ds_ring.fill(n)
-        tiles.ds.index(ds_stage).slice(INDEX * ROWS, ROWS, 0).store(ds)
-        fence_async_shared()
-        thread_barrier()
-        mbarrier.arrive(full, count=1)
+        leave_ds(tiles, ds, n, INDEX)
     dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
     tiles.q_ring.release(n)
     return dk, dv
@@ -204,12 +200,7 @@ def reduce(tiles, dq_desc):
                 dq = warpgroup_mma_wait(0, deps=[dq])
                 tiles.ds_ring.release(n)
                 buffer = tiles.dq.index(n % tiles.DQ_STAGES)
-                # an earlier reduction must have left the buffer
-                tma.store_wait(tiles.DQ_STAGES - 1)
-                thread_barrier()
-                buffer.store(fragments(dq))
-                fence_async_shared()
-                thread_barrier()
+                stage_dq(dq, buffer, tiles.DQ_STAGES - 1)
                 reduce_add_to_global(dq_desc, [line + query_block(tiles.work.mask, place) * ROWS, 0], buffer)
                 n += 1
         t += 1

@@ -5,10 +5,16 @@ A place is a block of ROWS queries, or half of a listed one; see schedule.Mask.
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from kernels.hopper.block_lists import BLOCK_SIZE, hide_unseen
-from kernels.hopper.primitives import opaque, record, settle, thread_barrier
+from kernels.hopper.primitives import (
+    fragments,
+    opaque,
+    record,
+    settle,
+    thread_barrier,
+)
 from kernels.hopper.schedule import Mask, TileOrder, blocks_between, quotient
 
 # keys of one warpgroup, and the sides of its part of dq
@@ -162,3 +168,23 @@ def probabilities(mask, s, place, masked, first, end, scale_log2):
     if masked:
         p = hide(mask, p, first, end, place)
     return p
+
+
+@gluon.jit
+def leave_ds(tiles, ds, n, INDEX: gl.constexpr):
+    """Leaves one warpgroup's half of the n-th dS in its ring, for the warpgroup that makes dq."""
+    stage, full = tiles.ds_ring.fill(n)
+    tiles.ds.index(stage).slice(INDEX * ROWS, ROWS, 0).store(ds)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def stage_dq(dq, buffer, PENDING: gl.constexpr):
+    """Stores 64 x 64 of dq for its reduction, once all but PENDING earlier ones have left their buffers."""
+    tma.store_wait(PENDING)
+    thread_barrier()
+    buffer.store(fragments(dq))
+    fence_async_shared()
+    thread_barrier()

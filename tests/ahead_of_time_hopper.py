@@ -21,10 +21,11 @@ from kernels.hopper.backward_128 import backward_128_kernel
 from kernels.hopper.dq import dq_kernel
 from kernels.hopper.forward import ROWS, forward_kernel
 from kernels.hopper.launch import registers
+from kernels.hopper.sums import PART
 from kernels.hopper.tiles import backward_tile, dq_tile, forward_tile
 from tests.assembler import report_of
 
-INTEGERS = ("bounds_ptr", "counter_ptr", "spans_ptr", "entries_ptr", "bits_ptr")
+INTEGERS = ("bounds_ptr", "counts_ptr", "counter_ptr", "spans_ptr", "entries_ptr", "bits_ptr")
 MASKS = ("full", "causal", "window", "intervals", "blocks")
 
 
@@ -66,7 +67,8 @@ def backward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int, sum
     descriptors = {name: descriptor(dtype, 1, 1, n, head_dim) for name, n in rows.items()}
     descriptors["minus_lse_desc"] = descriptor("fp32", 64, swizzle=0)
     descriptors["minus_delta_desc"] = descriptor("fp32", 64, swizzle=0)
-    descriptors["dq_desc"] = descriptor("fp32", 64, 64, swizzle=0)
+    descriptors["sum_desc"] = descriptors["dq_desc"] = descriptor("fp32", 64, 64, swizzle=0)
+    descriptors["part_desc"] = descriptor("fp32", PART.value, 64, swizzle=0)
     constants = {
         "MASK": mask,
         "SUMS_DQ": sums_dq,
@@ -126,11 +128,15 @@ def compile_kernel(kernel: str, head_dim: int, dtype: str, mask: str, seq_q: int
             signature[name] = descriptors[name]
         elif name.endswith("_ptr"):
             signature[name] = "*i32" if name in INTEGERS else "*fp32"
+            if name == "dq_ptr":
+                signature[name] = f"*{dtype}"
             attributes[index,] = [["tt.divisibility", 16]]
         elif name.startswith("by_"):
             signature[name] = "i64"
         else:
             signature[name] = "fp32" if "scale" in name else "i32"
+            if name.startswith("stride_dq"):
+                attributes[index,] = [["tt.divisibility", 16]]
     values = {(function.arg_names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(function, signature, values, attributes)
     options = {"num_warps": 4, "maxnreg": most_registers}

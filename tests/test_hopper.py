@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from kernels import block_masks, hopper
-from kernels.flash_attention import flash_attention
-from kernels.hopper.prologue import prepare_kernel
-from kernels.hopper.tiles import division
+from kernels.flash_attention import flash_attention, flash_attention_varlen
+from kernels.hopper.prologue import prepare_kernel, round_kernel
+from kernels.hopper.sums import SLOTS
+from kernels.hopper.tiles import division, turn_heads
 from kernels.operators import use_implementation
 from kernels.problem import Problem
 from tests.accuracy import assert_as_accurate_as_torch, random_qkv
@@ -24,7 +25,7 @@ SPILLED = {
     **{("backward", 64, mask): 16 for mask in ("full", "causal", "window", "intervals")},
     ("backward", 64, "blocks"): 32,
     **{("backward", 128, mask): 8 for mask in ("full", "causal", "window")},
-    ("backward", 128, "intervals"): 16,
+    ("backward", 128, "intervals"): 24,
     ("backward", 128, "blocks"): 88,
     ("dq", 128, "causal"): 8,
     ("dq", 128, "window"): 40,
@@ -126,14 +127,62 @@ def test_heads_of_a_gradient_may_begin_behind_two_billion_elements():
     dout.copy_(torch.randn(dout.shape))
     out, lse = torch.randn(dout.shape).half(), torch.randn(1, n_head, seq_len)
     minus_lse, minus_delta = torch.empty(2, n_head, 128)
-    dq_sum = torch.empty(n_head * 128, head_dim)
+    dq_sum, counts = torch.empty(n_head * 128, head_dim), torch.empty(n_head, 4, dtype=torch.int32)
     prepare_kernel[(1, n_head)](
-        out, dout, lse, lse, minus_lse, minus_delta, dq_sum, torch.empty(1, dtype=torch.int32),
-        *out.stride()[:3], *dout.stride()[:3], n_head, seq_len, 128, 0.125,
-        HEAD_DIM=head_dim, BLOCK_M=128, HAS_DLSE=False,
+        out, dout, lse, lse, minus_lse, minus_delta, dq_sum, counts,
+        *out.stride()[:3], *dout.stride()[:3], n_head, seq_len, 128, n_head, n_head, 0.125,
+        HEAD_DIM=head_dim, BLOCK_M=128, COUNTS=4, HAS_DLSE=False,
     )  # fmt: skip
     expected = -(out.float() * dout.float()).sum(-1)[0].T
     torch.testing.assert_close(minus_delta[:, :seq_len], expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's test")
+def test_sums_are_zeroed_and_counts_begin_at_zero_for_the_first_sections_alone():
+    (batch, seq_len, n_head, head_dim), n_sums, n_sections = (2, 70, 3, 64), 4, 3
+    out = torch.randn(batch, seq_len, n_head, head_dim).half()
+    minus_lse, minus_delta = torch.empty(2, batch * n_head * 128)
+    # what is not asked for stays as it is: there is no memory for it
+    sums, counts = torch.full((6, 128, head_dim), 7.0), torch.full((6, 4), 7, dtype=torch.int32)
+    prepare_kernel[(1, batch * n_head)](
+        out, out, torch.randn(batch, n_head, seq_len), out, minus_lse, minus_delta, sums, counts,
+        *out.stride()[:3], *out.stride()[:3], n_head, seq_len, 128, n_sums, n_sections, 0.125,
+        HEAD_DIM=head_dim, BLOCK_M=128, COUNTS=4, HAS_DLSE=False,
+    )  # fmt: skip
+    assert (sums[:n_sums] == 0).all()
+    assert (sums[n_sums:] == 7).all()
+    assert (counts[:n_sections] == 0).all()
+    assert (counts[n_sections:] == 7).all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's test")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_heads_of_the_last_section_are_rounded_from_its_slot(head_dim):
+    batch, seq_len, n_head, padded = 2, 150, 3, 256
+    # of six heads the last two, whose sums are the second and third of three
+    first_head, first_sum = 4, 1
+    expected = torch.randn(6, padded, head_dim)
+    # squares of 64 queries x 64 of D, transposed, in the order of primitives.fragments
+    squares = expected[first_head:].view(2, padded // 64, 64, head_dim // 64, 64).permute(0, 1, 3, 4, 2)
+    squares = squares.reshape(-1, 4, 2, 8, 8, 4, 2).permute(0, 4, 1, 3, 5, 2, 6)
+    sums = torch.cat([torch.zeros(1, padded, head_dim), squares.reshape(2, padded, head_dim)])
+    dq = torch.zeros(batch, seq_len, n_head, head_dim, dtype=torch.float16)
+    round_kernel[(padded // 128, 2)](
+        sums, dq, *dq.stride()[:3], n_head, first_head, first_sum, seq_len, padded, 0.125,
+        HEAD_DIM=head_dim, BLOCK_M=128,
+    )  # fmt: skip
+    dq = dq.transpose(1, 2).flatten(0, 1)
+    assert torch.equal(dq[first_head:], (expected[first_head:, :seq_len] * 0.125).half())
+    assert (dq[:first_head] == 0).all()
+
+
+def test_sections_of_sums_have_a_tile_for_about_each_multiprocessor():
+    # with fewer, tiles of heads of 64 wait for sums to be rounded
+    for n_tiles in range(1, 400):
+        heads = turn_heads(n_tiles, 10**6, 132)
+        assert heads * n_tiles > 120
+        assert (heads - 1) * n_tiles < 132
+    assert turn_heads(8, 5, 132) == 5
 
 
 def test_says_once_that_the_installed_triton_cannot_build_it(monkeypatch):
@@ -235,6 +284,72 @@ def test_rings_wrap_and_blocks_take_several_tiles(head_dim, deterministic):
     # more tiles than multiprocessors, uneven, and more steps than ring stages
     q, k, v = random_qkv(3, 1300, 1300, 36, 12, head_dim, torch.bfloat16, "cuda")
     assert_as_accurate_as_torch(hopper_attention, q, k, v, deterministic=deterministic)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "seq_q", "seq_k", "n_kv_head"), [(40, 300, 300, 12), (40, 1, 300, 12), (100, 200, 100, 6)]
+)
+def test_sections_take_turns_in_the_slots_of_their_sums(batch, seq_q, seq_k, n_kv_head, causal):
+    n_heads, n_tiles = batch * n_kv_head, -(-seq_k // 128)
+    n_sm = torch.cuda.get_device_properties(0).multi_processor_count
+    assert n_heads > turn_heads(n_tiles, n_heads, n_sm) * (SLOTS.value + 1)
+    q, k, v = random_qkv(batch, seq_q, seq_k, 12, n_kv_head, 64, torch.bfloat16, "cuda")
+    assert_as_accurate_as_torch(hopper_attention, q, k, v, causal=causal)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "documents", "blocks"])
+@pytest.mark.parametrize("n_kv_head", [6, 2])
+def test_turns_of_sections_of_a_single_head_end_and_are_exact(mask, n_kv_head, monkeypatch):
+    # the hardest schedule: most thread blocks wait for others most of the time
+    monkeypatch.setattr("kernels.hopper.launch.turn_heads", lambda *_: 1)
+    for seq_len in (100, 128, 500):
+        options = {"causal": mask not in ("full", "blocks")}
+        if mask == "window":
+            options["window"] = 70
+        if mask == "documents":
+            options["document_ids"] = (torch.rand(9, seq_len, device="cuda") < 0.05).cumsum(1).int()
+        if mask == "blocks":
+            # more than dq.py would take, partial ones and whole
+            seen = torch.rand(seq_len, seq_len, device="cuda") < 0.9
+            options["block_mask"] = block_masks.from_dense(seen)
+        q, k, v = random_qkv(9, seq_len, seq_len, 6, n_kv_head, 64, torch.bfloat16, "cuda")
+        assert_as_accurate_as_torch(hopper_attention, q, k, v, **options)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_keys_that_no_query_sees_add_to_no_other_heads_sums(head_dim):
+    # the second sequence has keys but no queries, and begins where the queries end
+    q, k, v = random_qkv(1, 128, 256, 2, 2, head_dim, torch.bfloat16, "cuda")
+    ends_q, ends_k = (torch.tensor(x, device="cuda").int() for x in ([0, 128, 128], [0, 128, 256]))
+    with use_implementation("hopper"):
+        out = flash_attention_varlen(q[0], k[0], v[0], ends_q, cu_seqlens_k=ends_k, causal=False)
+        dout = torch.randn_like(out)
+        # behind the first head's queries lie the second's
+        dout[:, 1] = float("nan")
+        gradients = torch.autograd.grad(out, (q, k, v), dout)
+    assert all(x[:, :, 0].isfinite().all() for x in gradients)
+    assert all(x[:, :128, 1].isnan().all() for x in gradients)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_the_backward_pass_of_heads_of_64_holds_sums_of_a_few_heads_alone():
+    q, k, v = (x.detach() for x in random_qkv(64, 1024, 1024, 12, 12, 64, torch.bfloat16, "cuda"))
+    now = problem()
+    out, lse = hopper.attention_forward(now, q, k, v)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients = hopper.attention_backward(now, q, None, q, k, v, out, lse)
+    used = torch.cuda.max_memory_allocated() - before
+    # dq in float32 would be twice one of them
+    assert used < 1.1 * sum(x.nbytes for x in gradients)
 
 
 @pytest.mark.gpu

@@ -6,7 +6,8 @@ Scores are held transposed, (keys, queries), so that P and dS are the left opera
 dk += dS^T q without leaving the registers. The two score products begin from -lse / scale and -delta, so that
 no subtraction is left. They leave dS in a ring, from which a third makes dq = dS k and adds it to a float32
 sum by bulk reduction: so neither waits for the other's half of dS, nor for a reduction. One warp copies what
-they read, a tile ahead. Without SUMS_DQ there is no third: dq.py makes dq, in one order.
+they read, a tile ahead, and two round the sums when it is their turn (sums.py). Without SUMS_DQ there are
+neither: dq.py makes dq, in one order.
 
 Sources: FlashAttention-2 (arXiv:2307.08691), FlashAttention-3 (arXiv:2407.08608).
 """
@@ -46,6 +47,7 @@ from kernels.hopper.queries import (
     stage_dq,
 )
 from kernels.hopper.schedule import Mask, TileOrder
+from kernels.hopper.sums import TAKEN, WARPS, Sums, make_parts, round_sums
 
 HEAD_DIM = gl.constexpr(64)
 
@@ -69,26 +71,30 @@ class Tiles:
     q_ring: Ring
     ds_ring: Ring
     work: KeyTiles
+    sums: Sums
     KV_STAGES: gl.constexpr
     DQ_STAGES: gl.constexpr
     SUMS_DQ: gl.constexpr
 
     @gluon.jit
     def take(self, t):
-        """The number in order of this block's tile t, once its keys and values have arrived."""
-        return announced(self.number.index(self.kv_ring.take(t)))
+        """The number in order of this block's tile t, and Sums.is_open, once keys and values have arrived."""
+        number = announced(self.number.index(self.kv_ring.take(t)))
+        return number >> 1, (number & 1) == 1
 
 
 @gluon.jit
-def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc, counter_ptr):
+def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc):
     """Takes tiles, and fills the rings: k and v of a tile, then the queries that see it, head after head."""
     n = 0
     t = 0
-    i = gl.program_id(0)
+    # the first too is taken, not given: nobody may wait for a tile of a block that has not begun to run
+    i = gl.atomic_add(tiles.sums.count(0, TAKEN), 1, sem="relaxed")
     while i < tiles.work.order.total():
         batch, kv_head, key, begin, _, _, end = tiles.work.locate(i)
         stage, full = tiles.kv_ring.fill(t)
-        announce(tiles.number.index(stage), i)
+        is_open = tiles.sums.is_open(tiles.work.order.section_of(i))
+        announce(tiles.number.index(stage), 2 * i + is_open.to(gl.int32))
         mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(k_desc, [batch, kv_head, key, 0], full, tiles.k.index(stage))
         tma.async_copy_global_to_shared(v_desc, [batch, kv_head, key, 0], full, tiles.v.index(stage))
@@ -101,10 +107,10 @@ def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delt
                 )
                 n += 1
         t += 1
-        i = tiles.work.after(counter_ptr)
+        i = gl.atomic_add(tiles.sums.count(0, TAKEN), 1, sem="relaxed")
     # a number behind the last ends the others
     stage, full = tiles.kv_ring.fill(t)
-    announce(tiles.number.index(stage), i)
+    announce(tiles.number.index(stage), 2 * i)
     mbarrier.arrive(full, count=1)
 
 
@@ -143,7 +149,7 @@ def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.conste
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     n = gl.to_tensor(0)
     t = 0
-    i = tiles.take(t)
+    i, _ = tiles.take(t)
     while i < tiles.work.order.total():
         batch, kv_head, key, begin, whole_begin, whole_end, end = tiles.work.locate(i)
         stage = t % tiles.KV_STAGES
@@ -175,24 +181,31 @@ def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.conste
         copy_out(dv_desc, [batch, kv_head, key, 0], dv, tiles.dv.index(INDEX), 1)
         copy_out(dk_desc, [batch, kv_head, key, 0], dk * softmax_scale, tiles.dk.index(INDEX), 1)
         t += 1
-        i = tiles.take(t)
+        i, _ = tiles.take(t)
     tma.store_wait(0)
 
 
 @gluon.jit
-def reduce(tiles, dq_desc):
+def reduce(tiles, sum_desc):
     """dq of every step, added to its sum."""
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     n = 0
     t = 0
-    i = tiles.take(t)
+    # the section of the tile before, if that is not counted yet; every tile has a step, in which it is
+    uncounted = -1
+    i, is_open = tiles.take(t)
     while i < tiles.work.order.total():
         batch, kv_head, _, begin, _, _, end = tiles.work.locate(i)
+        section = tiles.work.order.section_of(i)
         k = tiles.k.index(t % tiles.KV_STAGES).reshape([BLOCK_N, HEAD_DIM]).permute((1, 0))
         k = k.load(gl.DotOperandLayout(0, DQ_LAYOUT, 2))
         tiles.kv_ring.release(t)
+        if not is_open:
+            tiles.sums.open(section, uncounted)
+            uncounted = -1
+        behind = tiles.sums.behind(section)
         for g in range(tiles.work.group):
-            line = tiles.work.first_line(batch, kv_head, g)
+            line = tiles.work.first_line(batch, kv_head, g) - behind
             for place in range(begin, end):
                 ds = tiles.ds.index(tiles.ds_ring.take(n))
                 zeros = gl.full([HEAD_DIM, ROWS], 0.0, gl.float32, DQ_LAYOUT)
@@ -201,17 +214,24 @@ def reduce(tiles, dq_desc):
                 tiles.ds_ring.release(n)
                 buffer = tiles.dq.index(n % tiles.DQ_STAGES)
                 stage_dq(dq, buffer, tiles.DQ_STAGES - 1)
-                reduce_add_to_global(dq_desc, [line + query_block(tiles.work.mask, place) * ROWS, 0], buffer)
+                reduce_add_to_global(sum_desc, [line + query_block(tiles.work.mask, place) * ROWS, 0], buffer)
+                # a step later the tile before need not be waited for
+                if uncounted >= 0:
+                    tiles.sums.count_tile(uncounted, 1)
+                    uncounted = -1
                 n += 1
+        uncounted = section
         t += 1
-        i = tiles.take(t)
-    tma.store_wait(0)
+        i, is_open = tiles.take(t)
+    if uncounted >= 0:
+        tiles.sums.count_tile(uncounted, 0)
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def backward_64_kernel(
-    q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc, dq_desc, dk_desc, dv_desc,
-    bounds_ptr, spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head, counter_ptr,
+    q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc, sum_desc, dk_desc, dv_desc,
+    bounds_ptr, spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head, counts_ptr,
+    part_desc, dq_ptr, stride_dqb, stride_dqt, stride_dqh,
     group, seq_q, seq_k, window, padded, n_batch, n_kv_head, section,
     by_section_tiles, by_section, by_last_section, by_n_kv_head, scale_log2, softmax_scale,
     MASK: gl.constexpr, SUMS_DQ: gl.constexpr,
@@ -235,7 +255,7 @@ def backward_64_kernel(
         gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], minus_lse_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], minus_delta_desc.layout),
         gl.allocate_shared_memory(dtype, [DS_STAGES, BLOCK_N, ROWS], DS_LAYOUT),
-        gl.allocate_shared_memory(gl.float32, [DQ_STAGES, ROWS, HEAD_DIM], dq_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [DQ_STAGES, ROWS, HEAD_DIM], sum_desc.layout),
         gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], dk_desc.layout),
         gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], dv_desc.layout),
         make_ring(KV_STAGES, CONSUMERS + SUMS_DQ),
@@ -249,22 +269,39 @@ def backward_64_kernel(
             group,
             padded,
         ),
+        Sums(
+            dq_ptr,
+            counts_ptr,
+            stride_dqb,
+            stride_dqt,
+            stride_dqh,
+            n_kv_head,
+            group,
+            section,
+            seq_q,
+            padded,
+            softmax_scale,
+            SUMS_DQ,
+        ),
         KV_STAGES,
         DQ_STAGES,
         SUMS_DQ,
     )
+    if SUMS_DQ:
+        parts = make_parts(part_desc)
     fence_async_shared()
-    copies = (tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc, counter_ptr)
+    copies = (tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc)
     if SUMS_DQ:
         gl.warp_specialize(
             [
                 (consume, (tiles, dk_desc, dv_desc, scale_log2, softmax_scale, gl.constexpr(0))),
                 (consume, (tiles, dk_desc, dv_desc, scale_log2, softmax_scale, gl.constexpr(1))),
-                (reduce, (tiles, dq_desc)),
+                (reduce, (tiles, sum_desc)),
                 (produce, copies),
+                (round_sums, (order, tiles.sums, parts, part_desc)),
             ],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS, REDUCER_REGISTERS, PRODUCER_REGISTERS],
+            [4, 4, 1, WARPS],
+            [CONSUMER_REGISTERS, REDUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(

@@ -12,6 +12,7 @@ from kernels.hopper.keys import ROWS
 from kernels.hopper.prologue import prepare_kernel, round_kernel
 from kernels.hopper.queries import BLOCK_N, CONSUMERS
 from kernels.hopper.queries import ROWS as BACKWARD_ROWS
+from kernels.hopper.sums import COUNTS, PART, SLOTS, STRETCH
 from kernels.hopper.tiles import (
     BackwardTile,
     DqTile,
@@ -26,12 +27,14 @@ from kernels.hopper.tiles import (
     order_arguments,
     section_heads,
     sum_pays,
+    turn_heads,
 )
+from kernels.layouts import bulk_strides
 from kernels.problem import Problem, list_strides
 
 LOG2E = 1.4426950408889634
-# rows of one program of the kernels before and behind, and what lse, delta and the sum of dq are padded to
-PREPARE_ROWS = 128
+# rows of one program of the kernels before and behind, and what lse, delta and the sums of dq are padded to
+PREPARE_ROWS = STRETCH.value
 
 
 def registers(consumers: int, blocks: int = 1) -> int:
@@ -118,7 +121,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, contiguous or in `gradients`.
 
-    In three launches: lse and delta; the gradients; dq rounded. Or in two: lse, delta and dq; dk and dv.
+    In three launches: lse and delta; the gradients; what is left of dq rounded. Or in two: lse, delta and dq;
+    dk and dv.
     """
     sums_dq = not has_dq_kernel(problem, q.shape[3])
     batch, seq_q, n_head, head_dim = q.shape
@@ -131,18 +135,27 @@ def attention_backward(
     minus_lse, minus_delta = torch.empty(
         2, batch * n_head * padded, dtype=torch.float32, device=q.device
     ).unbind()
-    # where nothing is summed any tensor stands for the sum
+    n_heads, n_tiles = batch * n_kv_head, triton.cdiv(seq_k, BLOCK_N.value)
+    n_sm = torch.cuda.get_device_properties(q.device).multi_processor_count
+    section = backward_section_heads(seq_q, head_dim, group, n_heads)
+    # heads whose sums the kernel rounds itself, and those that have sums at a time
+    n_rounded, n_sums = 0, batch * n_head
+    if sums_dq and head_dim == 64:
+        section = turn_heads(n_tiles, n_heads, n_sm)
+        n_rounded = (triton.cdiv(n_heads, section) - 1) * section * group
+        n_sums = min(SLOTS.value * section * group, n_sums)
+    n_sections = triton.cdiv(n_heads, section)
+    # where nothing is summed any tensor stands for the sums
     dq_sum = minus_delta
     if sums_dq:
-        dq_sum = torch.empty(batch * n_head * padded, head_dim, dtype=torch.float32, device=q.device)
-    # tiles handed out, see queries.KeyTiles
-    counter = torch.empty(1, dtype=torch.int32, device=q.device)
+        dq_sum = torch.empty(n_sums * padded, head_dim, dtype=torch.float32, device=q.device)
+    # of tiles handed out, and of those of sums.py
+    counts = torch.empty(n_sections, COUNTS.value, dtype=torch.int32, device=q.device)
     if dlse is not None:
         dlse = dlse.contiguous()
     dq, dk, dv = gradients or (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    rows_grid = (padded // PREPARE_ROWS, batch * n_head)
     if sums_dq:
-        prepare_kernel[rows_grid](
+        prepare_kernel[(padded // PREPARE_ROWS, batch * n_head)](
             out,
             dout,
             lse,
@@ -150,46 +163,50 @@ def attention_backward(
             minus_lse,
             minus_delta,
             dq_sum,
-            counter,
+            counts,
             *out.stride()[:3],
             *dout.stride()[:3],
             n_head,
             seq_q,
             padded,
+            n_sums,
+            n_sections,
             problem.softmax_scale,
             HEAD_DIM=head_dim,
             BLOCK_M=PREPARE_ROWS,
+            COUNTS=COUNTS.value,
             HAS_DLSE=dlse is not None,
             num_warps=4,
         )
     else:
         launch_dq(
-            problem, dout, dlse, q, k, v, out, lse, dq, minus_lse, minus_delta, counter,
+            problem, dout, dlse, q, k, v, out, lse, dq, minus_lse, minus_delta, counts,
             dq_tile(head_dim, mask_kind(problem))
         )  # fmt: skip
+    side = BACKWARD_ROWS.value
+    squares = dq_sum.view(-1, side)
     descriptors = (
-        head_descriptor(q, BACKWARD_ROWS.value),
-        head_descriptor(dout, BACKWARD_ROWS.value),
+        head_descriptor(q, side),
+        head_descriptor(dout, side),
         head_descriptor(k, BLOCK_N.value),
         # with heads of 128 each consumer has rows of its own
-        head_descriptor(v, BLOCK_N.value if head_dim == 64 else BACKWARD_ROWS.value),
-        float32_descriptor(minus_lse, [BACKWARD_ROWS.value]),
-        float32_descriptor(minus_delta, [BACKWARD_ROWS.value]),
-        float32_descriptor(dq_sum.view(-1, BACKWARD_ROWS.value), [BACKWARD_ROWS.value] * 2),
-        head_descriptor(dk, BACKWARD_ROWS.value),
-        head_descriptor(dv, BACKWARD_ROWS.value),
+        head_descriptor(v, BLOCK_N.value if head_dim == 64 else side),
+        float32_descriptor(minus_lse, [side]),
+        float32_descriptor(minus_delta, [side]),
+        float32_descriptor(squares, [side, side]),
+        head_descriptor(dk, side),
+        head_descriptor(dv, side),
         lse if problem.query_bounds is None else problem.query_bounds,
         *list_arguments(problem.transposed_column_lists, lse),
+        counts,
     )
-    n_heads, n_tiles = batch * n_kv_head, triton.cdiv(seq_k, BLOCK_N.value)
-    section = backward_section_heads(seq_q, head_dim, group, n_heads)
-    n_sm = torch.cuda.get_device_properties(q.device).multi_processor_count
-    kernel, sizes = backward_64_kernel, {"DQ_STAGES": tile.dq_stages}
-    if head_dim == 128:
+    if head_dim == 64:
+        kernel, sizes = backward_64_kernel, {"DQ_STAGES": tile.dq_stages}
+        descriptors += float32_descriptor(squares, [PART.value, side]), dq, *bulk_strides(dq)
+    else:
         kernel, sizes = backward_128_kernel, {}
     kernel[(min(n_heads * n_tiles, n_sm),)](
         *descriptors,
-        counter,
         group,
         seq_q,
         seq_k,
@@ -214,11 +231,14 @@ def attention_backward(
         **sizes,
     )
     if sums_dq:
-        round_kernel[rows_grid](
+        round_kernel[(padded // PREPARE_ROWS, batch * n_head - n_rounded)](
             dq_sum,
             dq,
             *dq.stride()[:3],
             n_head,
+            n_rounded,
+            # where the last section's slot begins
+            n_rounded % (SLOTS.value * section * group),
             seq_q,
             padded,
             problem.softmax_scale,
@@ -241,10 +261,10 @@ def launch_dq(
     dq: Tensor,
     minus_lse: Tensor,
     minus_delta: Tensor,
-    counter: Tensor,
+    counts: Tensor,
     tile: DqTile,
 ) -> None:
-    """Writes dq (B, Tq, H, D), minus_lse and minus_delta (B * H * padded,), and 0 into counter."""
+    """Writes dq (B, Tq, H, D), minus_lse and minus_delta (B * H * padded,), and 0 into counts[0]."""
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
     group = n_head // n_kv_head
@@ -262,7 +282,7 @@ def launch_dq(
         lse if dlse is None else dlse,
         minus_lse,
         minus_delta,
-        counter,
+        counts,
         minus_lse if problem.key_bounds is None else problem.key_bounds,
         *list_arguments(problem.row_lists, minus_lse),
         batch,

@@ -35,7 +35,7 @@ def copy_out(desc, coordinates, x, buffer, PENDING: gl.constexpr):
 def fragments(x):
     """The 64 x 64 result of a product, in an order of elements in which a thread has four neighbours.
 
-    So it stores 16 bytes at once, and no two threads of a warp to the same bank. round_kernel undoes it.
+    So it stores 16 bytes at once, and no two threads of a warp to the same bank. Rounding undoes it.
     """
     x = gl.reshape(x, [4, 2, 8, 8, 4, 2])  # rows: warp, half, eighth; columns: eight, pair, one
     return gl.reshape(gl.permute(x, (3, 0, 2, 4, 1, 5)), [64, 64])
@@ -53,6 +53,44 @@ def opaque(x):
     return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
+@gluon.jit
+def acquire(ptr):
+    """An int32 that others change; what they wrote before they released it is seen from here on."""
+    address = ptr.to(gl.int64)
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def pause(token):
+    """Lets others issue for a while; token is any scalar, here and below."""
+    ASM: gl.constexpr = "nanosleep.u32 100; mov.u32 $0, $1;"
+    gl.inline_asm_elementwise(ASM, "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def fence_proxies(token):
+    """Orders stores before it, one's own or acquired, and copies behind it."""
+    ASM: gl.constexpr = "fence.proxy.async; mov.u32 $0, $1;"
+    gl.inline_asm_elementwise(ASM, "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def arrived_asm(pending):
+    return f"cp.async.bulk.wait_group {pending}; fence.proxy.async; mov.u32 $0, $1;"
+
+
+@gluon.jit
+def copies_arrived(token, PENDING: gl.constexpr):
+    """Waits until all but the last PENDING copies to global memory are there, and fences the proxies.
+
+    tma.store_wait waits only until they have left shared memory.
+    """
+    ASM: gl.constexpr = arrived_asm(PENDING)
+    gl.inline_asm_elementwise(ASM, "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.constexpr_function
 def pack_asm(dtype):
     return f"cvt.rn.{'bf16' if dtype == gl.bfloat16 else 'f16'}x2.f32 $0, $2, $1;"
@@ -65,6 +103,12 @@ def pack_pairs(x, dtype: gl.constexpr):
     A tensor of 16 bits that lives across a loop is taken apart and packed anew in each step.
     """
     low, high = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    return pack(low, high, dtype)
+
+
+@gluon.jit
+def pack(low, high, dtype: gl.constexpr):
+    """Two float32 tensors, rounded to 16 bits, in one of int32."""
     ASM: gl.constexpr = pack_asm(dtype)
     return gl.inline_asm_elementwise(ASM, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
 
@@ -104,7 +148,7 @@ def barrier_asm(verb, barrier, threads):
 
 @gluon.jit
 def named_barrier_sync(token, ID: gl.constexpr, THREADS: gl.constexpr):
-    """Waits until THREADS threads have reached barrier ID. Triton itself uses 0 to 4; token is any scalar."""
+    """Waits until THREADS threads have reached barrier ID. Triton itself uses 0 to 5; token is any scalar."""
     ASM: gl.constexpr = barrier_asm("sync", ID, THREADS)
     gl.inline_asm_elementwise(ASM, "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1)
 

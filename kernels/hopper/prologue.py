@@ -4,21 +4,22 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_sums", "n_sections"])
 def prepare_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, dq_sum_ptr, counter_ptr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, dq_sum_ptr, counts_ptr,
     stride_ob, stride_ot, stride_oh, stride_db, stride_dt, stride_dh,
-    n_head, seq_q, padded, softmax_scale,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, HAS_DLSE: tl.constexpr,
+    n_head, seq_q, padded, n_sums, n_sections, softmax_scale,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, COUNTS: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows: -lse / softmax_scale, dlse - rowsum(out * dout), and zeros for the sum of dq.
+    """One block of rows: -lse / softmax_scale, dlse - rowsum(out * dout), and zeros for sums.Sums.
 
-    A row that does not exist, or sees nothing, gets -inf, and so the probability 0. counter_ptr: how many
-    tiles have been handed out, see queries.KeyTiles.
+    A row that does not exist, or sees nothing, gets -inf, and so the probability 0. n_sums: heads that have
+    sums of dq from the beginning; counts_ptr: (n_sections, COUNTS), no more sections than heads.
     """
     head = tl.program_id(1)
-    if (head == 0) & (tl.program_id(0) == 0):
-        tl.store(counter_ptr, 0)
+    if tl.program_id(0) == 0:
+        counts = COUNTS * head + tl.arange(0, COUNTS)
+        tl.store(counts_ptr + counts, tl.zeros_like(counts), mask=counts < COUNTS * n_sections)
     b = (head // n_head).to(tl.int64)
     h = (head % n_head).to(tl.int64)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -43,25 +44,27 @@ def prepare_kernel(
     padded_line = head.to(tl.int64) * padded + rows
     tl.store(minus_lse_ptr + padded_line, minus_lse)
     tl.store(minus_delta_ptr + padded_line, minus_delta)
-    zeros = tl.zeros((BLOCK_M, HEAD_DIM), dtype=tl.float32)
-    tl.store(dq_sum_ptr + padded_line[:, None] * HEAD_DIM + columns[None, :], zeros)
+    if head < n_sums:
+        zeros = tl.zeros((BLOCK_M, HEAD_DIM), dtype=tl.float32)
+        tl.store(dq_sum_ptr + padded_line[:, None] * HEAD_DIM + columns[None, :], zeros)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_head", "first_sum"])
 def round_kernel(
-    dq_sum_ptr, dq_ptr, stride_b, stride_t, stride_h, n_head, seq_q, padded, softmax_scale,
+    dq_sum_ptr, dq_ptr, stride_b, stride_t, stride_h, n_head, first_head, first_sum, seq_q, padded,
+    softmax_scale,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows of dq (B, Tq, H, D) from its float32 sum.
+    """One block of rows of dq (B, Tq, H, D), of the heads from first_head, from the sums from first_sum.
 
-    The sum is made of transposed blocks, 64 of D x 64 queries, each in the order of primitives.fragments.
+    A sum is made of transposed blocks, 64 of D x 64 queries, each in the order of primitives.fragments.
     """
-    head = tl.program_id(1)
+    head = first_head + tl.program_id(1)
     b = (head // n_head).to(tl.int64)
     h = (head % n_head).to(tl.int64)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, HEAD_DIM)
-    first = (head.to(tl.int64) * padded + tl.program_id(0) * BLOCK_M) * HEAD_DIM
+    first = ((first_sum + tl.program_id(1)).to(tl.int64) * padded + tl.program_id(0) * BLOCK_M) * HEAD_DIM
     dq = tl.load(dq_sum_ptr + first + tl.arange(0, BLOCK_M * HEAD_DIM)) * softmax_scale
     # block of queries, block of D, eight, warp, eighth, pair, half, one
     dq = tl.reshape(dq.to(dq_ptr.dtype.element_ty), (BLOCK_M // 64, HEAD_DIM // 64, 8, 4, 8, 4, 2, 2))

@@ -26,6 +26,7 @@ BLOCK_N = gl.constexpr(128)
 NOT_SPECIALIZED = [
     "group", "seq_q", "seq_k", "window", "padded", "n_batch", "n_kv_head", "section", "stride_list_head",
     "by_section_tiles", "by_section", "by_last_section", "by_n_kv_head", "stride_list_batch",
+    "stride_dqb", "stride_dqt", "stride_dqh",
 ]  # fmt: skip
 
 
@@ -101,6 +102,9 @@ def visit(mask, batch, kv_head, tile):
     else:
         first_of_first, end_of_first = mask.queries_of(batch, key)
         first_of_last, end_of_last = mask.queries_of(batch, key + BLOCK_N - 1)
+        if mask.KIND == "intervals":
+            # keys that nobody sees may begin behind the last query, where other heads have their sums
+            first_of_first = gl.minimum(first_of_first, mask.seq_q - 1)
         begin, whole_begin, whole_end, end = blocks_between(
             first_of_first, end_of_first, first_of_last, end_of_last, ROWS
         )

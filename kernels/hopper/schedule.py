@@ -17,7 +17,7 @@ def quotient(n, division):
 
 @record
 class TileOrder:
-    """All tiles of all heads, in sections of heads whose keys and values fit L2 together.
+    """All tiles of all heads, in sections of heads that share L2, see tiles.section_heads and below it.
 
     In a section the tile index is the slow one: neighbours in time read the same heads. LAST_FIRST begins
     with the last tile of each head, the longest under a causal mask, so that short ones fill the end.
@@ -47,7 +47,7 @@ class TileOrder:
     @gluon.jit
     def place(self, i):
         """The same with the tiles of a head in their own order, and the section."""
-        section = quotient(i, self.by_section_tiles)
+        section = self.section_of(i)
         first_head = section * self.section
         i -= first_head * self.n_tiles
         if first_head + self.section <= self.n_heads:
@@ -57,6 +57,11 @@ class TileOrder:
             heads = self.n_heads - first_head
             tile = quotient(i, self.by_last_section)
         return first_head + i - tile * heads, tile, section
+
+    @gluon.jit
+    def section_of(self, i):
+        """The section of the i-th in order."""
+        return quotient(i, self.by_section_tiles)
 
     @gluon.jit
     def turns(self):

@@ -1,5 +1,6 @@
 """Block sizes of the Hopper kernels, measured on an H200: the only tuning file here."""
 
+import math
 from typing import NamedTuple
 
 from torch import Tensor
@@ -133,6 +134,15 @@ def backward_section_heads(seq_q: int, head_dim: int, group: int, n_kv_heads: in
         # measured: half of them, but two where two fit
         heads = min(heads, max(2, heads // 2))
     return min(max(1, heads), n_kv_heads)
+
+
+def turn_heads(n_tiles: int, n_kv_heads: int, n_sm: int) -> int:
+    """Heads of k and v of a section whose sums take turns, see sums.py; n_tiles: of one head.
+
+    Measured, without groups: a tile for about each multiprocessor. With fewer, tiles wait for others' sums to
+    be rounded (0.8 of the speed with half as many); with more, less stays in L2.
+    """
+    return min(math.ceil(15 / 16 * n_sm / n_tiles), n_kv_heads)
 
 
 def division(divisor: int) -> int:

@@ -1,0 +1,244 @@
+"""Whose turn it is at dq's float32 sums: zeroed, added to, rounded, zeroed again, while they lie in L2.
+
+The sums of SLOTS sections of heads exist at a time, section s in slot s % SLOTS. Tiles of keys add to those
+of their section. Once all its tiles have, two warps of every thread block round it, a stretch of queries at a
+time, and leave zeros for the section that has the slot next, if there is one. Tiles of that one wait for it;
+they seldom have to: a section is a tile for each multiprocessor, and the slot was left two sections before.
+The last section is rounded by a kernel of its own (prologue.py), as fast as memory is.
+
+Nobody waits for ever. Tiles and stretches are taken from counters by whoever is free, so none belongs to a
+thread block that has not begun to run. Of the tiles that are not counted yet the first is in work, and all
+that it may wait for, its slot, comes from tiles before it, and from two warps that, once they have taken a
+stretch, wait for nobody. A tile that is done but not counted is counted before its thread block waits
+(`Sums.open`).
+
+One handover: copies add; their thread waits until they have arrived, fences the proxies and, behind a
+barrier, releases a count. Others acquire it, fence the proxies, and copy. So it goes from adding to rounding,
+and from zeros to adding.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from kernels.hopper.primitives import (
+    acquire,
+    copies_arrived,
+    fence_proxies,
+    opaque,
+    pack,
+    pause,
+    record,
+    thread_barrier,
+)
+
+# sections whose sums exist at a time: most thread blocks add to one, the last to another, one is rounded
+SLOTS = gl.constexpr(3)
+# int32 of each section
+COUNTS = gl.constexpr(4)
+# of all sections, kept with the first: tiles taken
+TAKEN = gl.constexpr(0)
+# tiles that have been added
+ADDED = gl.constexpr(1)
+# stretches whose rounding has begun, and ended
+BEGUN = gl.constexpr(2)
+ENDED = gl.constexpr(3)
+
+HEAD_DIM = gl.constexpr(64)
+# queries of a stretch, and of the parts in which it is copied, STAGES at a time
+STRETCH = gl.constexpr(128)
+PART = gl.constexpr(16)
+STAGES = gl.constexpr(3)
+# warps of a thread block that round
+WARPS = gl.constexpr(2)
+
+
+@gluon.jit
+def wait_for(count, n):
+    """Returns when a count has come to n; what was written before that is seen then."""
+    seen = acquire(count)
+    while seen < n:
+        pause(seen)
+        seen = acquire(count)
+
+
+@record
+class Sums:
+    """The counts, and dq (B, Tq, H, D) in 16 bits, by its strides, which are even."""
+
+    dq_ptr: gl.tensor
+    counts_ptr: gl.tensor  # (sections, COUNTS) int32
+    stride_b: gl.tensor
+    stride_t: gl.tensor
+    stride_h: gl.tensor
+    n_kv_head: gl.tensor
+    group: gl.tensor
+    section: gl.tensor  # heads of k and v
+    seq_q: gl.tensor
+    padded: gl.tensor  # rows of a head
+    softmax_scale: gl.tensor
+    SUMS_DQ: gl.constexpr
+
+    @gluon.jit
+    def count(self, section, WHICH: gl.constexpr):
+        """Where one of a section's counts is."""
+        return self.counts_ptr + section * COUNTS + WHICH
+
+    @gluon.jit
+    def heads(self):
+        """Heads of q of a section."""
+        return opaque(self.section) * self.group
+
+    @gluon.jit
+    def stretches(self):
+        """Stretches of a section."""
+        return self.heads() * (self.padded // STRETCH)
+
+    @gluon.jit
+    def dq_of(self, section, stretch):
+        """Where dq of a stretch of the section begins, and how many rows its head has from there."""
+        head = stretch // (self.padded // STRETCH)
+        row = stretch * STRETCH - head * self.padded
+        head += section * self.heads()
+        n_head = opaque(self.n_kv_head) * self.group
+        batch = head // n_head
+        head -= batch * n_head
+        place = batch.to(gl.int64) * self.stride_b + head.to(gl.int64) * self.stride_h
+        return self.dq_ptr + (place + row.to(gl.int64) * self.stride_t), self.seq_q - row
+
+    @gluon.jit
+    def is_open(self, section):
+        """Whether tiles of a section may add: what had its slot before is rounded and zeroed."""
+        is_open = section < SLOTS
+        # a constant and a condition of the GPU do not mix
+        if self.SUMS_DQ:  # noqa: SIM102
+            if not is_open:
+                is_open = acquire(self.count(section - SLOTS, ENDED)) == self.stretches()
+                fence_proxies(section)
+        return is_open
+
+    @gluon.jit
+    def open(self, section, uncounted):
+        """Waits until tiles of a section may add, and first counts the tile of section `uncounted`, or -1."""
+        if uncounted >= 0:
+            self.count_tile(uncounted, 0)
+        wait_for(self.count(section - SLOTS, ENDED), self.stretches())
+        fence_proxies(section)
+
+    @gluon.jit
+    def behind(self, section):
+        """What to subtract of a row's number among those of all heads, to have it among the sums."""
+        return (section - section % SLOTS) * self.heads() * self.padded
+
+    @gluon.jit
+    def count_tile(self, section, PENDING: gl.constexpr):
+        """Counts a tile of the section, which no copy of the last PENDING belongs to."""
+        copies_arrived(section, PENDING)
+        thread_barrier()
+        gl.atomic_add(self.count(section, ADDED), 1, sem="release")
+
+
+@record
+class Parts:
+    """Shared memory of the two warps."""
+
+    sums: gl.shared_memory_descriptor  # (STAGES, PART, D) float32, in the order of primitives.fragments
+    zeros: gl.shared_memory_descriptor  # (PART, D)
+    full: gl.shared_memory_descriptor  # (STAGES, 1)
+
+
+@gluon.jit
+def make_parts(part_desc):
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+    return Parts(
+        gl.allocate_shared_memory(gl.float32, [STAGES, PART, HEAD_DIM], part_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [PART, HEAD_DIM], part_desc.layout),
+        full,
+    )
+
+
+@gluon.jit
+def copy_part(parts, part_desc, line, n):
+    """Begins to copy the n-th part, which begins at a row of the sums."""
+    full = parts.full.index(n % STAGES)
+    mbarrier.expect(full, part_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(part_desc, [line, 0], full, parts.sums.index(n % STAGES))
+
+
+@gluon.jit
+def round_sums(order, sums, parts, part_desc):
+    """What the two warps do: round every section but the last, in order."""
+    ZEROS: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
+    gl.static_assert(STRETCH % PART == 0)
+    gl.static_assert(PART % 8 == 0)
+    gl.static_assert(STAGES * PART <= STRETCH)
+    parts.zeros.store(gl.full([PART, HEAD_DIM], 0.0, gl.float32, ZEROS))
+    fence_async_shared()
+    thread_barrier()
+    # parts so far
+    n = 0
+    n_sections = gl.cdiv(order.n_heads, order.section)
+    for section in range(n_sections - 1):
+        wait_for(sums.count(section, ADDED), order.section * order.n_tiles)
+        fence_proxies(section)
+        zeroes = section + SLOTS < n_sections
+        stretch = gl.atomic_add(sums.count(section, BEGUN), 1, sem="relaxed")
+        while stretch < sums.stretches():
+            # row of the sums
+            line = (section % SLOTS) * sums.heads() * sums.padded + stretch * STRETCH
+            for i in gl.static_range(STAGES):
+                copy_part(parts, part_desc, line + i * PART, n + i)
+            dq_ptr, n_rows = sums.dq_of(section, stretch)
+            for i in range(STRETCH // PART):
+                row = i * PART
+                mbarrier.wait(parts.full.index(n % STAGES), (n // STAGES) & 1)
+                part = parts.sums.index(n % STAGES)
+                for eight in gl.static_range(0, PART, 8):
+                    round_eight(
+                        part.slice(eight, 8, 0), dq_ptr + (row + eight) * sums.stride_t, sums.stride_t,
+                        n_rows - row - eight, sums.softmax_scale
+                    )  # fmt: skip
+                thread_barrier()
+                if zeroes:
+                    tma.async_copy_shared_to_global(part_desc, [line + row, 0], parts.zeros)
+                if i + STAGES < STRETCH // PART:
+                    copy_part(parts, part_desc, line + row + STAGES * PART, n + STAGES)
+                n += 1
+            if zeroes:
+                copies_arrived(section, 0)
+                thread_barrier()
+                gl.atomic_add(sums.count(section, ENDED), 1, sem="release")
+            stretch = gl.atomic_add(sums.count(section, BEGUN), 1, sem="relaxed")
+
+
+@gluon.jit
+def round_eight(part, dq_ptr, stride_t, n_rows, scale):
+    """Rounds the sums of eight queries, of which n_rows exist."""
+    # one, half, and an eighth of a fragment; so what a thread loads is 16 bytes, and what it stores 4
+    LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 16]], [[0, 4], [0, 8], [0, 32], [1, 0], [2, 0]], [[4, 0]], [], [8, HEAD_DIM]
+    )
+    x = part.load(LAYOUT) * scale
+    # warp, eighth in two parts, pair, half, one
+    low, high = gl.split(gl.permute(gl.reshape(x, [4, 4, 2, 4, 2, 2]), (0, 1, 3, 4, 5, 2)))
+    even, odd = gl.split(pack(low, high, dq_ptr.dtype.element_ty))
+    pairs_ptr = dq_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    store_rows(pairs_ptr, even, stride_t, 0, n_rows)
+    store_rows(pairs_ptr + stride_t // 2, odd, stride_t, 1, n_rows)
+
+
+@gluon.jit
+def store_rows(ptr, x, stride, first, n_rows):
+    """Stores pairs of D, x (warp, eighth, pair, half) int32, of every second of eight queries."""
+    left, right = gl.split(x)
+    LAYOUT: gl.constexpr = left.type.layout
+    warp = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    eighth = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    row = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
+    column = gl.expand_dims(8 * gl.expand_dims(warp, 1) + gl.expand_dims(eighth, 0), 2)
+    row = gl.expand_dims(gl.expand_dims(row, 0), 0)
+    ptrs = ptr + (column + row * stride)
+    gl.store(ptrs, left, mask=2 * row + first < n_rows)
+    gl.store(ptrs + 4, right, mask=2 * row + first < n_rows)

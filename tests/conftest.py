@@ -16,6 +16,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 def pytest_configure(config):
     # pytest-xdist runs one process a core
     torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        from tests.interpreter import waste_nothing
+
+        waste_nothing()
 
 
 def pytest_collection_modifyitems(items):

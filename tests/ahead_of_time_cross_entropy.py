@@ -5,6 +5,7 @@ Run by test_cross_entropy.py in a process of its own, because Triton's interpret
 """
 
 import json
+import sys
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -30,5 +31,9 @@ def compile_kernel() -> dict:
     return used | machine_code_of(compiled)
 
 
-if __name__ == "__main__":
+def main(arguments: list[str]) -> None:
     print(json.dumps(compile_kernel()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

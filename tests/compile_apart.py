@@ -1,9 +1,18 @@
-"""Runs an ahead_of_time module in a process of its own: in the tests' own Triton is the interpreter."""
+"""Runs ahead_of_time modules in processes of their own: in the tests' own Triton is the interpreter.
+
+A process is started once for each Triton and asked again and again, since importing takes it seconds:
+    echo '["tests.ahead_of_time", ["arch=sm_90", "kernel=dq"]]' | python -m tests.compile_apart
+"""
 
 import json
 import os
 import subprocess
 import sys
+import traceback
+from contextlib import redirect_stdout
+from functools import cache
+from importlib import import_module
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -20,14 +29,49 @@ each_triton = pytest.mark.parametrize(
 )
 
 
-def compile_apart(module: str, version: str, *arguments: str) -> list[dict]:
-    """The rows that `python -m module arguments` prints, with the Triton of that version."""
+@cache
+def compiler(version: str) -> subprocess.Popen:
+    """The process that has the Triton of that version; it ends with this one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if version != "pinned":
         environment["PYTHONPATH"] = OLDER
-    command = [sys.executable, "-m", module, *arguments]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
-    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    command = [sys.executable, "-m", "tests.compile_apart"]
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+
+
+def compile_apart(module: str, version: str, *arguments: str) -> list[dict]:
+    """The rows that `python -m module arguments` prints, with the Triton of that version."""
+    process = compiler(version)
+    try:
+        process.stdin.write(json.dumps([module, arguments]) + "\n")
+        answer = process.stdout.readline()
+        assert answer, f"the compiler ended with {process.wait()}, standard error says why"
+    except BaseException:
+        # what it still does is for no one
+        process.kill()
+        compiler.cache_clear()
+        raise
+    printed, error = json.loads(answer)
+    assert not error, error[-2000:]
+    rows = [json.loads(line) for line in printed.splitlines()]
     assert version == "pinned" or {row["triton"] for row in rows} == {version}, rows
     return rows
+
+
+def answer_requests() -> None:
+    """For each line of standard input, [module, arguments]: what the module prints, and its error if any."""
+    for line in sys.stdin:
+        module, arguments = json.loads(line)
+        printed, error = StringIO(), ""
+        try:
+            with redirect_stdout(printed):
+                import_module(module).main(arguments)
+        except (Exception, SystemExit):
+            error = traceback.format_exc()
+        print(json.dumps([printed.getvalue(), error]), flush=True)
+
+
+if __name__ == "__main__":
+    answer_requests()

@@ -15,7 +15,7 @@ DEVELOPMENT := $(VENV)/.development
 TRITON_3_6 := $(VENV)/triton-3.6.0
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint format soak bench clean
+.PHONY: help train test lint format compile soak bench clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +62,11 @@ lint: $(DEVELOPMENT)  ## check style and format
 format: $(DEVELOPMENT)  ## rewrite the files in the house format
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+# the tests compile a part of it; ARGS="arch=sm_90,gfx942 mask=window" is less
+compile: $(DEVELOPMENT)  ## compile every kernel under every mask for every GPU, without one: hours
+	for triton in "" $(CURDIR)/$(TRITON_3_6); do PYTHONPATH=$$triton $(PY) -m tests.ahead_of_time \
+		mask=full,causal,window,intervals dropout=0,1 block_size=0,64,128 $(ARGS) || exit 1; done
 
 soak: $(DEVELOPMENT)  ## kill training runs a hundred times and compare them bit for bit
 	$(PY) tests/soak.py $(ARGS)

@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -39,6 +40,22 @@ def call(name: str, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.fixture
+def call_here(monkeypatch, capsys):
+    """The same in this process, where imports cost nothing more."""
+
+    def call(name: str, *arguments: str) -> subprocess.CompletedProcess:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        code = 0
+        try:
+            runpy.run_module(f"scripts.{name}", run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+        return subprocess.CompletedProcess(sys.argv, code, *capsys.readouterr())
+
+    return call
+
+
 def write_metrics(folder: Path, losses: list[float]) -> None:
     folder.mkdir(parents=True)
     lines = [
@@ -48,8 +65,8 @@ def write_metrics(folder: Path, losses: list[float]) -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_help_lists_the_arguments_of_every_script(name):
-    done = call(name, "--help")
+def test_help_lists_the_arguments_of_every_script(name, call_here):
+    done = call_here(name, "--help")
     assert done.returncode == 0, done.stderr
     assert "arguments, as key=value:" in done.stdout
     assert done.stdout.count("\n  ") >= 3
@@ -67,14 +84,14 @@ def test_help_lists_the_arguments_of_every_script(name):
         ([], "error: runs is empty"),
     ],
 )
-def test_a_wrong_argument_ends_with_one_clear_error(arguments, message):
-    done = call("plot_run", *arguments)
+def test_a_wrong_argument_ends_with_one_clear_error(arguments, message, call_here):
+    done = call_here("plot_run", *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith(message)
 
 
-def test_an_argument_that_must_be_given_is_named():
-    done = call("evaluate_context", "data=somewhere")
+def test_an_argument_that_must_be_given_is_named(call_here):
+    done = call_here("evaluate_context", "data=somewhere")
     assert done.returncode == 2
     assert done.stderr == "error: model must be given, as model=VALUE: --help lists the arguments\n"
 
@@ -286,9 +303,9 @@ def test_sample_refuses_a_tokenizer_that_the_model_does_not_know(monkeypatch):
         sample.main(sample.Arguments(**given, tokenizer="nowhere"))
 
 
-def test_sample_needs_a_run_or_a_checkpoint(tmp_path):
-    assert "give either run=" in call("sample").stderr
-    assert "nor a checkpoint" in call("sample", f"run={tmp_path}").stderr
+def test_sample_needs_a_run_or_a_checkpoint(tmp_path, call_here):
+    assert "give either run=" in call_here("sample").stderr
+    assert "nor a checkpoint" in call_here("sample", f"run={tmp_path}").stderr
 
 
 def test_benchmark_training_writes_a_row_for_each_combination(tmp_path):

@@ -20,6 +20,7 @@ import torch
 import torch._dynamo  # the optimizer imports it, in every attempt if not here
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
+from together import IMPORTED
 
 import data.loader
 import model.gpt
@@ -78,7 +79,7 @@ class Attempt:
         port = self._store.port
         # a server that has imported this file, and nothing else has run in it, forks the processes
         forks = multiprocessing.get_context("forkserver")
-        forks.set_forkserver_preload(["faults"])
+        forks.set_forkserver_preload(IMPORTED)
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
         self.processes = [
             forks.Process(target=_attempt, args=(config, rank, world_size, port, fault, os.getcwd()))

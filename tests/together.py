@@ -10,6 +10,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 ROOT = Path(__file__).resolve().parent.parent
+# by the server that forks processes, before it does: each would take seconds
+IMPORTED = ["faults", "peft"]
 
 
 def run_together(function: Callable, size: int, meeting: Path, *arguments, on_gpus: bool = False) -> None:
@@ -17,8 +19,8 @@ def run_together(function: Callable, size: int, meeting: Path, *arguments, on_gp
 
     meeting: a file that does not exist yet, where they find each other. on_gpus: NCCL, a GPU for each.
     """
-    # the server of tests/faults.py, if that has started it already
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["faults"])
+    # the one server of this process, whoever starts it
+    multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     torch.multiprocessing.start_processes(
         _join, (function, size, str(meeting), arguments, on_gpus), nprocs=size, start_method="forkserver"

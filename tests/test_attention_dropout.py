@@ -34,7 +34,7 @@ def test_forward_and_backward_drop_what_the_mask_says(options, device):
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_rows_of_two_keys_are_as_accurate_as_torch(dtype, device):
-    for seed in range(10):
+    for seed in range(5):
         q, k, v = random_qkv(2, 2, 2, 3, 1, 64, dtype, device)
         options = {"causal": False, "dropout_p": 0.1, "dropout_seed": seed}
         assert_as_accurate_as_torch(flash_attention, q, k, v, **options)

@@ -51,7 +51,7 @@ train: $(RUNTIME)  ## prepare the text, train, draw the loss curve, print a samp
 		$(PY) -m train $$arguments; \
 	fi
 
-# files in the order of their names: the two that compile for minutes come first, in a process each
+# files in the order of their names, test_hopper.py before them: those that compile for minutes come first
 test: $(DEVELOPMENT)  ## run every test that this machine can run
 	TRITON_3_6=$(CURDIR)/$(TRITON_3_6) $(PY) -m pytest $(TESTS) -n 2 --dist loadfile --no-loadscope-reorder
 

@@ -89,7 +89,7 @@ def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delt
     n = 0
     t = 0
     # the first too is taken, not given: nobody may wait for a tile of a block that has not begun to run
-    i = gl.atomic_add(tiles.sums.count(0, TAKEN), 1, sem="relaxed")
+    i = tiles.work.take(tiles.sums.count(0, TAKEN))
     while i < tiles.work.order.total():
         batch, kv_head, key, begin, _, _, end = tiles.work.locate(i)
         stage, full = tiles.kv_ring.fill(t)
@@ -107,7 +107,7 @@ def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delt
                 )
                 n += 1
         t += 1
-        i = gl.atomic_add(tiles.sums.count(0, TAKEN), 1, sem="relaxed")
+        i = tiles.work.take(tiles.sums.count(0, TAKEN))
     # a number behind the last ends the others
     stage, full = tiles.kv_ring.fill(t)
     announce(tiles.number.index(stage), 2 * i)

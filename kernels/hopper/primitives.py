@@ -62,23 +62,27 @@ def acquire(ptr):
     )
 
 
+@gluon.constexpr_function
+def with_a_result(instructions, *numbers):
+    return instructions.format(*numbers) + " mov.u32 $0, $1;"
+
+
+@gluon.jit
+def issue(token, ASM: gl.constexpr):
+    """Runs instructions that have no result; token is any scalar, here and below."""
+    gl.inline_asm_elementwise(ASM, "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def pause(token):
-    """Lets others issue for a while; token is any scalar, here and below."""
-    ASM: gl.constexpr = "nanosleep.u32 100; mov.u32 $0, $1;"
-    gl.inline_asm_elementwise(ASM, "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1)
+    """Lets others issue for a while."""
+    issue(token, with_a_result("nanosleep.u32 100;"))
 
 
 @gluon.jit
 def fence_proxies(token):
     """Orders stores before it, one's own or acquired, and copies behind it."""
-    ASM: gl.constexpr = "fence.proxy.async; mov.u32 $0, $1;"
-    gl.inline_asm_elementwise(ASM, "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.constexpr_function
-def arrived_asm(pending):
-    return f"cp.async.bulk.wait_group {pending}; fence.proxy.async; mov.u32 $0, $1;"
+    issue(token, with_a_result("fence.proxy.async;"))
 
 
 @gluon.jit
@@ -87,8 +91,7 @@ def copies_arrived(token, PENDING: gl.constexpr):
 
     tma.store_wait waits only until they have left shared memory.
     """
-    ASM: gl.constexpr = arrived_asm(PENDING)
-    gl.inline_asm_elementwise(ASM, "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1)
+    issue(token, with_a_result("cp.async.bulk.wait_group {}; fence.proxy.async;", PENDING))
 
 
 @gluon.constexpr_function
@@ -141,23 +144,16 @@ def widen_pairs(x, dtype: gl.constexpr, layout: gl.constexpr):
     return gl.convert_layout(gl.reshape(gl.join(low, high), [x.shape[0], x.shape[1] * 2]), layout)
 
 
-@gluon.constexpr_function
-def barrier_asm(verb, barrier, threads):
-    return f"bar.{verb} {barrier}, {threads}; mov.u32 $0, $1;"
-
-
 @gluon.jit
 def named_barrier_sync(token, ID: gl.constexpr, THREADS: gl.constexpr):
-    """Waits until THREADS threads have reached barrier ID. Triton itself uses 0 to 5; token is any scalar."""
-    ASM: gl.constexpr = barrier_asm("sync", ID, THREADS)
-    gl.inline_asm_elementwise(ASM, "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1)
+    """Waits until THREADS threads have reached barrier ID. Triton itself uses 0 to 5."""
+    issue(token, with_a_result("bar.sync {}, {};", ID, THREADS))
 
 
 @gluon.jit
 def named_barrier_arrive(token, ID: gl.constexpr, THREADS: gl.constexpr):
     """Counts this warpgroup in at barrier ID without waiting."""
-    ASM: gl.constexpr = barrier_asm("arrive", ID, THREADS)
-    gl.inline_asm_elementwise(ASM, "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1)
+    issue(token, with_a_result("bar.arrive {}, {};", ID, THREADS))
 
 
 def record(cls):

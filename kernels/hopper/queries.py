@@ -56,9 +56,14 @@ class KeyTiles:
         return ((batch * self.n_kv_head + kv_head) * self.group + g) * self.padded
 
     @gluon.jit
-    def after(self, counter_ptr):
+    def take(self, counter_ptr):
         """The next tile in order that nobody has taken."""
-        return gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        return gl.atomic_add(counter_ptr, 1, sem="relaxed")
+
+    @gluon.jit
+    def after(self, counter_ptr):
+        """The same, where each block was given a first one."""
+        return gl.num_programs(0) + self.take(counter_ptr)
 
 
 @gluon.jit

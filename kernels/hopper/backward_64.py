@@ -246,6 +246,14 @@ def backward_64_kernel(
     )  # fmt: skip
     NUMBER_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lists = BlockLists(spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head)
+    work = KeyTiles(
+        order,
+        Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK),
+        n_kv_head,
+        by_n_kv_head,
+        group,
+        padded,
+    )
     tiles = Tiles(
         gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout),
         gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout),
@@ -261,25 +269,14 @@ def backward_64_kernel(
         make_ring(KV_STAGES, CONSUMERS + SUMS_DQ),
         make_ring(STAGES, CONSUMERS),
         make_ring(DS_STAGES, 1, CONSUMERS),
-        KeyTiles(
-            order,
-            Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK),
-            n_kv_head,
-            by_n_kv_head,
-            group,
-            padded,
-        ),
+        work,
         Sums(
+            work,
             dq_ptr,
             counts_ptr,
             stride_dqb,
             stride_dqt,
             stride_dqh,
-            n_kv_head,
-            group,
-            section,
-            seq_q,
-            padded,
             softmax_scale,
             SUMS_DQ,
         ),
@@ -298,7 +295,7 @@ def backward_64_kernel(
                 (consume, (tiles, dk_desc, dv_desc, scale_log2, softmax_scale, gl.constexpr(1))),
                 (reduce, (tiles, sum_desc)),
                 (produce, copies),
-                (round_sums, (order, tiles.sums, parts, part_desc)),
+                (round_sums, (tiles.sums, parts, part_desc)),
             ],
             [4, 4, 1, WARPS],
             [CONSUMER_REGISTERS, REDUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

@@ -31,6 +31,7 @@ from kernels.hopper.primitives import (
     record,
     thread_barrier,
 )
+from kernels.hopper.queries import KeyTiles
 
 # sections whose sums exist at a time: most thread blocks add to one, the last to another, one is rounded
 SLOTS = gl.constexpr(3)
@@ -64,18 +65,14 @@ def wait_for(count, n):
 
 @record
 class Sums:
-    """The counts, and dq (B, Tq, H, D) in 16 bits, by its strides, which are even."""
+    """The work list, its counts, and dq (B, Tq, H, D) in 16 bits by its strides, which are even."""
 
+    work: KeyTiles
     dq_ptr: gl.tensor
     counts_ptr: gl.tensor  # (sections, COUNTS) int32
     stride_b: gl.tensor
     stride_t: gl.tensor
     stride_h: gl.tensor
-    n_kv_head: gl.tensor
-    group: gl.tensor
-    section: gl.tensor  # heads of k and v
-    seq_q: gl.tensor
-    padded: gl.tensor  # rows of a head
     softmax_scale: gl.tensor
     SUMS_DQ: gl.constexpr
 
@@ -87,24 +84,24 @@ class Sums:
     @gluon.jit
     def heads(self):
         """Heads of q of a section."""
-        return opaque(self.section) * self.group
+        return opaque(self.work.order.section) * self.work.group
 
     @gluon.jit
     def stretches(self):
         """Stretches of a section."""
-        return self.heads() * (self.padded // STRETCH)
+        return self.heads() * (self.work.padded // STRETCH)
 
     @gluon.jit
     def dq_of(self, section, stretch):
         """Where dq of a stretch of the section begins, and how many rows its head has from there."""
-        head = stretch // (self.padded // STRETCH)
-        row = stretch * STRETCH - head * self.padded
+        head = stretch // (self.work.padded // STRETCH)
+        row = stretch * STRETCH - head * self.work.padded
         head += section * self.heads()
-        n_head = opaque(self.n_kv_head) * self.group
+        n_head = opaque(self.work.n_kv_head) * self.work.group
         batch = head // n_head
         head -= batch * n_head
         place = batch.to(gl.int64) * self.stride_b + head.to(gl.int64) * self.stride_h
-        return self.dq_ptr + (place + row.to(gl.int64) * self.stride_t), self.seq_q - row
+        return self.dq_ptr + (place + row.to(gl.int64) * self.stride_t), self.work.mask.seq_q - row
 
     @gluon.jit
     def is_open(self, section):
@@ -128,7 +125,7 @@ class Sums:
     @gluon.jit
     def behind(self, section):
         """What to subtract of a row's number among those of all heads, to have it among the sums."""
-        return (section - section % SLOTS) * self.heads() * self.padded
+        return (section - section % SLOTS) * self.heads() * self.work.padded
 
     @gluon.jit
     def count_tile(self, section, PENDING: gl.constexpr):
@@ -168,7 +165,7 @@ def copy_part(parts, part_desc, line, n):
 
 
 @gluon.jit
-def round_sums(order, sums, parts, part_desc):
+def round_sums(sums, parts, part_desc):
     """What the two warps do: round every section but the last, in order."""
     ZEROS: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
     gl.static_assert(STRETCH % PART == 0)
@@ -179,6 +176,7 @@ def round_sums(order, sums, parts, part_desc):
     thread_barrier()
     # parts so far
     n = 0
+    order = sums.work.order
     n_sections = gl.cdiv(order.n_heads, order.section)
     for section in range(n_sections - 1):
         wait_for(sums.count(section, ADDED), order.section * order.n_tiles)
@@ -187,7 +185,7 @@ def round_sums(order, sums, parts, part_desc):
         stretch = gl.atomic_add(sums.count(section, BEGUN), 1, sem="relaxed")
         while stretch < sums.stretches():
             # row of the sums
-            line = (section % SLOTS) * sums.heads() * sums.padded + stretch * STRETCH
+            line = (section % SLOTS) * sums.heads() * sums.work.padded + stretch * STRETCH
             for i in gl.static_range(STAGES):
                 copy_part(parts, part_desc, line + i * PART, n + i)
             dq_ptr, n_rows = sums.dq_of(section, stretch)

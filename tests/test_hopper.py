@@ -6,6 +6,7 @@ import torch
 
 from kernels import block_masks, hopper
 from kernels.flash_attention import flash_attention, flash_attention_varlen
+from kernels.hopper.launch import keys_per_query
 from kernels.hopper.prologue import prepare_kernel, round_kernel
 from kernels.hopper.sums import SLOTS
 from kernels.hopper.tiles import division, turn_heads
@@ -185,6 +186,18 @@ def test_sections_of_sums_have_a_tile_for_about_each_multiprocessor():
     assert turn_heads(8, 5, 132) == 5
 
 
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(300, 300), (1, 300), (200, 300), (300, 200)])
+def test_the_host_counts_the_keys_of_a_query(seq_q, seq_k):
+    seen = torch.ones(seq_q, seq_k).tril(seq_k - seq_q)
+    # tiles are chosen by these
+    assert keys_per_query(problem(causal=False), seq_q, seq_k) == seq_k
+    assert keys_per_query(problem(), seq_q, seq_k) == pytest.approx(seen.sum().item() / seq_q)
+    assert keys_per_query(problem(window=16), seq_q, seq_k) == 16
+    listed = problem(causal=False, blocks=tuple(block_masks.window(512, 128).tensors()))
+    # seven blocks for four blocks of queries
+    assert keys_per_query(listed, 512, 512) == 7 / 4 * 128
+
+
 def test_says_once_that_the_installed_triton_cannot_build_it(monkeypatch):
     def import_module(name):
         raise ImportError("cannot import name 'warpgroup_mma'")
@@ -292,7 +305,8 @@ def test_rings_wrap_and_blocks_take_several_tiles(head_dim, deterministic):
 @pytest.mark.parametrize(
     ("batch", "seq_q", "seq_k", "n_kv_head"), [(40, 300, 300, 12), (40, 1, 300, 12), (100, 200, 100, 6)]
 )
-def test_sections_take_turns_in_the_slots_of_their_sums(batch, seq_q, seq_k, n_kv_head, causal):
+def test_sections_take_turns_in_the_slots_of_their_sums(batch, seq_q, seq_k, n_kv_head, causal, monkeypatch):
+    monkeypatch.setattr("kernels.hopper.launch.turns_pay", lambda *_: True)
     n_heads, n_tiles = batch * n_kv_head, -(-seq_k // 128)
     n_sm = torch.cuda.get_device_properties(0).multi_processor_count
     assert n_heads > turn_heads(n_tiles, n_heads, n_sm) * (SLOTS.value + 1)
@@ -306,6 +320,7 @@ def test_sections_take_turns_in_the_slots_of_their_sums(batch, seq_q, seq_k, n_k
 @pytest.mark.parametrize("n_kv_head", [6, 2])
 def test_turns_of_sections_of_a_single_head_end_and_are_exact(mask, n_kv_head, monkeypatch):
     # the hardest schedule: most thread blocks wait for others most of the time
+    monkeypatch.setattr("kernels.hopper.launch.turns_pay", lambda *_: True)
     monkeypatch.setattr("kernels.hopper.launch.turn_heads", lambda *_: 1)
     for seq_len in (100, 128, 500):
         options = {"causal": mask not in ("full", "blocks")}

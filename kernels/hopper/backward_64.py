@@ -220,7 +220,7 @@ def reduce(tiles, sum_desc):
                     tiles.sums.count_tile(uncounted, 1)
                     uncounted = -1
                 n += 1
-        uncounted = section
+        uncounted = gl.where(section < tiles.sums.n_rounded, section, -1)
         t += 1
         i, is_open = tiles.take(t)
     if uncounted >= 0:
@@ -231,7 +231,7 @@ def reduce(tiles, sum_desc):
 def backward_64_kernel(
     q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc, sum_desc, dk_desc, dv_desc,
     bounds_ptr, spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head, counts_ptr,
-    part_desc, dq_ptr, stride_dqb, stride_dqt, stride_dqh,
+    part_desc, dq_ptr, stride_dqb, stride_dqt, stride_dqh, n_rounded,
     group, seq_q, seq_k, window, padded, n_batch, n_kv_head, section,
     by_section_tiles, by_section, by_last_section, by_n_kv_head, scale_log2, softmax_scale,
     MASK: gl.constexpr, SUMS_DQ: gl.constexpr,
@@ -278,6 +278,7 @@ def backward_64_kernel(
             stride_dqt,
             stride_dqh,
             softmax_scale,
+            n_rounded,
             SUMS_DQ,
         ),
         KV_STAGES,

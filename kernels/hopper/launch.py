@@ -28,6 +28,7 @@ from kernels.hopper.tiles import (
     section_heads,
     sum_pays,
     turn_heads,
+    turns_pay,
 )
 from kernels.layouts import bulk_strides
 from kernels.problem import Problem, list_strides
@@ -54,12 +55,28 @@ def list_arguments(lists: tuple[Tensor | None, ...], nothing: Tensor) -> tuple[T
     return *lists, *list_strides(lists)
 
 
+def blocks_per_line(problem: Problem) -> float:
+    """Listed blocks of keys of a block of queries, on average."""
+    spans, entries, _ = problem.row_lists
+    return len(entries) / spans.shape[:3].numel()
+
+
 def has_dq_kernel(problem: Problem, head_dim: int) -> bool:
     """Whether dq.py makes dq: for the same bits in every run, and where lists are short."""
     if problem.deterministic or not problem.blocks:
         return problem.deterministic
-    spans, entries, _ = problem.row_lists
-    return not sum_pays(head_dim, len(entries) / spans.shape[:3].numel())
+    return not sum_pays(head_dim, blocks_per_line(problem))
+
+
+def keys_per_query(problem: Problem, seq_q: int, seq_k: int) -> float:
+    """On average, of what the host knows: documents and padding count as a causal mask does."""
+    if problem.blocks:
+        return blocks_per_line(problem) * problem.block_size
+    if problem.mask == "full":
+        return seq_k
+    seeing = min(seq_q, seq_k)
+    keys = (seq_k - (seeing - 1) / 2) * seeing / seq_q
+    return min(keys, problem.window or keys)
 
 
 def attention_forward(
@@ -138,13 +155,20 @@ def attention_backward(
     n_heads, n_tiles = batch * n_kv_head, triton.cdiv(seq_k, BLOCK_N.value)
     n_sm = torch.cuda.get_device_properties(q.device).multi_processor_count
     section = backward_section_heads(seq_q, head_dim, group, n_heads)
-    # heads whose sums the kernel rounds itself, and those that have sums at a time
-    n_rounded, n_sums = 0, batch * n_head
-    if sums_dq and head_dim == 64:
+    takes_turns = (
+        sums_dq
+        and head_dim == 64
+        and turns_pay(n_tiles * batch * n_head, n_sm, keys_per_query(problem, seq_q, seq_k))
+    )
+    if takes_turns:
         section = turn_heads(n_tiles, n_heads, n_sm)
-        n_rounded = (triton.cdiv(n_heads, section) - 1) * section * group
-        n_sums = min(SLOTS.value * section * group, n_sums)
     n_sections = triton.cdiv(n_heads, section)
+    # of what takes turns: sections and heads that the kernel rounds itself, heads that have sums at a time
+    rounded_sections = n_sections - 1 if takes_turns else 0
+    rounded_heads = rounded_sections * section * group
+    n_sums = batch * n_head
+    if takes_turns:
+        n_sums = min(SLOTS.value * section * group, n_sums)
     # where nothing is summed any tensor stands for the sums
     dq_sum = minus_delta
     if sums_dq:
@@ -202,7 +226,12 @@ def attention_backward(
     )
     if head_dim == 64:
         kernel, sizes = backward_64_kernel, {"DQ_STAGES": tile.dq_stages}
-        descriptors += float32_descriptor(squares, [PART.value, side]), dq, *bulk_strides(dq)
+        descriptors += (
+            float32_descriptor(squares, [PART.value, side]),
+            dq,
+            *bulk_strides(dq),
+            rounded_sections,
+        )
     else:
         kernel, sizes = backward_128_kernel, {}
     kernel[(min(n_heads * n_tiles, n_sm),)](
@@ -231,14 +260,14 @@ def attention_backward(
         **sizes,
     )
     if sums_dq:
-        round_kernel[(padded // PREPARE_ROWS, batch * n_head - n_rounded)](
+        round_kernel[(padded // PREPARE_ROWS, batch * n_head - rounded_heads)](
             dq_sum,
             dq,
             *dq.stride()[:3],
             n_head,
-            n_rounded,
+            rounded_heads,
             # where the last section's slot begins
-            n_rounded % (SLOTS.value * section * group),
+            rounded_heads % (SLOTS.value * section * group),
             seq_q,
             padded,
             problem.softmax_scale,

@@ -26,7 +26,7 @@ BLOCK_N = gl.constexpr(128)
 NOT_SPECIALIZED = [
     "group", "seq_q", "seq_k", "window", "padded", "n_batch", "n_kv_head", "section", "stride_list_head",
     "by_section_tiles", "by_section", "by_last_section", "by_n_kv_head", "stride_list_batch",
-    "stride_dqb", "stride_dqt", "stride_dqh",
+    "stride_dqb", "stride_dqt", "stride_dqh", "n_rounded",
 ]  # fmt: skip
 
 

@@ -4,7 +4,8 @@ The sums of SLOTS sections of heads exist at a time, section s in slot s % SLOTS
 of their section. Once all its tiles have, two warps of every thread block round it, a stretch of queries at a
 time, and leave zeros for the section that has the slot next, if there is one. Tiles of that one wait for it;
 they seldom have to: a section is a tile for each multiprocessor, and the slot was left two sections before.
-The last section is rounded by a kernel of its own (prologue.py), as fast as memory is.
+The last section is rounded by a kernel of its own (prologue.py), as fast as memory is. Where turns do not pay
+(tiles.turns_pay) every section has sums of its own, and that kernel rounds them all.
 
 Nobody waits for ever. Tiles and stretches are taken from counters by whoever is free, so none belongs to a
 thread block that has not begun to run. Of the tiles that are not counted yet the first is in work, and all
@@ -74,6 +75,8 @@ class Sums:
     stride_t: gl.tensor
     stride_h: gl.tensor
     softmax_scale: gl.tensor
+    # sections that the two warps round: all but the last, or none
+    n_rounded: gl.tensor
     SUMS_DQ: gl.constexpr
 
     @gluon.jit
@@ -106,7 +109,7 @@ class Sums:
     @gluon.jit
     def is_open(self, section):
         """Whether tiles of a section may add: what had its slot before is rounded and zeroed."""
-        is_open = section < SLOTS
+        is_open = (section < SLOTS) | (self.n_rounded == 0)
         # a constant and a condition of the GPU do not mix
         if self.SUMS_DQ:  # noqa: SIM102
             if not is_open:
@@ -125,7 +128,8 @@ class Sums:
     @gluon.jit
     def behind(self, section):
         """What to subtract of a row's number among those of all heads, to have it among the sums."""
-        return (section - section % SLOTS) * self.heads() * self.work.padded
+        before = section - section % SLOTS
+        return gl.where(self.n_rounded == 0, 0, before) * self.heads() * self.work.padded
 
     @gluon.jit
     def count_tile(self, section, PENDING: gl.constexpr):
@@ -166,7 +170,7 @@ def copy_part(parts, part_desc, line, n):
 
 @gluon.jit
 def round_sums(sums, parts, part_desc):
-    """What the two warps do: round every section but the last, in order."""
+    """What the two warps do: round their sections in order."""
     ZEROS: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
     gl.static_assert(STRETCH % PART == 0)
     gl.static_assert(PART % 8 == 0)
@@ -177,11 +181,11 @@ def round_sums(sums, parts, part_desc):
     # parts so far
     n = 0
     order = sums.work.order
-    n_sections = gl.cdiv(order.n_heads, order.section)
-    for section in range(n_sections - 1):
+    for section in range(sums.n_rounded):
         wait_for(sums.count(section, ADDED), order.section * order.n_tiles)
         fence_proxies(section)
-        zeroes = section + SLOTS < n_sections
+        # the last section, which is not of theirs, has a slot too
+        zeroes = section + SLOTS <= sums.n_rounded
         stretch = gl.atomic_add(sums.count(section, BEGUN), 1, sem="relaxed")
         while stretch < sums.stretches():
             # row of the sums

@@ -136,6 +136,14 @@ def backward_section_heads(seq_q: int, head_dim: int, group: int, n_kv_heads: in
     return min(max(1, heads), n_kv_heads)
 
 
+def turns_pay(n_tiles: int, n_sm: int, keys_per_query: float) -> bool:
+    """Whether sums of dq take turns, see sums.py, or are all there at once; n_tiles: of all heads of q.
+
+    Measured: few tiles end while some wait for others' sums, and short ones leave no time to round.
+    """
+    return n_tiles >= 8 * n_sm and keys_per_query >= 384
+
+
 def turn_heads(n_tiles: int, n_kv_heads: int, n_sm: int) -> int:
     """Heads of k and v of a section whose sums take turns, see sums.py; n_tiles: of one head.
 

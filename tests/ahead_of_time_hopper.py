@@ -40,7 +40,7 @@ def descriptor(dtype: str, *shape: int, swizzle: int = 128) -> str:
 
 def forward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int) -> tuple:
     """The kernel, its descriptors by argument, constants, registers of one thread, as launch.py has them."""
-    tile = forward_tile(head_dim, mask)
+    tile = forward_tile(head_dim, mask, seq_q)
     rows = {"q_desc": ROWS.value, "out_desc": ROWS.value, "k_desc": tile.block_n, "v_desc": tile.block_n}
     descriptors = {name: descriptor(dtype, 1, 1, n, head_dim) for name, n in rows.items()}
     constants = {
@@ -200,8 +200,8 @@ def main(arguments: list[str]) -> None:
         for head_dim in (64, 128):
             for dtype in chosen.get("dtype", ["bf16"]):
                 for kernel in KERNELS:
-                    # the forward tile changes with the length
-                    tiles = {forward_tile(head_dim, mask): n for n in (1024, 65536)}
+                    # the forward tile changes with the keys of a query
+                    tiles = {forward_tile(head_dim, mask, n): n for n in (256, 2048, 65536)}
                     for seq_q in tiles.values() if kernel == "forward" else [1024]:
                         name = {
                             "triton": triton.__version__,

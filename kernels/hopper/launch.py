@@ -85,14 +85,14 @@ def attention_forward(
     """out (B, Tq, H, D) in q's dtype and lse (B, H, Tq) float32, in one launch."""
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
-    tile = tile or forward_tile(head_dim, mask_kind(problem))
+    tile = tile or forward_tile(head_dim, mask_kind(problem), keys_per_query(problem, seq_q, seq_k))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, n_head, seq_q, dtype=torch.float32, device=q.device)
     group = n_head // n_kv_head
     n_tiles = triton.cdiv(seq_q, tile.consumers * ROWS.value)
     section = section_heads(seq_k, head_dim, group, batch * n_head)
     n_sm = torch.cuda.get_device_properties(q.device).multi_processor_count
-    forward_kernel[(min(batch * n_head * n_tiles, n_sm * tile.blocks),)](
+    forward_kernel[(min(batch * n_head * n_tiles, n_sm * tile.blocks * tile.waves),)](
         head_descriptor(q, ROWS.value),
         head_descriptor(k, tile.block_n),
         head_descriptor(v, tile.block_n),

@@ -10,13 +10,16 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 
 from kernels.hopper.block_lists import hide_unseen
 from kernels.hopper.keys import ROWS, locate, places, words_at
-from kernels.hopper.softmax import LOWEST, partial_sum, softmax
+from kernels.hopper.softmax import LOWEST, hide, partial_sum, softmax
 from kernels.hopper.steps import scores_of_nothing, store
 
 
 @gluon.jit
-def step(tiles, q, o, m_i, l_i, n, line, place, masked, scale_log2):
-    """One block of keys, in buffers number n; line: each query's line in tiles of bits."""
+def step(tiles, q, o, m_i, l_i, n, first, end, place, masked, scale_log2):
+    """One block of keys, in buffers number n.
+
+    first, end: of the keys that each query sees; of a list both are the query's line in tiles of bits.
+    """
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
     zeros = scores_of_nothing(tiles)
     k = tiles.k.index(tiles.k_ring.take(n)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
@@ -24,7 +27,10 @@ def step(tiles, q, o, m_i, l_i, n, line, place, masked, scale_log2):
     s = warpgroup_mma_wait(0, deps=[s])
     tiles.k_ring.release(n)
     if masked:
-        s = hide_unseen(s, words_at(tiles, place, line, s), float("-inf"))
+        if tiles.mask.KIND == "blocks":
+            s = hide_unseen(s, words_at(tiles, place, first, s), float("-inf"))
+        else:
+            s = hide(s, first, end, place, float("-inf"), tiles.mask.KIND)
     p, alpha, m_i, l_i = softmax(s, m_i, l_i, scale_log2)
     o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout)), 1)
     p = gl.convert_layout(p.to(tiles.q.dtype), P_LAYOUT)
@@ -36,25 +42,59 @@ def step(tiles, q, o, m_i, l_i, n, line, place, masked, scale_log2):
 
 
 @gluon.jit
+def skip(tiles, start, stop):
+    """Hands back blocks of keys and values that these rows do not see, but others of the tile do."""
+    for n in range(start, stop):
+        tiles.k_ring.take(n)
+        tiles.k_ring.release(n)
+        tiles.v_ring.take(n)
+        tiles.v_ring.release(n)
+
+
+@gluon.jit
 def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
-    """Attention of 64 rows of every tile of this block, which walks lists."""
+    """Attention of 64 rows of every tile of this block."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.HEAD_DIM, 16])
+    # a list serves all rows of a tile; of an interval each warpgroup's rows have a part
+    LISTED: gl.constexpr = tiles.mask.KIND == "blocks"
     n = gl.to_tensor(0)
     for turn in range(tiles.order.turns()):
         batch, head, row = locate(tiles, turn)
-        begin, _, whole_end, end = places(tiles, batch, head, row, tiles.CONSUMERS * ROWS)
+        begin, whole_begin, whole_end, end = places(tiles, batch, head, row, tiles.CONSUMERS * ROWS)
+        own_begin = begin
+        own_end = end
         row += INDEX * ROWS
-        line = INDEX * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
+        lines = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
+        if LISTED:
+            first = INDEX * ROWS + lines
+            key_end = first
+        else:
+            own_begin, whole_begin, whole_end, own_end = places(tiles, batch, head, row, ROWS)
+            first, key_end = tiles.mask.keys_of(batch, gl.maximum(row, 0) + lines)
+            # what the first tile has too many stands before row 0
+            if row < 0:
+                own_begin = begin
+                own_end = begin
         q_stage = tiles.q_ring.take(turn)
         q = tiles.q.index(q_stage * tiles.CONSUMERS + INDEX).reshape([ROWS, tiles.HEAD_DIM])
         o = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
         m_i = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
         l_i = partial_sum(scores_of_nothing(tiles))
-        for j in range(end - begin):
-            place = end - 1 - j
-            o, m_i, l_i = step(tiles, q, o, m_i, l_i, n + j, line, place, place >= whole_end, scale_log2)
+        if not LISTED:
+            skip(tiles, n, n + end - own_end)
+            n += end - own_end
+        for j in range(own_end - own_begin):
+            place = own_end - 1 - j
+            masked = place >= whole_end
+            if not LISTED:
+                masked |= place < whole_begin
+            o, m_i, l_i = step(tiles, q, o, m_i, l_i, n + j, first, key_end, place, masked, scale_log2)
         tiles.q_ring.release(turn)
-        n += end - begin
-        store(tiles, out_desc, lse_ptr, o, m_i, l_i, batch * tiles.n_head + head, row, INDEX)
+        n += own_end - own_begin
+        if not LISTED:
+            skip(tiles, n, n + own_begin - begin)
+            n += own_begin - begin
+        if LISTED or row >= 0:
+            store(tiles, out_desc, lse_ptr, o, m_i, l_i, batch * tiles.n_head + head, row, INDEX)
     tma.store_wait(0)

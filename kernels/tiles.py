@@ -117,6 +117,7 @@ HOPPER = (
         ("dq dropout blocks", 2, 64): Tile(64, 64, 4, 5, True, 168),
         ("dkdv dropout blocks", 2, 32): Tile(64, 64, 4, 5, True),
         ("dkdv dropout blocks", 2, 64): Tile(64, 64, 4, 5, True),
+        ("forward full", 2, 128): Tile(64, 64, 4, 3, True, held=True),
         ("dq full", 2, 64): Tile(64, 64, 4, 3, True, held=True),
         ("dq window", 2, 64): Tile(64, 64, 4, 2, True),
         # a list's entry is loaded ahead of its tile: of n stages (n - 1) // 2 + 1 are of tiles

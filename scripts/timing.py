@@ -1,9 +1,12 @@
 """Timing of GPU work: the medians that the benchmarks and the reproduction of the paper report.
 
 Short work is timed as the replay of a CUDA graph with a cold L2 cache: the GPU's own time, as in a captured
-or deeply queued training step, without what Python takes to issue it.
+or deeply queued training step, without what Python takes to issue it. A pause before it lets the GPU's clock
+recover from what ran before: without one, FlexAttention took from 1.17 to 1.43 ms, by whose turn was before
+its own (docs/hopper.md, "Power").
 """
 
+import time
 from collections.abc import Callable
 from statistics import median
 
@@ -11,6 +14,8 @@ import torch
 import triton
 from torch import Tensor
 
+# before a turn, in seconds
+PAUSE = 0.05
 # of one turn, in milliseconds
 WARMUP_MS, TURN_MS = 5, 20
 # of longer ones the graphs would hold too much memory of their own
@@ -61,6 +66,8 @@ def capture_forward(function: Callable) -> torch.cuda.CUDAGraph:
 
 
 def median_ms(function: Callable) -> float:
+    torch.cuda.synchronize()
+    time.sleep(PAUSE)
     milliseconds = []
     while len(milliseconds) < LEAST_CALLS:
         milliseconds += triton.testing.do_bench(function, WARMUP_MS, TURN_MS, return_mode="all")

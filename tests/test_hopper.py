@@ -9,7 +9,7 @@ from kernels.flash_attention import flash_attention, flash_attention_varlen
 from kernels.hopper.launch import keys_per_query
 from kernels.hopper.prologue import prepare_kernel, round_kernel
 from kernels.hopper.sums import SLOTS
-from kernels.hopper.tiles import division, turn_heads
+from kernels.hopper.tiles import division, forward_tile, turn_heads
 from kernels.operators import use_implementation
 from kernels.problem import Problem
 from tests.accuracy import assert_as_accurate_as_torch, random_qkv
@@ -198,6 +198,15 @@ def test_the_host_counts_the_keys_of_a_query(seq_q, seq_k):
     assert keys_per_query(listed, 512, 512) == 7 / 4 * 128
 
 
+def test_short_rows_of_heads_of_64_have_tiles_of_two_blocks():
+    for mask, most in (("full", 400), ("causal", 400), ("window", 1024)):
+        assert forward_tile(64, mask, most).blocks == 2
+        assert forward_tile(64, mask, most + 1).blocks == 1
+    assert forward_tile(64, "window", 4095).consumers == 2
+    assert forward_tile(64, "window", 4096).consumers == 3
+    assert all(forward_tile(128, mask, 1).blocks == 1 for mask in ("full", "causal", "window", "intervals"))
+
+
 def test_says_once_that_the_installed_triton_cannot_build_it(monkeypatch):
     def import_module(name):
         raise ImportError("cannot import name 'warpgroup_mma'")
@@ -266,6 +275,24 @@ def test_windows_and_documents_cut_the_same_keys_as_the_reference(window, head_d
     assert_as_accurate_as_torch(hopper_attention, q, k, v, window=window, deterministic=deterministic)
     ids = (torch.randint(0, 2, (2, 1000), device="cuda").cumsum(1) // 30).int() - 1
     assert_as_accurate_as_torch(hopper_attention, q, k, v, document_ids=ids, deterministic=deterministic)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "documents"])
+@pytest.mark.parametrize("keys_per_query", [100, 2000, 5000])
+def test_every_form_of_the_forward_kernel_is_exact_under_every_mask(keys_per_query, mask, monkeypatch):
+    form = forward_tile(64, "window", keys_per_query)
+    monkeypatch.setattr("kernels.hopper.launch.forward_tile", lambda *_: form)
+    for seq_len in (1, 65, 129, 300, 500):
+        options = {"causal": mask != "full"}
+        if mask == "window":
+            options["window"] = 90
+        if mask == "documents":
+            options["document_ids"] = (torch.rand(4, seq_len, device="cuda") < 0.02).cumsum(1).int()
+        # more tiles than blocks run at once
+        q, k, v = random_qkv(4, seq_len, seq_len, 60, 20, 64, torch.bfloat16, "cuda")
+        assert_as_accurate_as_torch(hopper_attention, q, k, v, **options)
 
 
 @pytest.mark.gpu

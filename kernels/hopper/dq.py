@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import BLOCK_SIZE, BlockLists, hide_unseen
-from kernels.hopper.keys import ROWS, key_block, locate, places, words_at
+from kernels.hopper.keys import ROWS, key_block, locate, places, skip, words_at
 from kernels.hopper.primitives import Ring, copy_out, make_ring, record
 from kernels.hopper.schedule import Mask, TileOrder
 from kernels.hopper.softmax import hide
@@ -156,15 +156,6 @@ def step(tiles, q, dout, dq, n_k, n_v, place, masked, first, end, minus_lse, min
     dq = warpgroup_mma_wait(0, deps=[dq])
     tiles.k_ring.release(n_k)
     return dq
-
-
-@gluon.jit
-def skip(tiles, n_k, n_v):
-    """Hands back a block of keys and values that these rows do not see, but others of the tile do."""
-    tiles.k_ring.take(n_k)
-    tiles.k_ring.release(n_k)
-    tiles.v_ring.take(n_v)
-    tiles.v_ring.release(n_v)
 
 
 @gluon.jit

@@ -63,3 +63,15 @@ def words_at(tiles, place, lines, x):
     PARTS: gl.constexpr = BLOCK_SIZE // tiles.BLOCK_N
     part = place & (PARTS - 1)
     return tiles.mask.lists.words((place - part) // PARTS, lines, part * tiles.BLOCK_N, x)
+
+
+@gluon.jit
+def skip(tiles, n_k, n_v):
+    """Hands back a block of keys and values that these rows do not see, but others of the tile do.
+
+    A warpgroup that skipped without waiting could hand it back before it has come.
+    """
+    tiles.k_ring.take(n_k)
+    tiles.k_ring.release(n_k)
+    tiles.v_ring.take(n_v)
+    tiles.v_ring.release(n_v)

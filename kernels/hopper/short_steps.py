@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from kernels.hopper.block_lists import hide_unseen
-from kernels.hopper.keys import ROWS, locate, places, words_at
+from kernels.hopper.keys import ROWS, locate, places, skip, words_at
 from kernels.hopper.softmax import LOWEST, hide, partial_sum, softmax
 from kernels.hopper.steps import scores_of_nothing, store
 
@@ -39,16 +39,6 @@ def step(tiles, q, o, m_i, l_i, n, first, end, place, masked, scale_log2):
     o = warpgroup_mma_wait(0, deps=[o])
     tiles.v_ring.release(n)
     return o, m_i, l_i
-
-
-@gluon.jit
-def skip(tiles, start, stop):
-    """Hands back blocks of keys and values that these rows do not see, but others of the tile do."""
-    for n in range(start, stop):
-        tiles.k_ring.take(n)
-        tiles.k_ring.release(n)
-        tiles.v_ring.take(n)
-        tiles.v_ring.release(n)
 
 
 @gluon.jit
@@ -82,7 +72,8 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
         m_i = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
         l_i = partial_sum(scores_of_nothing(tiles))
         if not LISTED:
-            skip(tiles, n, n + end - own_end)
+            for skipped in range(n, n + end - own_end):
+                skip(tiles, skipped, skipped)
             n += end - own_end
         for j in range(own_end - own_begin):
             place = own_end - 1 - j
@@ -93,7 +84,8 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
         tiles.q_ring.release(turn)
         n += own_end - own_begin
         if not LISTED:
-            skip(tiles, n, n + own_begin - begin)
+            for skipped in range(n, n + own_begin - begin):
+                skip(tiles, skipped, skipped)
             n += own_begin - begin
         if LISTED or row >= 0:
             store(tiles, out_desc, lse_ptr, o, m_i, l_i, batch * tiles.n_head + head, row, INDEX)

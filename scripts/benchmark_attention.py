@@ -6,10 +6,11 @@
 Implementations: ours (what flash_attention chooses), hopper, portable, cudnn and fa2 (backends of
 scaled_dot_product_attention), flex (FlexAttention, compiled), fa4 (the package flash-attn-4, where it is
 installed), eager (attention_reference). They take turns on the same inputs, `repeats` times; a row holds
-medians. What is timed is the replay of a CUDA graph of one call, with a cold L2: the GPU's own time, as in a
-captured or deeply queued training step, without what Python takes to issue it. Speed counts 4 B H T T D
-operations forward, half of it when causal, and 2.5 times as many backward. max_error is against float64, on
-the first batch and head. The first row is GPT-2's own shape: B 32, H 12, D 64, T 1024, packed qkv.
+medians. What is timed, after a pause that lets the clock recover from the turn before, is the replay of a
+CUDA graph of one call, with a cold L2: the GPU's own time, as in a captured or deeply queued training step,
+without what Python takes to issue it. Speed counts 4 B H T T D operations forward, half of it when causal,
+and 2.5 times as many backward. max_error is against float64, on the first batch and head. The first row is
+GPT-2's own shape: B 32, H 12, D 64, T 1024, packed qkv.
 """
 
 import statistics

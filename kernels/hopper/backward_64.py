@@ -42,11 +42,12 @@ from kernels.hopper.queries import (
     copy_queries,
     key_limits,
     leave_ds,
+    make_key_tiles,
     probabilities,
     query_block,
     stage_dq,
 )
-from kernels.hopper.schedule import Mask, TileOrder
+from kernels.hopper.schedule import Mask
 from kernels.hopper.sums import TAKEN, WARPS, Sums, make_parts, round_sums
 
 HEAD_DIM = gl.constexpr(64)
@@ -240,20 +241,12 @@ def backward_64_kernel(
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    order = TileOrder(
-        n_batch * n_kv_head, gl.cdiv(seq_k, BLOCK_N), section,
-        by_section_tiles, by_section, by_last_section, False
-    )  # fmt: skip
     NUMBER_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lists = BlockLists(spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head)
-    work = KeyTiles(
-        order,
-        Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK),
-        n_kv_head,
-        by_n_kv_head,
-        group,
-        padded,
-    )
+    work = make_key_tiles(
+        Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK), group, padded, n_batch, n_kv_head, section,
+        by_section_tiles, by_section, by_last_section, by_n_kv_head
+    )  # fmt: skip
     tiles = Tiles(
         gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout),
         gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout),

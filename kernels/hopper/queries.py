@@ -67,6 +67,27 @@ class KeyTiles:
 
 
 @gluon.jit
+def make_key_tiles(
+    mask,
+    group,
+    padded,
+    n_batch,
+    n_kv_head,
+    section,
+    by_section_tiles,
+    by_section,
+    by_last_section,
+    by_n_kv_head,
+):
+    """The tiles of all heads of k and v, as arguments of the two kernels describe them."""
+    order = TileOrder(
+        n_batch * n_kv_head, gl.cdiv(mask.seq_k, BLOCK_N), section,
+        by_section_tiles, by_section, by_last_section, False
+    )  # fmt: skip
+    return KeyTiles(order, mask, n_kv_head, by_n_kv_head, group, padded)
+
+
+@gluon.jit
 def announce(number, i):
     """Writes the number of a tile beside its keys, before their barrier is armed."""
     number.store(gl.full([1], i, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))

@@ -155,20 +155,15 @@ def attention_backward(
     n_heads, n_tiles = batch * n_kv_head, triton.cdiv(seq_k, BLOCK_N.value)
     n_sm = torch.cuda.get_device_properties(q.device).multi_processor_count
     section = backward_section_heads(seq_q, head_dim, group, n_heads)
-    takes_turns = (
-        sums_dq
-        and head_dim == 64
-        and turns_pay(n_tiles * batch * n_head, n_sm, keys_per_query(problem, seq_q, seq_k))
-    )
-    if takes_turns:
+    # sections that the kernel rounds itself, and heads that have sums at a time
+    rounded_sections, n_sums = 0, batch * n_head
+    keys = keys_per_query(problem, seq_q, seq_k)
+    if sums_dq and head_dim == 64 and turns_pay(n_tiles * batch * n_head, n_sm, keys):
         section = turn_heads(n_tiles, n_heads, n_sm)
-    n_sections = triton.cdiv(n_heads, section)
-    # of what takes turns: sections and heads that the kernel rounds itself, heads that have sums at a time
-    rounded_sections = n_sections - 1 if takes_turns else 0
-    rounded_heads = rounded_sections * section * group
-    n_sums = batch * n_head
-    if takes_turns:
+        rounded_sections = triton.cdiv(n_heads, section) - 1
         n_sums = min(SLOTS.value * section * group, n_sums)
+    rounded_heads = rounded_sections * section * group
+    n_sections = triton.cdiv(n_heads, section)
     # where nothing is summed any tensor stands for the sums
     dq_sum = minus_delta
     if sums_dq:

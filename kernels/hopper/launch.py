@@ -92,7 +92,7 @@ def attention_forward(
     n_tiles = triton.cdiv(seq_q, tile.consumers * ROWS.value)
     section = section_heads(seq_k, head_dim, group, batch * n_head)
     n_sm = torch.cuda.get_device_properties(q.device).multi_processor_count
-    forward_kernel[(min(batch * n_head * n_tiles, n_sm * tile.blocks * tile.waves),)](
+    forward_kernel[(min(batch * n_head * n_tiles, n_sm * tile.blocks),)](
         head_descriptor(q, ROWS.value),
         head_descriptor(k, tile.block_n),
         head_descriptor(v, tile.block_n),

@@ -21,8 +21,7 @@ FLOAT32_LAYOUTS = {
 class ForwardTile(NamedTuple):
     """consumers: warpgroups of 64 query rows; stages: buffers in the rings of Q, and of K and V.
 
-    blocks: on one multiprocessor at a time. waves: of blocks, which share out all tiles beforehand; whoever
-    is done with short ones begins with the next wave.
+    blocks: on one multiprocessor at a time.
     """
 
     consumers: int
@@ -32,7 +31,6 @@ class ForwardTile(NamedTuple):
     consumer_registers: int
     producer_registers: int
     blocks: int = 1
-    waves: int = 1
 
 
 # another block fills the gaps of two warpgroups, and small blocks of keys leave little to a mask's edges
@@ -42,12 +40,9 @@ SHORT = ForwardTile(2, 64, 2, 4, 104, 24, blocks=2)
 def forward_tile(head_dim: int, mask: str, keys_per_query: float) -> ForwardTile:
     if head_dim == 128:
         return ForwardTile(2, 128, 2, 2, 240, 24)
-    # a list serves 128 queries, so two warpgroups
-    if mask == "blocks":
+    # a list serves 128 queries, so two warpgroups; how long documents are nobody knows here
+    if mask in ("blocks", "intervals"):
         return SHORT
-    # how long documents are nobody knows here
-    if mask == "intervals":
-        return SHORT._replace(waves=4)
     if keys_per_query <= (1024 if mask == "window" else 400):
         return SHORT
     # a third warpgroup fills the gaps of two, but makes tiles longer

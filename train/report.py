@@ -17,7 +17,6 @@ from train.distributed import Processes
 from train.documents import document_ids
 from train.export import EXPORT, export_run
 from train.logger import RunLogger, counted, duration, read_metrics, readable
-from train.plot import draw_loss
 from train.profiler import MEMORY, TRACE
 from train.results import write_result
 from train.sample import sample_text
@@ -157,6 +156,9 @@ def finish_run(
 
     has_trained: whether this launch has taken a step; otherwise the summary stays that of the one which has.
     """
+    # here, since importing matplotlib takes a second that no run should wait for to begin
+    from train.plot import draw_loss
+
     draw_loss({config.name: folder / "metrics.jsonl"}, folder / "loss.png", config.name)
     steps = counted(config.steps, "step")
     print(f"\nvalidation loss {val_loss:.4f} after {steps}; {duration(seconds)} for this run")

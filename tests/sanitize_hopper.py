@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from kernels import block_masks
-from kernels.flash_attention import flash_attention
+from kernels.flash_attention import flash_attention, flash_attention_varlen
 from kernels.operators import use_implementation
 
 
 def run_random_problem(generator: random.Random, longest: int) -> tuple[dict, list[Tensor]]:
     """The shape and mask, and out, dq, dk and dv, of one bf16 problem of up to `longest` tokens."""
-    mask = generator.choice(["full", "causal", "window", "documents", "blocks"])
+    mask = generator.choice(["full", "causal", "window", "documents", "blocks", "varlen"])
     batch, n_kv_head, group = (generator.randint(1, 3) for _ in range(3))
     if generator.random() < 0.3:
         # tiles for more than a card's multiprocessors: then a block takes several
@@ -35,7 +35,16 @@ def run_random_problem(generator: random.Random, longest: int) -> tuple[dict, li
         # of about ten tokens; the queries are the last of the tokens
         seq_k = seq_q
         options["document_ids"] = (torch.rand(batch, seq_k, device="cuda") < 0.1).cumsum(1).int()
-
+    if mask == "varlen":
+        # some sequences without queries or keys, some of whole tiles
+        batch, options["causal"] = 1, generator.random() < 0.5
+        starts_q, starts_k = (
+            torch.tensor([0, 64, *generator.choices((0, 1, 64, 100, 128), k=5)], device="cuda")
+            .cumsum(0)
+            .int()
+            for _ in range(2)
+        )
+        seq_q, seq_k = int(starts_q[-1]), int(starts_k[-1])
     if mask == "blocks":
         # none, partial and full blocks
         shares = torch.tensor([0.0, 0.3, 1.0], device="cuda")[
@@ -51,7 +60,12 @@ def run_random_problem(generator: random.Random, longest: int) -> tuple[dict, li
     q, k, v = draw(seq_q, n_kv_head * group), draw(seq_k, n_kv_head), draw(seq_k, n_kv_head)
     # around the backward pass too: an operator chooses anew in each
     with use_implementation("hopper"):
-        out = flash_attention(q, k, v, **options)
+        if mask == "varlen":
+            out = flash_attention_varlen(
+                *(x[0] for x in (q, k, v)), starts_q, cu_seqlens_k=starts_k, **options
+            )
+        else:
+            out = flash_attention(q, k, v, **options)
         gradients = torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
     name = {"mask": mask, "deterministic": options["deterministic"]}
     return name | {"q": tuple(q.shape), "k": tuple(k.shape)}, [out, *gradients]

@@ -1,5 +1,6 @@
 import random
 import warnings
+from itertools import accumulate
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from kernels.hopper.sums import SLOTS
 from kernels.hopper.tiles import division, forward_tile, turn_heads
 from kernels.operators import use_implementation
 from kernels.problem import Problem
+from kernels.reference import visible_keys
 from tests.accuracy import assert_as_accurate_as_torch, random_qkv
 from tests.compile_apart import compile_apart, each_triton
 from tests.sanitize_hopper import run_random_problem
@@ -363,6 +365,36 @@ def test_turns_of_sections_of_a_single_head_end_and_are_exact(mask, n_kv_head, m
             options["block_mask"] = block_masks.from_dense(seen)
         q, k, v = random_qkv(9, seq_len, seq_len, 6, n_kv_head, 64, torch.bfloat16, "cuda")
         assert_as_accurate_as_torch(hopper_attention, q, k, v, **options)
+
+
+@pytest.mark.gpu
+@on_hopper
+@either_order
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("lengths_q", "lengths_k"),
+    [([64, 1], [64, 0]), ([64, 192], [64, 64]), ([130, 0, 64, 300], [64, 64, 0, 500])],
+)
+def test_queries_without_keys_leave_the_rings_in_step(lengths_q, lengths_k, causal, head_dim, deterministic):
+    # what a warpgroup that sees nothing hands back must be what its tile was given: more tiles than blocks
+    q, _, _ = random_qkv(1, sum(lengths_q), 1, 600, 1, head_dim, torch.bfloat16, "cuda")
+    _, k, v = random_qkv(1, 1, sum(lengths_k), 1, 300, head_dim, torch.bfloat16, "cuda")
+    starts_q, starts_k = (
+        torch.tensor([0, *accumulate(x)], device="cuda").int() for x in (lengths_q, lengths_k)
+    )
+    pairs = zip(lengths_q, lengths_k, strict=True)
+    seen = torch.block_diag(*(visible_keys(*pair, causal=causal)[0, 0] for pair in pairs)).bool().cuda()
+
+    def packed(q, k, v, **_):
+        with use_implementation("hopper"):
+            out, lse = flash_attention_varlen(
+                q[0], k[0], v[0], starts_q, cu_seqlens_k=starts_k, causal=causal, return_lse=True,
+                deterministic=deterministic,
+            )  # fmt: skip
+        return out[None], lse[None]
+
+    assert_as_accurate_as_torch(packed, q, k, v, block_mask=block_masks.from_dense(seen), causal=False)
 
 
 @pytest.mark.gpu

@@ -226,6 +226,8 @@ def reduce(tiles, sum_desc):
         i, is_open = tiles.take(t)
     if uncounted >= 0:
         tiles.sums.count_tile(uncounted, 0)
+    # whoever has the shared memory next may write to it
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)

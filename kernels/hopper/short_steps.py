@@ -62,6 +62,10 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
         else:
             own_begin, whole_begin, whole_end, own_end = places(tiles, batch, head, row, ROWS)
             first, key_end = tiles.mask.keys_of(batch, gl.maximum(row, 0) + lines)
+            if tiles.mask.KIND == "intervals":
+                # rows that see nothing may stand behind the last block that the tile visits
+                own_begin = gl.minimum(own_begin, end - 1)
+                own_end = gl.minimum(own_end, end)
             # what the first tile has too many stands before row 0
             if row < 0:
                 own_begin = begin

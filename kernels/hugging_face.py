@@ -1,9 +1,11 @@
 """Hugging Face models on these kernels: attn_implementation="nanoflash", after register().
 
-Padding masks of shape (B, T), packed position_ids or cu_seq_lens, sliding windows, grouped heads and dropout
+Padding masks of shape (B, Tk), packed position_ids or cu_seq_lens, sliding windows, grouped heads and dropout
 are taken over; what these kernels do not compute (soft caps, sinks, attention weights, windows that look
 ahead) is refused. Only `register` imports transformers.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,9 +15,9 @@ from kernels.checks import may_read
 from kernels.flash_attention import flash_attention, flash_attention_varlen
 
 NAME = "nanoflash"
-# mask or positions -> the version and sizes that they were read for, the last layer that asked, and the
-# documents found
-DOCUMENTS = WeakIdKeyDictionary()
+# mask or positions -> the version and sizes that they were read for, the last layer that asked, and what was
+# found
+READ = WeakIdKeyDictionary()
 
 
 def register() -> None:
@@ -76,61 +78,78 @@ def attention_forward(
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if attention_mask is None and cu_seq_lens_q is not None:
+    starts, ids = None, None
+    if attention_mask is not None and causal:
+        ids = once(module, attention_mask, of_mask, q, k)
+    elif attention_mask is not None:
+        starts = once(module, attention_mask, of_text, q, k)
+    elif cu_seq_lens_q is not None:
         # sequences one behind the other, in a batch of one
-        packed = (x.flatten(0, 1) for x in (q, k, v))
-        out = flash_attention_varlen(
-            *packed, cu_seq_lens_q.int(), cu_seqlens_k=cu_seq_lens_k.int(), **options
-        ).view(q.shape)
-    else:
-        out = flash_attention(
-            q, k, v, document_ids=documents_of(module, attention_mask, position_ids, key), **options
-        )
-    return out, None
+        starts = cu_seq_lens_q.int(), cu_seq_lens_k.int()
+    elif position_ids is not None:
+        ids = once(module, position_ids, of_positions, q, k)
+    if starts is None:
+        return flash_attention(q, k, v, document_ids=ids, **options), None
+    packed = (x.flatten(0, 1) for x in (q, k, v))
+    out = flash_attention_varlen(*packed, starts[0], cu_seqlens_k=starts[1], **options)
+    return out.view(q.shape), None
 
 
-def documents_of(
-    module: torch.nn.Module, attention_mask: Tensor | None, position_ids: Tensor | None, key: Tensor
-) -> Tensor | None:
-    """Documents that hide padding or keep packed sequences apart; None where there is nothing to hide.
+def once(module: torch.nn.Module, source: Tensor, find: Callable, q: Tensor, k: Tensor):
+    """find(source, q, k), for all layers that follow each other.
 
     Every layer of a model gets the same mask or positions: they are read by the first, for reading waits for
     the GPU. A layer that does not follow the one before belongs to another pass, in whose buffer there may be
     other values: a broadcast, for one, changes no version.
     """
-    source, find = (position_ids, of_positions) if attention_mask is None else (attention_mask, of_mask)
-    if source is None:
-        return None
     layer = getattr(module, "layer_idx", None)
     # what inference_mode makes counts no versions, and fits nowhere else
     if layer is None or not may_read(source) or source.is_inference() or torch.is_inference_mode_enabled():
-        return find(source, key)
-    made_for = source._version, key.shape[0], key.shape[2]
-    known_for, last_layer, documents = DOCUMENTS.get(source, (None, None, None))
+        return find(source, q, k)
+    made_for = source._version, find, q.shape[1], *k.shape[:2]
+    known_for, last_layer, found = READ.get(source, (None, None, None))
     if known_for != made_for or layer <= last_layer:
-        documents = find(source, key)
-    DOCUMENTS[source] = made_for, layer, documents
-    return documents
+        found = find(source, q, k)
+    READ[source] = made_for, layer, found
+    return found
 
 
-def of_mask(attention_mask: Tensor, key: Tensor) -> Tensor:
-    """Documents (B, T) int32 of a mask (B, T); ValueError if a row's text is not one unbroken run."""
-    if attention_mask.dim() != 2:
-        raise ValueError(f"attention_mask must have shape (B, T), got {tuple(attention_mask.shape)}")
+def of_mask(attention_mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Documents (B, Tk) int32 of a mask (B, Tk) under which text sees text: text and padding take turns.
+
+    Raises ValueError if a row's text is not one unbroken run.
+    """
+    if attention_mask.shape != k.shape[:2]:
+        expected, shape = tuple(k.shape[:2]), tuple(attention_mask.shape)
+        raise ValueError(f"attention_mask must have shape (B, Tk) = {expected}, got {shape}")
     mask = attention_mask.bool()
-    # text and padding take turns: each run is a document
     ids = (mask[:, 1:] != mask[:, :-1]).cumsum(1)
     if may_read(ids) and bool((ids + mask[:, :1] > 2).any()):
         raise ValueError("attention_mask must keep one unbroken run of tokens in each row")
     return torch.nn.functional.pad(ids, (1, 0)).int()
 
 
-def of_positions(position_ids: Tensor, key: Tensor) -> Tensor | None:
+def of_text(attention_mask: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """cu_seqlens of q and k (3 B + 1,) int32 under which every query sees a row's text, and no padding.
+
+    Of each row the keys are padding, text and padding, and all queries stand at the text. Raises as of_mask.
+    """
+    of_mask(attention_mask, q, k)
+    (batch, seq_k), seq_q = attention_mask.shape, q.shape[1]
+    mask = attention_mask.bool().int()
+    first, n_text = mask.argmax(1), mask.sum(1)
+    row = torch.arange(batch, device=mask.device)
+    ends_q = torch.stack([row, row + 1, row + 1], 1) * seq_q
+    ends_k = row[:, None] * seq_k + torch.stack([first, first + n_text, torch.full_like(first, seq_k)], 1)
+    return tuple(torch.nn.functional.pad(ends.flatten(), (1, 0)).int() for ends in (ends_q, ends_k))
+
+
+def of_positions(position_ids: Tensor, q: Tensor, k: Tensor) -> Tensor | None:
     """Documents (B, T) int32 of positions that start anew; None where they do not, or are not of the keys."""
-    if position_ids.dim() != 2 or position_ids.shape[1] != key.shape[2]:
+    if position_ids.dim() != 2 or position_ids.shape[1] != k.shape[1]:
         return None
     starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
     if may_read(starts) and not bool(starts.any()):
         return None
     ids = torch.nn.functional.pad(starts.cumsum(1), (1, 0)).int()
-    return ids.expand(key.shape[0], -1)
+    return ids.expand(k.shape[0], -1)

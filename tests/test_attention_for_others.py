@@ -56,9 +56,39 @@ def test_hugging_face_models_agree_with_sdpa(name, padding, device):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_hugging_face_masks_with_holes_are_refused():
+@pytest.mark.parametrize("n_target", [6, 24, 30])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_targets_see_all_of_the_source_and_none_of_its_padding(side, n_target, device):
+    """Cross attention, and the encoder's own, in which padding sees the text too."""
+    hugging_face.register()
+    source, target = (torch.randint(32, (3, n), device=device) for n in (24, n_target))
+    mask = torch.ones_like(source)
+    mask[0, :8] = side == "right"
+    mask[0, 16:] = side == "left"
+    outputs = []
+    for implementation in ("sdpa", "nanoflash"):
+        torch.manual_seed(0)
+        sides = {
+            f"{part}_{key}": n
+            for part in ("encoder", "decoder")
+            for key, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))
+        }
+        config = transformers.BartConfig(vocab_size=32, d_model=64, max_position_embeddings=32, **sides)
+        config._attn_implementation = implementation
+        model = transformers.AutoModel.from_config(config).eval().to(device)
+        result = model(source, attention_mask=mask, decoder_input_ids=target)
+        outputs.append((result.last_hidden_state, result.encoder_last_hidden_state))
+    for theirs, ours in zip(*outputs, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("find", [hugging_face.of_mask, hugging_face.of_text])
+def test_hugging_face_masks_with_holes_or_of_other_lengths_are_refused(find):
+    x = torch.zeros(1, 3, 1, 8)
     with pytest.raises(ValueError, match="one unbroken run"):
-        hugging_face.of_mask(torch.tensor([[1, 0, 1]]), torch.zeros(1, 1, 3, 8))
+        find(torch.tensor([[1, 0, 1]]), x, x)
+    with pytest.raises(ValueError, match=r"shape \(B, Tk\) = \(1, 3\), got \(1, 4\)"):
+        find(torch.ones(1, 4), x, x)
 
 
 @pytest.mark.parametrize("given", ["position_ids", "attention_mask"])

@@ -269,6 +269,8 @@ def reach(masks: Sequence[BlockMask]) -> float:
     hands on what it has. Warns below 100%. Takes n_rows x n_columns numbers, and for each layer until all is
     reached a product of two such matrices: on a CPU, minutes for a million tokens.
     """
+    if not masks:
+        raise ValueError("reach needs at least one layer, got none")
     first = masks[0]
     if first.n_rows != first.n_columns:
         raise ValueError(f"reach needs as many queries as keys, got {first.seq_q} and {first.seq_k}")

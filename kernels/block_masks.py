@@ -221,6 +221,8 @@ def parse(text: str, seq_len: int, *, block_size: int = 128, device="cpu") -> Bl
                 return value(left) & value(right)
             case ast.Call(ast.Name(name), arguments, []) if name in PATTERNS:
                 numbers = [ast.literal_eval(x) for x in arguments]
+                if any(type(x) is not int for x in numbers):
+                    raise ValueError(f"{name} in {text!r} takes integers, got {numbers}")
                 return PATTERNS[name](seq_len, *numbers, block_size=block_size, device=device)
         raise ValueError(
             f"{ast.unparse(node)!r} in {text!r} is no pattern: combine {', '.join(PATTERNS)} of integers "

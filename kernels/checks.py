@@ -2,6 +2,7 @@
 
 import os
 from itertools import pairwise
+from types import NoneType
 
 import torch
 from torch import Tensor
@@ -27,7 +28,10 @@ def autocast(**tensors: Tensor) -> tuple[Tensor, ...]:
     if not torch.is_autocast_enabled(device_type):
         return tuple(tensors.values())
     dtype = torch.get_autocast_dtype(device_type)
-    return tuple(x.to(dtype) for x in tensors.values())
+    # neither float64 nor integers: check_tensors refuses them by their own dtype
+    return tuple(
+        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors.values()
+    )
 
 
 def check_is_tensor(name: str, x: Tensor) -> None:
@@ -84,8 +88,13 @@ def check_options(
     dropout_seed: int | Tensor | None,
 ) -> None:
     """Everything that is no tensor, and the seed."""
+    if isinstance(softmax_scale, Tensor):
+        raise ValueError("softmax_scale must be a float, got a tensor: multiply q by it, gradients flow then")
     if softmax_scale is not None and not 0.0 < softmax_scale < float("inf"):
         raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale}: negate q instead")
+    for name, x in (("window", window), ("dropout_seed", dropout_seed)):
+        if not isinstance(x, (int, torch.SymInt, Tensor, NoneType)):
+            raise ValueError(f"{name} must be an int, got {type(x).__name__} {x}: int() makes one")
     if window is not None:
         if not 1 <= window < MOST_TOKENS:
             raise ValueError(

@@ -141,6 +141,12 @@ def _save_for_backward(ctx, inputs, output):
 
 
 def _backward(ctx, dloss, *_):
+    # only create_graph=True has gradients enabled here
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "linear_cross_entropy has no second derivative: use F.cross_entropy of the logits where you need "
+            "one (double backward, gradient penalties), or leave out create_graph=True"
+        )
     dhidden, dweight = ctx.saved_tensors
     scale = dloss / ctx.n_rows
     dhidden = dhidden * scale if ctx.of_hidden else None

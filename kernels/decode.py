@@ -275,6 +275,8 @@ def _lists(block_mask: BlockMask | None) -> list[Tensor]:
 
 
 def _scale(softmax_scale: float | None, q: Tensor) -> float:
+    if softmax_scale is not None and not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
     return q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
 
 
@@ -338,6 +340,8 @@ def _launch(
     tile = with_rows(choose_tile("decode", head_dim, q.dtype, q.device, block_size=block_size), n_rows)
     if n_splits is None:
         n_splits = choose_splits(batch * n_kv_head, triton.cdiv(capacity, tile.block_n), q.device)
+    # one behind the other, as the kernel reads them
+    lengths = lengths.contiguous()
     parts = torch.empty(batch * n_kv_head, n_splits, n_rows, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(batch * n_kv_head, n_splits, n_rows, dtype=torch.float32, device=q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -402,6 +406,8 @@ def _check(
     given: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, block_mask: BlockMask | None
 ) -> None:
     """given: the tensor that q is, or is a part of, by its name."""
+    for name, x in {**given, "k": k, "v": v, "lengths": lengths}.items():
+        checks.check_is_tensor(name, x)
     checks.check_tensors(q, k, v, n_dims=4)
     batch, n_query, n_head, _ = q.shape
     for name, x in {**given, "k": k, "v": v}.items():

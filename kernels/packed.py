@@ -64,6 +64,7 @@ def _save_for_backward(ctx, inputs, output):
     qkv, key_bounds, query_bounds, *options = inputs
     ctx.save_for_backward(qkv, *output, key_bounds, query_bounds)
     ctx.options = options
+    ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dout, _):

@@ -58,6 +58,8 @@ def sdpa_forward(
         )
     if scale is not None and not 0.0 < scale < float("inf"):
         raise ValueError(f"scale must be positive and finite, got {scale}: negate the query instead")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
     seed = torch.zeros(2, dtype=torch.int64, device=query.device).view(torch.uint64)
     if dropout_p > 0.0:
         seed.view(torch.int64).random_(2**62)

@@ -29,6 +29,9 @@ X = torch.zeros(2, 8, 4, 16, device=DEVICE)
         ({"k": X[:1], "v": X[:1]}, "batch of q, 2, got 1"),
         ({"k": X[:, :, :3], "v": X[:, :, :3]}, "4 heads of q must be a multiple.*3"),
         ({"softmax_scale": 0.0}, "softmax_scale must be positive.*0.0"),
+        ({"softmax_scale": torch.tensor(0.5)}, "softmax_scale must be a float, got a tensor"),
+        ({"window": 3.5}, "window must be an int, got float 3.5"),
+        ({"dropout_p": 0.1, "dropout_seed": 1.5}, "dropout_seed must be an int, got float 1.5"),
         ({"window": 0}, "window must be at least 1.*got 0"),
         ({"window": 2**31 - 1}, "window must be .* below 1073741824, got 2147483647"),
         ({"window": 4, "causal": False}, "window=4 with causal=False"),
@@ -56,6 +59,13 @@ def test_flash_attention_names_what_is_wrong(change, message):
     arguments = {"q": X, "k": X, "v": X} | change
     with pytest.raises(ValueError, match=message):
         flash_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_autocast_hides_no_wrong_dtype(dtype):
+    x = X.to(dtype)
+    with torch.autocast(DEVICE, torch.bfloat16), pytest.raises(ValueError, match=f"got {dtype}"):
+        flash_attention(x, x, x)
 
 
 @pytest.mark.parametrize(

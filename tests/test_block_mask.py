@@ -241,6 +241,8 @@ def test_sums_that_collide_do_not_merge_different_rows(monkeypatch):
         (lambda: block_masks.top_k(torch.zeros(1, 9, 1, 8), torch.zeros(1, 8, 1, 8), 1), "got 9 and 8"),
         (lambda: block_masks.parse("window(x)", 100), "malformed node|pattern"),
         (lambda: block_masks.parse("causal() + causal()", 100), "is no pattern"),
+        (lambda: block_masks.parse("window(1.5)", 100), r"window in .* takes integers, got \[1.5\]"),
+        (lambda: block_masks.causal(100).reach(0), "at least one layer"),
     ],
 )
 def test_bad_input_is_refused_with_the_numbers(build, message):

@@ -86,6 +86,14 @@ def test_what_does_not_fit_is_refused(change, message):
         linear_cross_entropy(**arguments)
 
 
+def test_double_backward_is_refused_with_a_way_out(device):
+    hidden, weight, targets = inputs(device)
+    loss = linear_cross_entropy(hidden, weight, targets, 300)
+    # made and differentiated beside the loss, a gradient's own would be lost without a word
+    with pytest.raises(NotImplementedError, match=r"F\.cross_entropy of the logits"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
 def test_the_operator_keeps_pytorchs_rules(device):
     hidden, weight, targets = inputs(device, n_rows=4)
     torch.library.opcheck(

@@ -145,6 +145,14 @@ def test_a_scale_of_zero_is_a_scale(device):
     torch.testing.assert_close(decode_reference(q, k, v, lengths, softmax_scale=0.0), out)
 
 
+def test_lengths_may_be_a_view(device):
+    q, k, v = random_cache(3, 1, 2, 2, 64, torch.float32, device)
+    columns = torch.tensor([[77, 0], [5, 0], [30, 0]], device=device)
+    for lengths in (columns[:, 0], torch.tensor([40], device=device).expand(3)):
+        expected = decode_attention(q, k, v, lengths.contiguous())
+        assert torch.equal(decode_attention(q, k, v, lengths), expected)
+
+
 def test_the_keys_behind_the_length_are_never_read(device):
     q, k, v = random_cache(1, 1, 2, 2, 64, torch.float32, device)
     lengths = torch.tensor([77], device=device)
@@ -180,6 +188,8 @@ def test_there_are_splits_enough_for_the_gpu_and_never_more_than_tiles():
         ({"lengths": torch.zeros(1)}, r"int32 or int64, got \(1,\) torch.float32"),
         ({"q": torch.zeros(1, 129, 2, 64)}, "129 queries for each of 1 heads.*use flash_attention"),
         ({"lengths": torch.zeros(2, dtype=torch.int32)}, r"lengths must be \(1,\) int32 or int64"),
+        ({"lengths": [5]}, "lengths must be a tensor, got list"),
+        ({"softmax_scale": float("inf")}, "softmax_scale must be finite, got inf"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, message, device):
@@ -219,7 +229,7 @@ def test_a_new_token_that_does_not_fit_is_refused(changes, message, device):
 def moved(x, device):
     if isinstance(x, tuple):
         return tuple(moved(item, device) for item in x)
-    return x if x.is_meta else x.to(device)
+    return x.to(device) if isinstance(x, torch.Tensor) and not x.is_meta else x
 
 
 def test_a_block_mask_of_another_length_is_refused(device):

@@ -5,8 +5,8 @@
 
 Both check their arguments, turn documents and lengths into intervals (intervals.py), and call one PyTorch
 operator, `nanoflash::attention_forward`, whose gradient is another, `nanoflash::attention_backward`. The
-operators hand the work to an implementation, chosen by `choose_implementation`, never silently:
-`implementation_table` prints what runs.
+operators hand the work to an implementation that operators.choose_implementation finds for each problem:
+`python -m kernels.operators` prints which runs what, and why.
 """
 
 import torch
@@ -43,8 +43,9 @@ def flash_attention(
     nothing gives 0, lse -inf and zero gradients. dropout_seed: int, or int64 tensor of one element on q's
     device, which a CUDA graph reads anew at each replay; default: drawn from PyTorch's generator of that
     device. deterministic: gradients equal bit for bit in every run. Under autocast q, k and v are cast to its
-    dtype. Raises ValueError for anything else, before anything is launched. Source: FlashAttention-2,
-    arXiv:2307.08691.
+    dtype. Raises ValueError for anything else, before anything is launched, but for the 2**31 queries of all
+    heads that the backward pass cannot number. Second derivatives and transforms of torch.func (grad, vmap)
+    are not there. Source: FlashAttention-2, arXiv:2307.08691.
     """
     q, k, v = checks.autocast(q=q, k=k, v=v)
     checks.check_tensors(q, k, v, n_dims=4)

@@ -1,4 +1,4 @@
-"""Block sizes of the portable kernels: the only tuning file.
+"""Block sizes of the portable kernels: their only tuning file.
 
 A tile is looked up by GPU, kernel, bytes of one element and padded head_dim. "forward" and "dq" keep
 BLOCK_M queries and walk the keys, "decode" too, with the rows of a short tile filled by heads, "dkdv" keeps

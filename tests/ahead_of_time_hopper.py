@@ -136,8 +136,6 @@ def compile_kernel(kernel: str, head_dim: int, dtype: str, mask: str, seq_q: int
             signature[name] = "i64"
         else:
             signature[name] = "fp32" if "scale" in name else "i32"
-            if name.startswith("stride_dq"):
-                attributes[index,] = [["tt.divisibility", 16]]
     values = {(function.arg_names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(function, signature, values, attributes)
     options = {"num_warps": 4, "maxnreg": most_registers}

@@ -8,7 +8,7 @@ import torch
 from kernels import block_masks, hopper
 from kernels.flash_attention import flash_attention, flash_attention_varlen
 from kernels.hopper.launch import keys_per_query
-from kernels.hopper.prologue import prepare_kernel, round_kernel
+from kernels.hopper.prepare_and_round import prepare_kernel, round_kernel
 from kernels.hopper.sums import SLOTS
 from kernels.hopper.tiles import division, forward_tile, turn_heads
 from kernels.operators import use_implementation

@@ -21,19 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import BlockLists
-from kernels.hopper.primitives import (
-    Ring,
-    copy_out,
-    make_ring,
-    opaque,
-    pack_pairs,
-    record,
-    reduce_add_to_global,
-    thread_barrier,
-    unpack_pairs,
-    widen_pairs,
-)
-from kernels.hopper.queries import (
+from kernels.hopper.key_tiles import (
     BLOCK_N,
     CONSUMERS,
     NOT_SPECIALIZED,
@@ -49,6 +37,18 @@ from kernels.hopper.queries import (
     probabilities,
     query_block,
     stage_dq,
+)
+from kernels.hopper.primitives import (
+    Ring,
+    copy_out,
+    make_ring,
+    opaque,
+    pack_pairs,
+    record,
+    reduce_add_to_global,
+    thread_barrier,
+    unpack_pairs,
+    widen_pairs,
 )
 from kernels.hopper.schedule import Mask
 
@@ -127,7 +127,7 @@ def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delt
                 head += 1
                 line += tiles.work.padded
         t += 1
-        i = tiles.work.after(counter_ptr)
+        i = tiles.work.take_behind_the_first(counter_ptr)
     # a number behind the last ends the others, who have asked for its first queries too
     stage, full = tiles.k_ring.fill(t)
     announce(tiles.number.index(stage), i)

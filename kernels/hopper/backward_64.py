@@ -23,14 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import BlockLists
-from kernels.hopper.primitives import (
-    Ring,
-    copy_out,
-    make_ring,
-    record,
-    reduce_add_to_global,
-)
-from kernels.hopper.queries import (
+from kernels.hopper.key_tiles import (
     BLOCK_N,
     CONSUMERS,
     NOT_SPECIALIZED,
@@ -46,6 +39,13 @@ from kernels.hopper.queries import (
     probabilities,
     query_block,
     stage_dq,
+)
+from kernels.hopper.primitives import (
+    Ring,
+    copy_out,
+    make_ring,
+    record,
+    reduce_add_to_global,
 )
 from kernels.hopper.schedule import Mask
 from kernels.hopper.sums import TAKEN, WARPS, Sums, make_parts, round_sums

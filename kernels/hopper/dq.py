@@ -22,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import BLOCK_SIZE, BlockLists, hide_unseen
-from kernels.hopper.keys import ROWS, key_block, locate, places, skip, words_at
 from kernels.hopper.primitives import Ring, copy_out, make_ring, record
+from kernels.hopper.query_tiles import ROWS, key_block, locate, places, skip, words_at
 from kernels.hopper.schedule import Mask, TileOrder
 from kernels.hopper.softmax import hide
 
@@ -169,7 +169,7 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
         batch, head, row = locate(tiles, turn)
         begin, whole_begin, whole_end, end = places(tiles, batch, head, row, tiles.CONSUMERS * ROWS)
         own_end = end
-        # as in forward.py: each warpgroup has the rows that see most in turn
+        # as in forward.py, under a causal mask alone: each warpgroup has the rows that see most in turn
         part = (INDEX + turn) % tiles.CONSUMERS if KIND == "causal" else INDEX
         row += part * ROWS
         if KIND == "causal":
@@ -252,7 +252,7 @@ def dq_kernel(
         lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, padded,
         scale_log2, softmax_scale, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_DLSE, OUT_STAGES,
     )  # fmt: skip
-    # tiles of keys handed out, see queries.KeyTiles
+    # tiles of keys handed out, see key_tiles.KeyTiles
     if gl.program_id(0) == 0:
         gl.store(counter_ptr, 0)
     fence_async_shared()

@@ -5,6 +5,7 @@ A block is persistent: one warp fills rings of q, k and v tiles by bulk copies, 
 issues S_j = q k_j^T and o += P_{j-1} v_{j-1} together, and step 0 the last product of the tile before. While
 one warpgroup computes a softmax, others have the tensor cores. Keys are visited from the last to the first,
 masked blocks apart from whole ones; under a causal mask a warpgroup skips the blocks that only others see.
+With BLOCKS = 2, for short rows of heads of 64, a step is one product after the other instead: short_steps.py.
 
 Sources: FlashAttention-2 (arXiv:2307.08691), FlashAttention-3 (arXiv:2407.08608).
 """
@@ -19,12 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import BLOCK_SIZE, BlockLists, hide_unseen
-from kernels.hopper.keys import ROWS, key_block, locate, places, words_at
 from kernels.hopper.primitives import Ring, make_ring, pack_pairs, record
+from kernels.hopper.query_tiles import ROWS, key_block, locate, places, words_at
 from kernels.hopper.schedule import Mask, TileOrder
 from kernels.hopper.short_steps import consume_short
 from kernels.hopper.softmax import LOWEST, hide, partial_sum, row_maximum
-from kernels.hopper.steps import finish, pass_turn, products, skip, store, take_turn, walk
+from kernels.hopper.steps import finish, pass_turn, products, skip_in_turn, store, take_turn, walk
 
 
 @record
@@ -112,7 +113,7 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
         batch, head, row = locate(tiles, turn)
         begin, whole_begin, whole_end, end = places(tiles, batch, head, row, tiles.CONSUMERS * ROWS)
         own_end = end
-        # under a causal mask the last rows of a tile see most: each warpgroup has them in turn
+        # the last rows of a tile see most under a causal mask: each warpgroup has them in turn
         part = (INDEX + turn) % tiles.CONSUMERS if KIND != "full" else INDEX
         row += part * ROWS
         if KIND == "causal":
@@ -126,7 +127,7 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             finish(tiles, out_desc, lse_ptr, p, o, m_i, l_i, n_before, begun, head_before, row_before, INDEX)
             pending = n < 0
         for skipped in range(n, n_first):
-            skip(tiles, skipped, INDEX)
+            skip_in_turn(tiles, skipped, INDEX)
         n = n_first
         q_stage = tiles.q_ring.take(turn)
         if row >= 0:

@@ -8,10 +8,10 @@ from kernels.hopper.backward_64 import backward_64_kernel
 from kernels.hopper.backward_128 import backward_128_kernel
 from kernels.hopper.dq import dq_kernel
 from kernels.hopper.forward import forward_kernel
-from kernels.hopper.keys import ROWS
-from kernels.hopper.prologue import prepare_kernel, round_kernel
-from kernels.hopper.queries import BLOCK_N, CONSUMERS
-from kernels.hopper.queries import ROWS as BACKWARD_ROWS
+from kernels.hopper.key_tiles import BLOCK_N, CONSUMERS
+from kernels.hopper.key_tiles import ROWS as BACKWARD_ROWS
+from kernels.hopper.prepare_and_round import prepare_kernel, round_kernel
+from kernels.hopper.query_tiles import ROWS
 from kernels.hopper.sums import COUNTS, PART, SLOTS, STRETCH
 from kernels.hopper.tiles import (
     BackwardTile,
@@ -204,7 +204,7 @@ def attention_backward(
         )  # fmt: skip
     side = BACKWARD_ROWS.value
     squares = dq_sum.view(-1, side)
-    descriptors = (
+    arguments = (
         head_descriptor(q, side),
         head_descriptor(dout, side),
         head_descriptor(k, BLOCK_N.value),
@@ -221,7 +221,7 @@ def attention_backward(
     )
     if head_dim == 64:
         kernel, sizes = backward_64_kernel, {"DQ_STAGES": tile.dq_stages}
-        descriptors += (
+        arguments += (
             float32_descriptor(squares, [PART.value, side]),
             dq,
             *bulk_strides(dq),
@@ -230,7 +230,7 @@ def attention_backward(
     else:
         kernel, sizes = backward_128_kernel, {}
     kernel[(min(n_heads * n_tiles, n_sm),)](
-        *descriptors,
+        *arguments,
         group,
         seq_q,
         seq_k,
@@ -288,7 +288,7 @@ def launch_dq(
     counts: Tensor,
     tile: DqTile,
 ) -> None:
-    """Writes dq (B, Tq, H, D), minus_lse and minus_delta (B * H * padded,), and 0 into counts[0]."""
+    """Writes dq (B, Tq, H, D), minus_lse and minus_delta (B * H * padded,), and 0 tiles taken into counts."""
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
     group = n_head // n_kv_head

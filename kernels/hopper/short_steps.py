@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from kernels.hopper.block_lists import hide_unseen
-from kernels.hopper.keys import ROWS, locate, places, skip, words_at
+from kernels.hopper.query_tiles import ROWS, locate, places, skip, words_at
 from kernels.hopper.softmax import LOWEST, hide, partial_sum, softmax
 from kernels.hopper.steps import scores_of_nothing, store
 

@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import hide_unseen
-from kernels.hopper.keys import ROWS, words_at
 from kernels.hopper.primitives import (
     named_barrier_arrive,
     named_barrier_sync,
@@ -22,6 +21,7 @@ from kernels.hopper.primitives import (
     thread_barrier,
     unpack_pairs,
 )
+from kernels.hopper.query_tiles import ROWS, words_at
 from kernels.hopper.schedule import quotient
 from kernels.hopper.softmax import hide, softmax
 
@@ -113,8 +113,8 @@ def walk(
 
 
 @gluon.jit
-def skip(tiles, n, INDEX: gl.constexpr):
-    """Hands back a block of keys and values that these rows do not see, but others of the tile do."""
+def skip_in_turn(tiles, n, INDEX: gl.constexpr):
+    """As query_tiles.skip, where warpgroups take turns in issuing their products."""
     tiles.k_ring.take(n)
     take_turn(n, INDEX)
     pass_turn(n, INDEX, tiles.CONSUMERS)

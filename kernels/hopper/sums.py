@@ -4,8 +4,8 @@ The sums of SLOTS sections of heads exist at a time, section s in slot s % SLOTS
 of their section. Once all its tiles have, two warps of every thread block round it, a stretch of queries at a
 time, and leave zeros for the section that has the slot next, if there is one. Tiles of that one wait for it;
 they seldom have to: a section is a tile for each multiprocessor, and the slot was left two sections before.
-The last section is rounded by a kernel of its own (prologue.py), as fast as memory is. Where turns do not pay
-(tiles.turns_pay) every section has sums of its own, and that kernel rounds them all.
+The last section is rounded by a kernel of its own (prepare_and_round.py), as fast as memory is. Where turns
+do not pay (tiles.turns_pay) every section has sums of its own, and that kernel rounds them all.
 
 Nobody waits for ever. Tiles and stretches are taken from counters by whoever is free, so none belongs to a
 thread block that has not begun to run. Of the tiles that are not counted yet the first is in work, and all
@@ -22,6 +22,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from kernels.hopper.key_tiles import KeyTiles
 from kernels.hopper.primitives import (
     acquire,
     copies_arrived,
@@ -32,7 +33,6 @@ from kernels.hopper.primitives import (
     record,
     thread_barrier,
 )
-from kernels.hopper.queries import KeyTiles
 
 # sections whose sums exist at a time: most thread blocks add to one, the last to another, one is rounded
 SLOTS = gl.constexpr(3)

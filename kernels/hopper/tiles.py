@@ -52,11 +52,10 @@ def forward_tile(head_dim: int, mask: str, keys_per_query: float) -> ForwardTile
 
 
 class BackwardTile(NamedTuple):
-    """Buffers in the rings of queries, of K, of dS and of dq (heads of 64), and registers of a thread.
+    """stages, kv_stages, ds_stages, dq_stages: buffers in the rings of queries, K, dS and (heads of 64) dq.
 
-    Heads of 64 have as many buffers of V as of K, heads of 128 one, and one for each half of dq.
-
-    A reducer is the warpgroup that makes dq.
+    Of V heads of 64 have as many as of K, heads of 128 one. A reducer is the warpgroup that makes dq; without
+    it (SUMS_DQ=False) the buffers of dS and dq mean nothing.
     """
 
     stages: int

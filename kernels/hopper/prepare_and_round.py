@@ -1,4 +1,4 @@
-"""What stands before and behind the backward kernel, in plain Triton: lse and delta, and dq rounded."""
+"""What runs before and behind the backward kernels, in plain Triton: lse and delta, and dq rounded."""
 
 import triton
 import triton.language as tl

@@ -61,8 +61,8 @@ class KeyTiles:
         return gl.atomic_add(counter_ptr, 1, sem="relaxed")
 
     @gluon.jit
-    def after(self, counter_ptr):
-        """The same, where each block was given a first one."""
+    def take_behind_the_first(self, counter_ptr):
+        """The same, where each block was given its first tile, by its own number."""
         return gl.num_programs(0) + self.take(counter_ptr)
 
 

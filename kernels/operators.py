@@ -3,7 +3,7 @@
 An operator is opaque to torch.compile: what is decided inside is decided at run time, from real tensors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import product
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels import block_masks
 from kernels.layouts import with_tokens_in_memory
-from kernels.problem import Problem
+from kernels.problem import CannotBuildError, Problem
 from kernels.registration import differentiate, operator
 
 # packages of kernels/, fastest first; the last one takes every problem, each other says what it refuses by
@@ -63,7 +63,7 @@ def attention_forward(
         deterministic=deterministic,
         blocks=tuple(blocks),
     )
-    return implementation(problem, q, k, v).attention_forward(problem, q, k, v)
+    return run(problem, q, k, v, lambda module: module.attention_forward(problem, q, k, v))
 
 
 @operator(fake=_fake_backward)
@@ -97,7 +97,13 @@ def attention_backward(
         blocks=tuple(blocks),
     )
     dout = with_tokens_in_memory(dout)
-    return implementation(problem, q, k, v).attention_backward(problem, dout, dlse, q, k, v, out, lse)
+    return run(
+        problem,
+        q,
+        k,
+        v,
+        lambda module: module.attention_backward(problem, dout, dlse, q, k, v, out, lse),
+    )
 
 
 def _save_for_backward(ctx, inputs, output):
@@ -132,10 +138,16 @@ differentiate(attention_forward, _save_for_backward, _backward)
 differentiate(attention_backward, save_nothing, refuse_second_derivative)
 
 
-def implementation(problem: Problem, q: Tensor, k: Tensor, v: Tensor):
-    """The module that runs a problem: it has attention_forward and attention_backward."""
+def run(problem: Problem, q: Tensor, k: Tensor, v: Tensor, call: Callable):
+    """call(module) with the module that runs a problem: it has attention_forward and attention_backward."""
     name, _ = choose_implementation(problem, q, k, v)
-    return import_module(f"kernels.{name}")
+    try:
+        return call(import_module(f"kernels.{name}"))
+    except CannotBuildError:
+        if forced is not None:
+            raise
+    # its refusal is known now, and said
+    return run(problem, q, k, v, call)
 
 
 def choose_implementation(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels import checks
 from kernels.intervals import document_bounds
 from kernels.layouts import with_tokens_in_memory
-from kernels.operators import implementation, refuse_second_derivative, save_nothing
+from kernels.operators import refuse_second_derivative, run, save_nothing
 from kernels.problem import Problem
 from kernels.registration import differentiate, operator
 
@@ -36,7 +36,7 @@ def packed_attention_forward(
 ) -> tuple[Tensor, Tensor]:
     problem = _problem(key_bounds, query_bounds, softmax_scale, causal, deterministic)
     q, k, v = qkv.unbind(2)
-    return implementation(problem, q, k, v).attention_forward(problem, q, k, v)
+    return run(problem, q, k, v, lambda module: module.attention_forward(problem, q, k, v))
 
 
 @operator(fake=_fake_backward)
@@ -54,9 +54,14 @@ def packed_attention_backward(
     problem = _problem(key_bounds, query_bounds, softmax_scale, causal, deterministic)
     q, k, v = qkv.unbind(2)
     dqkv = torch.empty_like(qkv)
-    run = implementation(problem, q, k, v).attention_backward
-    dout = with_tokens_in_memory(dout)
-    run(problem, dout, None, q, k, v, out, lse, gradients=dqkv.unbind(2))
+    dout, gradients = with_tokens_in_memory(dout), dqkv.unbind(2)
+    run(
+        problem,
+        q,
+        k,
+        v,
+        lambda module: module.attention_backward(problem, dout, None, q, k, v, out, lse, gradients=gradients),
+    )
     return dqkv
 
 

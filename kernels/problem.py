@@ -77,6 +77,10 @@ class Problem:
         return keep_threshold(self.dropout_p) - 2**31
 
 
+class CannotBuildError(RuntimeError):
+    """The installed Triton does not compile an implementation, which refuses every problem from here on."""
+
+
 def list_strides(lists: tuple[Tensor | None, ...]) -> tuple[int, int]:
     """From batch to batch and from head to head of the spans; 0 where one list serves all."""
     spans = lists[0]
@@ -89,4 +93,5 @@ def list_strides(lists: tuple[Tensor | None, ...]) -> tuple[int, int]:
 
 def dot_precision() -> str:
     """How float32 operands are multiplied: IEEE, or TF32 where PyTorch's own matrix products use it."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    # set_float32_matmul_precision and allow_tf32 set this too, but cannot tell of it
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.flash_attention import flash_attention
 from kernels.operators import attention_backward, attention_forward
+from kernels.problem import dot_precision
 from kernels.reference import attention_reference
 from tests.accuracy import assert_as_accurate_as_torch, random_qkv
 
@@ -183,6 +184,32 @@ def test_activation_checkpointing_repeats_the_same_dropout(device):
         return torch.autograd.grad(out.sum(), (q, k, v))
 
     assert all(torch.equal(a, b) for a, b in zip(gradients(True), gradients(False), strict=True))
+
+
+@pytest.mark.parametrize("setting", ["matmul precision", "allow_tf32", "of matrix products", "of all"])
+def test_tf32_is_used_where_pytorch_uses_it_however_it_is_asked_for(setting, device):
+    products, everything = torch.backends.cuda.matmul, torch.backends
+    q, k, v = random_qkv(1, 8, 8, 1, 1, 16, torch.float32, device)
+    before = products.fp32_precision
+    products.fp32_precision = "none"
+    assert dot_precision() == "ieee"
+    try:
+        match setting:
+            case "matmul precision":
+                torch.set_float32_matmul_precision("high")
+            case "allow_tf32":
+                products.allow_tf32 = True
+            case "of matrix products":
+                products.fp32_precision = "tf32"
+            case "of all":
+                everything.fp32_precision = "tf32"
+        assert dot_precision() == "tf32"
+        flash_attention(q, k, v)
+    finally:
+        everything.fp32_precision = "none"
+        # as the older two settings understand it
+        torch.set_float32_matmul_precision("highest")
+        products.fp32_precision = before
 
 
 def test_double_backward_is_refused_with_a_way_out(device):

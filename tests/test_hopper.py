@@ -1,18 +1,20 @@
 import random
 import warnings
 from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 import torch
+from triton.compiler.errors import CompilationError
 
-from kernels import block_masks, hopper
+from kernels import block_masks, hopper, portable
 from kernels.flash_attention import flash_attention, flash_attention_varlen
 from kernels.hopper.launch import keys_per_query
 from kernels.hopper.prepare_and_round import prepare_kernel, round_kernel
 from kernels.hopper.sums import SLOTS
 from kernels.hopper.tiles import division, forward_tile, turn_heads
 from kernels.operators import use_implementation
-from kernels.problem import Problem
+from kernels.problem import CannotBuildError, Problem
 from kernels.reference import visible_keys
 from tests.accuracy import assert_as_accurate_as_torch, random_qkv
 from tests.compile_apart import compile_apart, each_triton
@@ -216,14 +218,57 @@ def test_says_once_that_the_installed_triton_cannot_build_it(monkeypatch):
         raise ImportError("cannot import name 'warpgroup_mma'")
 
     monkeypatch.setattr(hopper, "import_module", import_module)
-    hopper.build_error.cache_clear()
+    monkeypatch.setattr(hopper, "failures", [])
     with pytest.warns(UserWarning, match="kernels/portable does"):
         reason = hopper.build_error()
     assert "warpgroup_mma" in reason
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert hopper.build_error() == reason
-    hopper.build_error.cache_clear()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's test")
+@pytest.mark.parametrize("failing", ["attention_forward", "attention_backward"])
+@pytest.mark.parametrize(
+    "error", [CompilationError("", None, "no keyword num_ctas"), RuntimeError("PassManager::run failed")]
+)
+def test_a_kernel_that_does_not_compile_is_said_once_and_left_to_the_portable_ones(
+    failing, error, monkeypatch
+):
+    def does_not_compile(*_, **__):
+        raise error
+
+    launch = SimpleNamespace(
+        attention_forward=portable.attention_forward, attention_backward=portable.attention_backward
+    )
+    setattr(launch, failing, does_not_compile)
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
+    monkeypatch.setattr(hopper, "import_module", lambda name: launch)
+    monkeypatch.setattr(hopper, "failures", [])
+    q, k, v = random_qkv(1, 8, 8, 1, 1, 64, torch.float16, "cpu")
+    with pytest.warns(UserWarning, match="kernels/portable does: the installed Triton does not compile it"):
+        assert_as_accurate_as_torch(flash_attention, q, k, v)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flash_attention(q, k, v).sum().backward()
+    monkeypatch.setattr(hopper, "failures", [])
+    # asked for by name it is an error
+    refused = pytest.raises(CannotBuildError, match="does not compile")
+    with use_implementation("hopper"), pytest.warns(match="does not compile"), refused:
+        flash_attention(q, k, v).sum().backward()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's test")
+def test_what_fails_on_a_card_is_no_failure_to_compile(monkeypatch):
+    def runs_out(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
+    monkeypatch.setattr(hopper, "import_module", lambda name: SimpleNamespace(attention_forward=runs_out))
+    q, k, v = random_qkv(1, 8, 8, 1, 1, 64, torch.float16, "cpu")
+    with pytest.raises(torch.OutOfMemoryError):
+        flash_attention(q, k, v)
+    assert not hopper.failures
 
 
 @pytest.mark.gpu

@@ -1,19 +1,25 @@
 """Gluon for sm_90, the fast path for 16-bit heads of 64 and 128. Importing it needs no GPU and no Gluon."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 
 import torch
 from torch import Tensor
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from kernels.layouts import bulk_readable
-from kernels.problem import MOST_HEADS, Problem
+from kernels.problem import MOST_HEADS, CannotBuildError, Problem
 
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
 # row and tile numbers are int32 in the kernels
 MOST_ROWS = 2**30
+# why the kernels cannot be built with the installed Triton, as soon as that is known
+failures: list[str] = []
 
 
 def refusal(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -61,22 +67,42 @@ def is_hopper(device: torch.device) -> bool:
     )
 
 
-@cache
 def build_error() -> str | None:
-    """Why the kernels cannot be built with this Triton; says so once."""
+    """Why the kernels cannot be built with this Triton."""
+    if not failures:
+        try:
+            import_module("kernels.hopper.launch")
+        except (ImportError, AttributeError) as error:
+            note_failure(f"Gluon of the installed Triton lacks what they use: {error}")
+    return failures[0] if failures else None
+
+
+def note_failure(reason: str) -> None:
+    """Says once why kernels/hopper refuses every problem from here on."""
+    failures.append(reason)
+    warnings.warn(f"kernels/hopper does not run, kernels/portable does: {reason}", stacklevel=3)
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Inside, a kernel that does not compile raises CannotBuildError, and is remembered."""
     try:
-        import_module("kernels.hopper.launch")
-    except (ImportError, AttributeError) as error:
-        reason = f"Gluon of the installed Triton lacks what they use: {error}"
-        warnings.warn(f"kernels/hopper does not run, kernels/portable does: {reason}", stacklevel=2)
-        return reason
-    return None
+        yield
+    except (CompilationError, PTXASError, OutOfResources, RuntimeError) as error:
+        # the compiler's passes fail by a RuntimeError, as much else does
+        if isinstance(error, RuntimeError) and "PassManager" not in str(error):
+            raise
+        reason = f"the installed Triton does not compile it: {error}"
+        note_failure(reason)
+        raise CannotBuildError(reason) from error
 
 
 def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out (B, Tq, H, D) in q's dtype, lse (B, H, Tq) float32. Raises ValueError where `refusal` refuses."""
     check(problem, q, k, v)
-    return import_module("kernels.hopper.launch").attention_forward(problem, *map(bulk_readable, (q, k, v)))
+    launch = import_module("kernels.hopper.launch")
+    with building():
+        return launch.attention_forward(problem, *map(bulk_readable, (q, k, v)))
 
 
 def attention_backward(
@@ -93,9 +119,9 @@ def attention_backward(
     """dq, dk, dv, contiguous or in `gradients`. Raises ValueError where `refusal` refuses."""
     check(problem, q, k, v)
     dout, q, k, v, out = map(bulk_readable, (dout, q, k, v, out))
-    return import_module("kernels.hopper.launch").attention_backward(
-        problem, dout, dlse, q, k, v, out, lse, gradients=gradients
-    )
+    launch = import_module("kernels.hopper.launch")
+    with building():
+        return launch.attention_backward(problem, dout, dlse, q, k, v, out, lse, gradients=gradients)
 
 
 def check(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -186,6 +186,23 @@ def test_activation_checkpointing_repeats_the_same_dropout(device):
     assert all(torch.equal(a, b) for a, b in zip(gradients(True), gradients(False), strict=True))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_keys_whose_scores_are_minus_infinity_count_for_nothing(causal, device):
+    """As a mask that is added to the scores: here a channel of q that is 1, and of k 0 or -inf."""
+    q, k, v = (x.detach() for x in random_qkv(1, 200, 200, 1, 1, 16, torch.float32, device))
+    q[..., 0], k[..., 0] = 1.0, 0.0
+    # whole blocks of keys, and some in a block
+    k[:, :130, :, 0] = -torch.inf
+    out, lse = flash_attention(q, k, v, causal=causal, return_lse=True)
+    seen = slice(130, None) if causal else slice(None)
+    expected = attention_reference(q[:, seen], k[:, 130:], v[:, 130:], causal=causal, return_lse=True)
+    torch.testing.assert_close(out[:, seen], expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse[..., seen], expected[1], rtol=1e-5, atol=1e-5)
+    if causal:
+        assert not out[:, :130].any()
+        assert (lse[..., :130] == -torch.inf).all()
+
+
 @pytest.mark.parametrize("setting", ["matmul precision", "allow_tf32", "of matrix products", "of all"])
 def test_tf32_is_used_where_pytorch_uses_it_however_it_is_asked_for(setting, device):
     products, everything = torch.backends.cuda.matmul, torch.backends

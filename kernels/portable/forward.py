@@ -48,6 +48,8 @@ from kernels.problem import Problem, dot_precision, list_strides
 from kernels.tiles import choose_tile, padded_head_dim
 
 LN2 = tl.constexpr(0.6931471805599453)
+# a finite maximum for rows that have seen nothing: exp2(-inf - finite) is 0, where -inf - (-inf) would be nan
+LOWEST = tl.constexpr(-3.0e38)
 # multiples of the golden ratio fill [0, 1) evenly, whichever rows are looked at
 GOLDEN_RATIO = tl.constexpr(0.6180339887498949)
 
@@ -78,12 +80,8 @@ def attend_blocks(
                 visible &= visible_bits(bits_ptr, bits, first_row, n, BLOCK_SIZE, BLOCK_M, BLOCK_N)
             scores = tl.where(visible, scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, 1) * scale_log2 + shift)
-        m_safe = m_new
-        if CUT:
-            # -inf - (-inf) is nan: give a row that has seen nothing a finite maximum, so that it adds zeros
-            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(scores * scale_log2 - m_safe[:, None])  # (BLOCK_M, BLOCK_N)
-        alpha = tl.exp2(m_i - m_safe)
+        p = tl.exp2(scores * scale_log2 - m_new[:, None])  # (BLOCK_M, BLOCK_N)
+        alpha = tl.exp2(m_i - m_new)
         l_i = l_i * alpha + tl.sum(p, 1)
         if DROPOUT:
             keep = keep_tile(seed, threshold, batch, head, first_row, n, BLOCK_M, BLOCK_N)
@@ -147,7 +145,7 @@ def forward_kernel(
     if q.dtype != tl.float32:
         shift = rows * GOLDEN_RATIO
         shift = tl.where(end_key - first_key > 2, shift - tl.floor(shift), 0.0)
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for CUT in tl.static_range(2):
@@ -162,11 +160,12 @@ def forward_kernel(
             BLOCK_SIZE, DROPOUT, PRECISION, TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
 
-    # a row that sees nothing: out 0, and lse stays -inf
-    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
+    # a row that sees nothing: out 0 and lse -inf
+    sees_nothing = l_i == 0.0
+    l_safe = tl.where(sees_nothing, 1.0, l_i)
     acc = acc * (keep_scale / l_safe)[:, None]
     store_tile(out_ptr, acc, first_row, seq_q, stride_ot, 1, HEAD_DIM, BLOCK_M, BLOCK_D)
-    lse = (m_i + tl.log2(l_safe)) * LN2
+    lse = tl.where(sees_nothing, float("-inf"), (m_i + tl.log2(l_safe)) * LN2)
     tl.store(lse_ptr + head_of_batch.to(tl.int64) * seq_q + rows, lse, mask=rows < seq_q)
 
 

@@ -1,20 +1,23 @@
 """Rounding that leans to one side, which makes GPT-2 diverge in bf16 (arXiv:2510.04212), does not happen."""
 
+import pytest
 import torch
 
 from kernels.flash_attention import flash_attention
 from kernels.reference import attention_reference
 
 
-def test_outputs_of_tied_rows_are_not_rounded_to_one_side(device):
+# on Hopper the last two run on kernels of their own
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_outputs_of_tied_rows_are_not_rounded_to_one_side(head_dim, device):
     # two keys tie for the maximum: with probabilities of exactly 1, their values' sum falls half-way between
     # two numbers in every second output, and the third key's tiny share then always decides downwards
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
-    q = torch.zeros(1, 128, 1, 32)
+    q = torch.zeros(1, 128, 1, head_dim)
     q[..., 0] = 1 + torch.rand(128, 1) / 4
-    k = torch.zeros(1, 3, 1, 32)
+    k = torch.zeros(1, 3, 1, head_dim)
     k[0, :, 0, 0] = torch.tensor([8.0, 8.0, -2.0])
-    v = -1 - torch.rand(1, 3, 1, 32)
+    v = -1 - torch.rand(1, 3, 1, head_dim)
     v[:, 2] = -8.0
     q, k, v = (x.to(device, dtype) for x in (q, k, v))
     options = {"causal": False, "softmax_scale": 1.0}
@@ -24,5 +27,5 @@ def test_outputs_of_tied_rows_are_not_rounded_to_one_side(device):
     def bias(out: torch.Tensor) -> float:
         return (out.double() - truth).mean().item() / unit
 
-    assert bias(attention_reference(q, k, v, **options)) < -0.15
+    assert bias(attention_reference(q, k, v, **options)) < -0.1
     assert abs(bias(flash_attention(q, k, v, **options))) < 0.05

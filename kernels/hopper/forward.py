@@ -24,7 +24,7 @@ from kernels.hopper.primitives import Ring, make_ring, pack_pairs, record
 from kernels.hopper.query_tiles import ROWS, key_block, locate, places, words_at
 from kernels.hopper.schedule import Mask, TileOrder
 from kernels.hopper.short_steps import consume_short
-from kernels.hopper.softmax import LOWEST, hide, partial_sum, row_maximum
+from kernels.hopper.softmax import LOWEST, hide, partial_sum, row_maximum, shift_of
 from kernels.hopper.steps import finish, pass_turn, products, skip_in_turn, store, take_turn, walk
 
 
@@ -139,6 +139,7 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
                 words = words_at(tiles, own_end - 1, key_first, nothing)
             else:
                 key_first, key_end = tiles.mask.keys_of(batch, rows)
+            shift = shift_of(rows, BLOCK_SIZE if KIND == "blocks" else key_end - key_first)
             q = tiles.q.index(q_stage * tiles.CONSUMERS + part).reshape([ROWS, tiles.HEAD_DIM])
 
             # where nothing is pending, o becomes a product of anything, and is not stored
@@ -148,7 +149,7 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
                     s = hide_unseen(s, words, float("-inf"))
                 else:
                     s = hide(s, key_first, key_end, own_end - 1, float("-inf"), KIND)
-            m_new = gl.maximum(row_maximum(s) * scale_log2, LOWEST)
+            m_new = gl.maximum(row_maximum(s) * scale_log2 + shift, LOWEST)
             p_new = gl.exp2(s * scale_log2 - gl.expand_dims(m_new, 1))
             l_new = partial_sum(p_new)
             o = warpgroup_mma_wait(0, deps=[o])
@@ -165,16 +166,16 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             if KIND != "full":
                 p, o, m_i, l_i = walk(
                     tiles, q, p, o, m_i, l_i, n, 1, whole, key_first, key_end, own_end - 1, scale_log2,
-                    True, INDEX
+                    shift, True, INDEX
                 )  # fmt: skip
             p, o, m_i, l_i = walk(
                 tiles, q, p, o, m_i, l_i, n, whole, after_whole, key_first, key_end, own_end - 1, scale_log2,
-                False, INDEX
+                shift, False, INDEX
             )  # fmt: skip
             if KIND == "window" or KIND == "intervals":
                 p, o, m_i, l_i = walk(
                     tiles, q, p, o, m_i, l_i, n, after_whole, steps, key_first, key_end, own_end - 1,
-                    scale_log2, True, INDEX
+                    scale_log2, shift, True, INDEX
                 )  # fmt: skip
             n += steps
             pending = steps > 0

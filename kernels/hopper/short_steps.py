@@ -8,14 +8,14 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
-from kernels.hopper.block_lists import hide_unseen
+from kernels.hopper.block_lists import BLOCK_SIZE, hide_unseen
 from kernels.hopper.query_tiles import ROWS, locate, places, skip, words_at
-from kernels.hopper.softmax import LOWEST, hide, partial_sum, softmax
+from kernels.hopper.softmax import LOWEST, hide, partial_sum, shift_of, softmax
 from kernels.hopper.steps import scores_of_nothing, store
 
 
 @gluon.jit
-def step(tiles, q, o, m_i, l_i, n, first, end, place, masked, scale_log2):
+def step(tiles, q, o, m_i, l_i, n, first, end, place, masked, scale_log2, shift):
     """One block of keys, in buffers number n.
 
     first, end: of the keys that each query sees; of a list both are the query's line in tiles of bits.
@@ -31,7 +31,7 @@ def step(tiles, q, o, m_i, l_i, n, first, end, place, masked, scale_log2):
             s = hide_unseen(s, words_at(tiles, place, first, s), float("-inf"))
         else:
             s = hide(s, first, end, place, float("-inf"), tiles.mask.KIND)
-    p, alpha, m_i, l_i = softmax(s, m_i, l_i, scale_log2)
+    p, alpha, m_i, l_i = softmax(s, m_i, l_i, scale_log2, shift)
     o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout)), 1)
     p = gl.convert_layout(p.to(tiles.q.dtype), P_LAYOUT)
     v = tiles.v.index(tiles.v_ring.take(n)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
@@ -70,6 +70,7 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             if row < 0:
                 own_begin = begin
                 own_end = begin
+        shift = shift_of(gl.maximum(row, 0) + lines, BLOCK_SIZE if LISTED else key_end - first)
         q_stage = tiles.q_ring.take(turn)
         q = tiles.q.index(q_stage * tiles.CONSUMERS + INDEX).reshape([ROWS, tiles.HEAD_DIM])
         o = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
@@ -84,7 +85,7 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             masked = place >= whole_end
             if not LISTED:
                 masked |= place < whole_begin
-            o, m_i, l_i = step(tiles, q, o, m_i, l_i, n + j, first, key_end, place, masked, scale_log2)
+            o, m_i, l_i = step(tiles, q, o, m_i, l_i, n + j, first, key_end, place, masked, scale_log2, shift)
         tiles.q_ring.release(turn)
         n += own_end - own_begin
         if not LISTED:

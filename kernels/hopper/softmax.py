@@ -9,6 +9,17 @@ from kernels.hopper.primitives import opaque
 LOWEST = gl.constexpr(-1.0e30)
 
 
+# multiples of the golden ratio fill [0, 1) evenly, whichever rows are looked at
+GOLDEN_RATIO = gl.constexpr(0.6180339887498949)
+
+
+@gluon.jit
+def shift_of(rows, n_keys):
+    """(ROWS,) in [0, 1): what each row's maximum is raised by, as in portable/forward.py, which tells why."""
+    shift = rows * GOLDEN_RATIO
+    return gl.where(n_keys > 2, shift - gl.floor(shift), 0.0)
+
+
 @gluon.jit
 def hide(x, first, end, block, hidden, KIND: gl.constexpr):
     """x (ROWS, N) of key block `block`, `hidden` outside of each row's interval [first, end) of keys."""
@@ -38,12 +49,12 @@ def partial_sum(p):
 
 
 @gluon.jit
-def softmax(s, m_i, l_i, scale_log2):
+def softmax(s, m_i, l_i, scale_log2, shift):
     """One online step in base 2: probabilities, factor for what was summed before, new maximum and sums.
 
     l_i: (ROWS, 4), of which only `store` makes one sum, because that takes an exchange between threads.
     """
-    m_new = gl.maximum(m_i, row_maximum(s) * scale_log2)
+    m_new = gl.maximum(m_i, row_maximum(s) * scale_log2 + shift)
     p = gl.exp2(s * scale_log2 - gl.expand_dims(m_new, 1))
     alpha = gl.exp2(m_i - m_new)
     alpha_l = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout)), 1)

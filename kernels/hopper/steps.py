@@ -78,7 +78,7 @@ def weigh(tiles, p, o, n, begun, pending):
 
 @gluon.jit
 def step(
-    tiles, q, p, o, m_i, l_i, n, begun, first, end, place, scale_log2,
+    tiles, q, p, o, m_i, l_i, n, begun, first, end, place, scale_log2, shift,
     MASKED: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
     """One block of keys after the first, at `place`."""
@@ -91,7 +91,7 @@ def step(
         s = hide_unseen(s, words, float("-inf"))
     elif MASKED:
         s = hide(s, first, end, place, float("-inf"), tiles.mask.KIND)
-    p_new, alpha, m_i, l_i = softmax(s, m_i, l_i, scale_log2)
+    p_new, alpha, m_i, l_i = softmax(s, m_i, l_i, scale_log2, shift)
     o = warpgroup_mma_wait(0, deps=[o])
     tiles.v_ring.release(n - 1)
     o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout)), 1)
@@ -101,13 +101,27 @@ def step(
 
 @gluon.jit
 def walk(
-    tiles, q, p, o, m_i, l_i, n, start, stop, first, end, last_place, scale_log2,
+    tiles, q, p, o, m_i, l_i, n, start, stop, first, end, last_place, scale_log2, shift,
     MASKED: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
     """Steps start to stop of a tile, whose step 0 is at `last_place`, with buffers number n."""
     for j in range(start, stop):
         p, o, m_i, l_i = step(
-            tiles, q, p, o, m_i, l_i, n + j, j > 1, first, end, last_place - j, scale_log2, MASKED, INDEX
+            tiles,
+            q,
+            p,
+            o,
+            m_i,
+            l_i,
+            n + j,
+            j > 1,
+            first,
+            end,
+            last_place - j,
+            scale_log2,
+            shift,
+            MASKED,
+            INDEX,
         )
     return p, o, m_i, l_i
 

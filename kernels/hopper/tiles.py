@@ -45,8 +45,8 @@ def forward_tile(head_dim: int, mask: str, keys_per_query: float) -> ForwardTile
         return SHORT
     if keys_per_query <= (1024 if mask == "window" else 400):
         return SHORT
-    # a third warpgroup fills the gaps of two, but makes tiles longer
-    if mask == "window" and keys_per_query < 4096:
+    # a third warpgroup fills the gaps of two, but lacks the registers for both edges of a window
+    if mask == "window":
         return ForwardTile(2, 128, 2, 3, 240, 24)
     return ForwardTile(3, 128, 2, 3, 160, 32)
 

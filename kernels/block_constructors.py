@@ -7,13 +7,17 @@ from torch import Tensor
 from kernels.bit_tiles import FULL, distinct, full_tile, interval_tiles, pack
 from kernels.block_mask import BLOCK_SIZES, BlockMask, n_blocks
 
+LARGEST = torch.iinfo(torch.int32).max
+
 
 def from_blocks(
     row: Tensor, column: Tensor, seq_q: int, seq_k: int | None = None, *, block_size: int = 128
 ) -> BlockMask:
-    """The blocks (row[x], column[x]), each full. row, column: (n,) int64."""
+    """The blocks (row[x], column[x]), each full. row, column: (n,) int32 or int64; seq_k: as seq_q."""
     seq_k = seq_q if seq_k is None else seq_k
-    check_block_size(block_size)
+    check_sizes(block_size, seq_q=seq_q, seq_k=seq_k)
+    check_integers("(n,)", (1,), row=row, column=column)
+    row, column = row.long(), column.long()
     for name, x, seq in (("row", row, seq_q), ("column", column, seq_k)):
         n = n_blocks(seq, block_size)
         if len(x) and not 0 <= int(x.min()) <= int(x.max()) < n:
@@ -29,17 +33,20 @@ def from_intervals(
 ) -> BlockMask:
     """Query i sees the keys from first[i] to before end[i]; (Tq,) or (B, Tq); neither ever decreases.
 
-    causal: says that no query sees a key behind it.
+    first, end: int32 or int64. causal: says that no query sees a key behind it; ValueError if one does.
     """
-    check_block_size(block_size)
+    n_batch, seq_q = first.shape[:-1].numel(), first.shape[-1] if first.dim() else 0
+    check_sizes(block_size, n_batch=n_batch, seq_q=seq_q, seq_k=seq_k)
+    check_integers("(Tq,) or (B, Tq)", (1, 2), first=first, end=end)
     for name, bound in (("first", first), ("end", end)):
         if bool((bound.diff() < 0).any()):
             raise ValueError(f"{name} must not decrease from one query to the next: use from_dense or |")
         lowest, highest = int(bound.min()), int(bound.max())
         if not 0 <= lowest <= highest <= seq_k:
             raise ValueError(f"{name} must be from 0 to seq_k, {seq_k}, got {lowest} to {highest}: clamp it")
-    first, end = (x.view(-1, x.shape[-1]) for x in (first, end.maximum(first)))
-    n_batch, seq_q = first.shape
+    first, end = (x.reshape(n_batch, seq_q) for x in (first, end.maximum(first)))
+    if causal:
+        check_causal(first, end, seq_k)
     n_rows, n_columns = n_blocks(seq_q, block_size), n_blocks(seq_k, block_size)
     place = torch.arange(n_rows * block_size, device=first.device).clamp(max=seq_q - 1)
     first, end = (x[:, place].view(-1, block_size) for x in (first, end))  # (B n_rows, block_size)
@@ -62,11 +69,13 @@ def from_intervals(
 
 def from_dense(mask: Tensor, *, block_size: int = 128) -> BlockMask:
     """The same mask as a (Tq, Tk), or (B or 1, H or 1, Tq, Tk), bool tensor, which must fit in memory."""
-    check_block_size(block_size)
     if mask.dtype != torch.bool:
         raise ValueError(f"mask must be bool, True where a query sees a key, got {mask.dtype}")
+    if mask.dim() not in (2, 4):
+        raise ValueError(f"mask must be (Tq, Tk) or (B, H, Tq, Tk), got {tuple(mask.shape)}")
     mask = mask.view(*(1,) * (4 - mask.dim()), *mask.shape)
     n_batch, n_head, seq_q, seq_k = mask.shape
+    check_sizes(block_size, n_batch=n_batch, n_head=n_head, seq_q=seq_q, seq_k=seq_k)
     behind = torch.ones(seq_q, seq_k, dtype=torch.bool, device=mask.device).triu(1 + seq_k - seq_q)
     causal = not bool((mask & behind).any())
     n_rows, n_columns = n_blocks(seq_q, block_size), n_blocks(seq_k, block_size)
@@ -83,8 +92,8 @@ def listed_blocks(
     seq_q: int, seq_k: int, block_size: int, n_batch: int, n_head: int, head: Tensor, row: Tensor,
     column: Tensor, causal: bool,
 ) -> BlockMask:  # fmt: skip
-    """Full blocks; with causal (and Tq = Tk) those on the diagonal see up to it."""
-    check_block_size(block_size)
+    """Full blocks; with causal (and Tq = Tk, and none behind the diagonal) those on it see up to it."""
+    assert not causal or bool((column <= row).all())
     n_rows, n_columns = n_blocks(seq_q, block_size), n_blocks(seq_k, block_size)
     keys = ((head * n_rows + row) * n_columns + column).unique()
     diagonal = torch.ones(1, block_size, block_size, dtype=torch.bool, device=row.device).tril()
@@ -94,6 +103,38 @@ def listed_blocks(
     return BlockMask.build(seq_q, seq_k, block_size, n_batch, n_head, keys, tiles, bits, causal)
 
 
-def check_block_size(block_size: int) -> None:
+def check_causal(first: Tensor, end: Tensor, seq_k: int) -> None:
+    """Raises ValueError if intervals (B, Tq) let a query see ahead; the last one stands at the last key."""
+    own = torch.arange(seq_k - first.shape[1], seq_k, device=first.device)
+    ahead = ((end > own + 1) & (end > first)).nonzero()
+    if len(ahead):
+        batch, query = ahead[0].tolist()
+        raise ValueError(
+            f"end must be at most {max(int(own[query]) + 1, 0)} at query {query} of a causal mask, got "
+            f"{int(end[batch, query])}: clamp it, or leave causal out"
+        )
+
+
+def check_sizes(block_size: int, **sizes: int) -> None:
+    """Raises ValueError unless block_size is one of BLOCK_SIZES, and each of sizes a `check_count`."""
     if block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {block_size}")
+    for name, size in sizes.items():
+        check_count(name, size)
+
+
+def check_count(name: str, count: int, least: int = 1) -> None:
+    """Raises ValueError unless a count, or a length in tokens, is from `least` to the largest int32."""
+    if count < least:
+        raise ValueError(f"{name} must be at least {least}, got {count}")
+    if count > LARGEST:
+        raise ValueError(f"{name} must be at most {LARGEST}, got {count}")
+
+
+def check_integers(form: str, n_dims: tuple[int, ...], **tensors: Tensor) -> None:
+    """Raises ValueError unless all are int32 or int64 of one shape, with as many dimensions as `form`."""
+    if len({x.shape for x in tensors.values()}) > 1 or any(
+        x.dim() not in n_dims or x.dtype not in (torch.int32, torch.int64) for x in tensors.values()
+    ):
+        got = " and ".join(f"{x.dtype} {tuple(x.shape)}" for x in tensors.values())
+        raise ValueError(f"{' and '.join(tensors)} must be int32 or int64 {form}, got {got}")

@@ -40,7 +40,8 @@ class BlockMask:
     seq_q, seq_k: Tq, Tk. n_batch, n_head: 1 where one mask serves all. keys: (n,) int64, the stored blocks,
     sorted: ((b n_head + h) n_rows + row) n_columns + column. tiles: (n,) int64, their tiles. bits: (n_tiles,
     block_size, block_size / 32) int32, tile 0 all ones; bit c % 32 of word c // 32 of row r: query r of the
-    block sees key c. causal: whether no query sees a key behind it, the last query standing at the last key.
+    block sees key c. causal: that no query sees a key behind it, the last query standing at the last key;
+    from_intervals checks it and from_dense finds it out, here and in `build` it is believed.
     """
 
     def __init__(
@@ -101,6 +102,8 @@ class BlockMask:
     @classmethod
     def stack(cls, masks: "Sequence[BlockMask]") -> "BlockMask":
         """One mask for each head, of masks of one head each."""
+        if not masks:
+            raise ValueError("stack needs a mask for each head, got none")
         for mask in masks:
             masks[0].check_combines(mask)
             if mask.n_head != 1 or mask.n_batch != masks[0].n_batch:
@@ -135,14 +138,22 @@ class BlockMask:
         return self._like(n_batch, n_head, keys, self.tiles[block], self.bits, self.causal)
 
     def __and__(self, other: "BlockMask") -> "BlockMask":
+        if not isinstance(other, BlockMask):
+            return NotImplemented
         mine, others = self._aligned(other)
         keys = mine.keys[others._find(mine.keys) < len(others.bits)]
         return mine._combine(others, keys, torch.bitwise_and, mine.causal or others.causal)
 
     def __or__(self, other: "BlockMask") -> "BlockMask":
+        if not isinstance(other, BlockMask):
+            return NotImplemented
         mine, others = self._aligned(other)
         keys = torch.cat([mine.keys, others.keys]).unique()
         return mine._combine(others, keys, torch.bitwise_or, mine.causal and others.causal)
+
+    @property
+    def device(self) -> torch.device:
+        return self.bits.device
 
     def tensors(self) -> list[Tensor]:
         """What the kernels read: spans and entries of rows and of columns, tiles, and tiles transposed."""
@@ -217,7 +228,7 @@ class BlockMask:
         plt.close(figure)
 
     def check_combines(self, other: "BlockMask") -> None:
-        for name in ("seq_q", "seq_k", "block_size"):
+        for name in ("seq_q", "seq_k", "block_size", "device"):
             if getattr(self, name) != getattr(other, name):
                 raise ValueError(
                     f"block masks that combine must have one {name}, got {getattr(self, name)} and "
@@ -272,7 +283,7 @@ def reach(masks: Sequence[BlockMask]) -> float:
     if not masks:
         raise ValueError("reach needs at least one layer, got none")
     first = masks[0]
-    if first.n_rows != first.n_columns:
+    if first.seq_q != first.seq_k:
         raise ValueError(f"reach needs as many queries as keys, got {first.seq_q} and {first.seq_k}")
     for mask in masks:
         first.check_combines(mask)

@@ -12,7 +12,15 @@ import ast
 import torch
 from torch import Tensor
 
-from kernels.block_constructors import from_blocks, from_dense, from_intervals, listed_blocks
+from kernels.block_constructors import (
+    check_count,
+    check_integers,
+    check_sizes,
+    from_blocks,
+    from_dense,
+    from_intervals,
+    listed_blocks,
+)
 from kernels.block_mask import BlockMask, n_blocks
 from kernels.intervals import document_bounds
 
@@ -42,6 +50,7 @@ def causal(seq_len: int, *, block_size: int = 128, device="cpu") -> BlockMask:
     ##+.....
     ###+....
     """
+    check_sizes(block_size, seq_len=seq_len)
     i = torch.arange(seq_len, device=device)
     return from_intervals(torch.zeros_like(i), i + 1, seq_len, block_size=block_size, causal=True)
 
@@ -54,7 +63,7 @@ def window(seq_len: int, n: int, *, block_size: int = 128, device="cpu") -> Bloc
     +#+.....
     .+#+....
     """
-    _at_least_one("n", n)
+    check_sizes(block_size, seq_len=seq_len, n=n)
     i = torch.arange(seq_len, device=device)
     return from_intervals((i + 1 - n).clamp(min=0), i + 1, seq_len, block_size=block_size, causal=True)
 
@@ -67,7 +76,7 @@ def sinks(seq_len: int, n: int, *, block_size: int = 128, device="cpu") -> Block
     +.......
     +.......
     """
-    _at_least_one("n", n)
+    check_sizes(block_size, seq_len=seq_len, n=n)
     i = torch.arange(seq_len, device=device)
     return from_intervals(
         torch.zeros_like(i), (i + 1).clamp(max=n), seq_len, block_size=block_size, causal=True
@@ -82,7 +91,7 @@ def strided(seq_len: int, n_blocks_apart: int, *, block_size: int = 128, device=
     #.+.....
     .#.+....
     """
-    _at_least_one("n_blocks_apart", n_blocks_apart)
+    check_sizes(block_size, seq_len=seq_len, n_blocks_apart=n_blocks_apart)
     n = n_blocks(seq_len, block_size)
     return _causal_steps(seq_len, torch.arange(0, n, n_blocks_apart, device=device), block_size)
 
@@ -97,6 +106,7 @@ def power_of_two_strided(seq_len: int, *, block_size: int = 128, device="cpu") -
     #.##+...
     .#.##+..
     """
+    check_sizes(block_size, seq_len=seq_len)
     n = n_blocks(seq_len, block_size)
     steps = torch.tensor([0, *(2**k for k in range(n.bit_length()))], device=device)
     return _causal_steps(seq_len, steps, block_size)
@@ -116,6 +126,7 @@ def butterfly(seq_len: int, *, block_size: int = 128, device="cpu") -> BlockMask
     ..#.#.##
     ...#.###
     """
+    check_sizes(block_size, seq_len=seq_len)
     n = n_blocks(seq_len, block_size)
     i = torch.arange(n, device=device)
     flips = torch.tensor([0, *(2**k for k in range((n - 1).bit_length()))], device=device)
@@ -133,7 +144,7 @@ def fixed(seq_len: int, n_group: int, *, block_size: int = 128, device="cpu") ->
     .#.#+...
     .#.###..
     """
-    _at_least_one("n_group", n_group)
+    check_sizes(block_size, seq_len=seq_len, n_group=n_group)
     n = n_blocks(seq_len, block_size)
     row = torch.arange(n, device=device)[:, None]
     own = row // n_group * n_group + torch.arange(n_group, device=device)
@@ -160,13 +171,18 @@ def bigbird(
     ##.#+...
     #.#.#+..
     """
-    _at_least_one("n_window", n_window)
-    row = torch.arange(n_blocks(seq_len, block_size), device=device)[:, None]
+    check_sizes(block_size, seq_len=seq_len, n_window=n_window)
+    check_count("n_global", n_global, least=0)
+    check_count("n_random", n_random, least=0)
+    n = n_blocks(seq_len, block_size)
+    # a row has no more blocks than these
+    n_window, n_global, n_random = min(n_window, n), min(n_global, n), min(n_random, n)
+    row = torch.arange(n, device=device)[:, None]
     generator = torch.Generator().manual_seed(seed)
-    draw = torch.rand(len(row), n_random, generator=generator).to(device)
+    draw = torch.rand(n, n_random, generator=generator).to(device)
     columns = [
         row - torch.arange(n_window, device=device),
-        torch.arange(n_global, device=device).expand(len(row), -1),
+        torch.arange(n_global, device=device).expand(n, -1),
         (draw * row).long(),
     ]
     return _causal_blocks(seq_len, row, torch.cat(columns, 1), block_size)
@@ -175,8 +191,12 @@ def bigbird(
 def documents(document_ids: Tensor, *, block_size: int = 128) -> BlockMask:
     """A token sees its own document, before and behind it.
 
-    document_ids: (B, T), non-decreasing; a negative id is padding, which sees nothing and nothing sees.
+    document_ids: (B, T) int32 or int64, non-decreasing; a negative id is padding, which sees nothing and
+    nothing sees.
     """
+    check_integers("(B, T)", (2,), document_ids=document_ids)
+    if bool((document_ids.diff() < 0).any()):
+        raise ValueError("document_ids must not decrease along a row: number the documents in their order")
     seq_len = document_ids.shape[1]
     key_bounds, _ = document_bounds(document_ids, seq_len, causal=False, window=None)
     return from_intervals(*key_bounds.unbind(1), seq_len, block_size=block_size)
@@ -187,14 +207,24 @@ def top_k(q: Tensor, k: Tensor, n: int, *, causal: bool = True, block_size: int 
 
     q: (B, T, H, D), k: (B, T, Hkv, D). With causal, the query's own block is always one of the n, and only
     earlier ones compete. Nothing flows back through the choice. Source: MoBA, arXiv:2502.13189.
+    Raises ValueError for other shapes, and for scores that are nan or infinite, which have no order.
     """
-    _at_least_one("n", n)
-    if q.shape[1] != k.shape[1]:
-        raise ValueError(f"top_k needs as many queries as keys, got {q.shape[1]} and {k.shape[1]}")
+    if q.dim() != 4 or k.shape != (*q.shape[:2], *k.shape[2:3], q.shape[3]) or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            "q and k must be (B, T, H, D) and (B, T, Hkv, D), Hkv dividing H, got "
+            f"{tuple(q.shape)} and {tuple(k.shape)}"
+        )
     batch, seq_len, n_head, _ = q.shape
+    check_sizes(block_size, seq_len=seq_len, n=n)
     mean_q, mean_k = (_block_means(x.detach(), block_size) for x in (q, k))
     mean_k = mean_k.repeat_interleave(n_head // k.shape[2], dim=1)
     scores = mean_q @ mean_k.mT  # (B, H, n_blocks, n_blocks)
+    n_bad = int((~scores.isfinite()).sum())
+    if n_bad:
+        raise ValueError(
+            f"q and k must give finite scores, got {n_bad} of {scores.numel()} that are nan or infinite: "
+            "look for nan, inf or overflow in them"
+        )
     if causal:
         later = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(later, -torch.inf)
@@ -255,8 +285,3 @@ def _block_means(x: Tensor, block_size: int) -> Tensor:
     sums = padded.unflatten(1, (n, block_size)).sum(2)
     counts = (x.shape[1] - torch.arange(n, device=x.device) * block_size).clamp(max=block_size)
     return (sums / counts.view(-1, 1, 1)).transpose(1, 2)
-
-
-def _at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")

@@ -154,9 +154,9 @@ def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor) -> None:
     ):
         if have not in (1, need):
             raise ValueError(f"block_mask must have 1 or {need} {name}, as q, got {have}")
-    if block_mask.bits.device != q.device:
+    if block_mask.device != q.device:
         raise ValueError(
-            f"block_mask must be on {q.device}, got {block_mask.bits.device}: build it with device={q.device}"
+            f"block_mask must be on {q.device}, got {block_mask.device}: build it with device={q.device}"
         )
 
 

@@ -1,0 +1,218 @@
+"""Block masks refuse what they cannot hold, with the argument, its value and the way out."""
+
+import copy
+
+import pytest
+import torch
+
+from kernels import block_masks
+from kernels.block_mask import BlockMask, reach
+from kernels.flash_attention import flash_attention
+
+
+def dense(*shape: int) -> BlockMask:
+    return block_masks.from_dense(torch.ones(shape, dtype=torch.bool), block_size=64)
+
+
+def intervals(first: list, end: list, seq_k: int, **options) -> BlockMask:
+    return block_masks.from_intervals(torch.tensor(first), torch.tensor(end), seq_k, **options)
+
+
+def blocks(row: list, column: list) -> BlockMask:
+    return block_masks.from_blocks(torch.tensor(row), torch.tensor(column), 200)
+
+
+def top_k(q_shape: tuple[int, ...], k_shape: tuple[int, ...], n: int = 1, **options) -> BlockMask:
+    return block_masks.top_k(torch.zeros(q_shape), torch.zeros(k_shape), n, **options)
+
+
+def on_meta(mask: BlockMask) -> BlockMask:
+    """The same mask on the device that is everywhere and has no values."""
+    moved = copy.copy(mask)
+    for name in ("keys", "tiles", "bits"):
+        setattr(moved, name, getattr(mask, name).to("meta"))
+    return moved
+
+
+REFUSED = {
+    "window of none": (lambda: block_masks.window(100, 0), "n must be at least 1, got 0"),
+    "global blocks": (lambda: block_masks.bigbird(100, 2, -1, 0), "n_global must be at least 0, got -1"),
+    "random blocks": (lambda: block_masks.bigbird(100, 2, 0, -1), "n_random must be at least 0, got -1"),
+    "blocks of none": (
+        lambda: block_masks.strided(100, 2, block_size=0),
+        r"block_size must be one of \(64, 128\), got 0",
+    ),
+    "blocks of 32": (
+        lambda: block_masks.causal(100, block_size=32),
+        r"block_size must be one of \(64, 128\), got 32",
+    ),
+    "no token": (lambda: block_masks.causal(0), "seq_len must be at least 1, got 0"),
+    "fewer tokens than none": (lambda: block_masks.causal(-5), "seq_len must be at least 1, got -5"),
+    "no token in strides": (lambda: block_masks.strided(0, 2), "seq_len must be at least 1, got 0"),
+    "no query in blocks": (
+        lambda: block_masks.from_blocks(torch.tensor([0]), torch.tensor([0]), 0),
+        "seq_q must be at least 1, got 0",
+    ),
+    "no query in intervals": (lambda: intervals([], [], 3), "seq_q must be at least 1, got 0"),
+    "no key in intervals": (lambda: intervals([0], [0], 0), "seq_k must be at least 1, got 0"),
+    "no query in a dense mask": (lambda: dense(0, 5), "seq_q must be at least 1, got 0"),
+    "no key in a dense mask": (lambda: dense(5, 0), "seq_k must be at least 1, got 0"),
+    "a row that is not there": (lambda: blocks([2], [0]), "row must be from 0 to 1.*got 2 to 2"),
+    "a column that is not there": (lambda: blocks([0], [-1]), "column must be from 0 to 1.*got -1 to -1"),
+    "more rows than columns": (lambda: blocks([0, 1], [0]), r"row and column must be .*\(2,\) and .*\(1,\)"),
+    "fractions of blocks": (lambda: blocks([0.5], [0.0]), "row and column must be int32 or int64.*float32"),
+    "blocks in rows": (
+        lambda: blocks([[0, 1]], [[0, 1]]),
+        r"row and column must be .* \(n,\), got .*\(1, 2\)",
+    ),
+    "first that decreases": (lambda: intervals([1, 0], [2, 2], 2), "first must not decrease"),
+    "an end beyond the keys": (
+        lambda: intervals([0, 0], [1, 300], 2),
+        "end must be from 0 to seq_k, 2, got 1 to 300",
+    ),
+    "a first before the keys": (
+        lambda: intervals([-1, 0], [1, 2], 2),
+        "first must be from 0 to seq_k, 2, got -1 to 0",
+    ),
+    "intervals of other lengths": (lambda: intervals([0, 0], [1, 1, 1], 3), r"got .*\(2,\) and .*\(3,\)"),
+    "fractions of keys": (
+        lambda: intervals([0.0], [1.0], 3),
+        r"first and end must be int32 or int64.*float32",
+    ),
+    "an end behind the query": (
+        lambda: intervals([0] * 4, [4] * 4, 4, block_size=64, causal=True),
+        "end must be at most 1 at query 0 of a causal mask, got 4: clamp it, or leave causal out",
+    ),
+    "an end behind the last query alone": (
+        # the queries stand at keys 1, 2 and 3
+        lambda: intervals([[0] * 3, [0] * 3], [[2, 3, 4], [2, 4, 4]], 4, causal=True),
+        "end must be at most 3 at query 1 of a causal mask, got 4",
+    ),
+    "a dense mask of numbers": (
+        lambda: block_masks.from_dense(torch.ones(2, 2)),
+        "mask must be bool.*float32",
+    ),
+    "a dense mask of one dimension": (lambda: dense(5), r"\(Tq, Tk\) or \(B, H, Tq, Tk\), got \(5,\)"),
+    "a dense mask of three": (lambda: dense(2, 5, 5), r"got \(2, 5, 5\)"),
+    "a dense mask of five": (lambda: dense(1, 1, 1, 5, 5), r"got \(1, 1, 1, 5, 5\)"),
+    "documents of one dimension": (
+        lambda: block_masks.documents(torch.tensor([0, 0, 1])),
+        r"document_ids must be int32 or int64 \(B, T\), got torch.int64 \(3,\)",
+    ),
+    "documents by fractions": (lambda: block_masks.documents(torch.zeros(1, 3)), "document_ids .*float32"),
+    "documents out of order": (
+        lambda: block_masks.documents(torch.tensor([[1, 0, 1, 0]])),
+        "document_ids must not decrease",
+    ),
+    "masks of other lengths": (
+        lambda: block_masks.causal(100) | block_masks.causal(101),
+        "must have one seq_q, got 100 and 101",
+    ),
+    "masks of other blocks": (
+        lambda: block_masks.causal(100) & block_masks.causal(100, block_size=64),
+        "must have one block_size, got 128 and 64",
+    ),
+    "masks of other heads": (
+        lambda: dense(1, 2, 70, 70) | dense(1, 3, 70, 70),
+        "n_head of a block mask must be 1 or 3, got 2",
+    ),
+    "heads twice": (
+        lambda: block_masks.causal(100).expand(1, 2).expand(1, 3),
+        "n_head of a block mask must be 1 or 3, got 2",
+    ),
+    "a stack of none": (lambda: BlockMask.stack([]), "stack needs a mask for each head, got none"),
+    "a stack of two heads": (
+        lambda: BlockMask.stack([dense(1, 1, 70, 70), dense(1, 2, 70, 70)]),
+        "masks of one head and 1 batches, got 2 heads and 1 batches",
+    ),
+    "a stack of other batches": (
+        lambda: BlockMask.stack([dense(1, 1, 70, 70), dense(2, 1, 70, 70)]),
+        "masks of one head and 1 batches, got 1 heads and 2 batches",
+    ),
+    "the best of other lengths": (
+        lambda: top_k((1, 9, 1, 8), (1, 8, 1, 8)),
+        r"got \(1, 9, 1, 8\) and \(1, 8",
+    ),
+    "the best of another batch": (
+        lambda: top_k((2, 9, 1, 8), (1, 9, 1, 8)),
+        r"got \(2, 9, 1, 8\) and \(1, 9",
+    ),
+    "the best of another head_dim": (lambda: top_k((1, 9, 1, 8), (1, 9, 1, 4)), r"and \(1, 9, 1, 4\)"),
+    "the best of heads that do not divide": (
+        lambda: top_k((1, 9, 4, 8), (1, 9, 3, 8)),
+        r"\(1, 9, 4, 8\) and",
+    ),
+    "the best without a batch": (
+        lambda: top_k((9, 1, 8), (9, 1, 8)),
+        r"q and k must be .*got \(9, 1, 8\) and",
+    ),
+    "the best none": (lambda: top_k((1, 9, 1, 8), (1, 9, 1, 8), 0), "n must be at least 1, got 0"),
+    "the best blocks of none": (
+        lambda: top_k((1, 9, 1, 8), (1, 9, 1, 8), block_size=0),
+        r"block_size must be one of \(64, 128\), got 0",
+    ),
+    "a pattern of names": (lambda: block_masks.parse("window(x)", 100), "malformed node|pattern"),
+    "a sum of patterns": (lambda: block_masks.parse("causal() + causal()", 100), "is no pattern"),
+    "a pattern of fractions": (
+        lambda: block_masks.parse("window(1.5)", 100),
+        r"window in .* takes integers, got \[1.5\]",
+    ),
+    "a pattern of too few": (lambda: block_masks.parse("bigbird(2)", 100), r"'bigbird\(2\)'.* missing 2"),
+    "no layer": (lambda: block_masks.causal(100).reach(0), "at least one layer"),
+    "reach of other numbers of queries and keys": (
+        # as many blocks of queries as of keys
+        lambda: reach([dense(65, 128)]),
+        "reach needs as many queries as keys, got 65 and 128",
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), REFUSED.values(), ids=REFUSED)
+def test_bad_input_is_refused_with_the_numbers(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+@pytest.mark.parametrize("number", [2**31, 10**30, 10**400], ids=["int32", "int64", "float64"])
+@pytest.mark.parametrize(
+    "pattern", ["window({})", "sinks({})", "strided({})", "fixed({})", "bigbird({},0,0)", "bigbird(1,0,{})"]
+)
+def test_a_number_beyond_int32_is_refused_by_name(pattern, number):
+    with pytest.raises(ValueError, match=rf"n\w* must be at most 2147483647, got {number}"):
+        block_masks.parse(pattern.format(number), 1000)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("causal", [True, False])
+def test_keys_without_an_order_are_refused_with_their_number(causal, bad):
+    q, k = torch.ones(1, 130, 1, 8), torch.ones(1, 130, 1, 8)
+    k[0, 70] = bad
+    with pytest.raises(ValueError, match="finite scores, got 3 of 9 that are nan or infinite"):
+        block_masks.top_k(q, k, 1, causal=causal, block_size=64)
+
+
+@pytest.mark.parametrize("other", [True, 1, None, torch.ones(100, 100, dtype=torch.bool)], ids=type)
+def test_a_mask_combines_with_masks_alone(other):
+    mask = block_masks.causal(100)
+    for combine in (lambda: mask & other, lambda: mask | other, lambda: other & mask, lambda: other | mask):
+        with pytest.raises(TypeError, match="unsupported operand|must be Tensor"):
+            combine()
+
+
+def test_masks_of_different_devices_do_not_combine():
+    mask = block_masks.causal(100)
+    other = on_meta(mask)
+    for combine in (lambda: mask & other, lambda: mask | other, lambda: BlockMask.stack([mask, other])):
+        with pytest.raises(
+            ValueError, match="must have one device, got cpu and meta: build both for the same"
+        ):
+            combine()
+
+
+def test_attention_refuses_a_mask_of_another_device(device):
+    x = torch.zeros(1, 100, 1, 16, device=device)
+    mask = on_meta(block_masks.causal(100, device=device))
+    with pytest.raises(
+        ValueError, match=f"block_mask must be on {x.device}, got meta: build it with device="
+    ):
+        flash_attention(x, x, x, block_mask=mask)

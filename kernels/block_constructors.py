@@ -52,8 +52,7 @@ def from_intervals(
     first, end = (x[:, place].view(-1, block_size) for x in (first, end))  # (B n_rows, block_size)
     start = first[:, 0] // block_size
     count = ((end[:, -1] + block_size - 1) // block_size - start).clamp(min=0)
-    row = torch.arange(len(start), device=first.device).repeat_interleave(count)
-    step = torch.arange(len(row), device=first.device) - (count.cumsum(0) - count)[row]
+    row, step = places(count)
     column = start[row] + step
 
     partial = (column * block_size < first[row, -1]) | ((column + 1) * block_size > end[row, 0])
@@ -113,6 +112,12 @@ def check_causal(first: Tensor, end: Tensor, seq_k: int) -> None:
             f"end must be at most {max(int(own[query]) + 1, 0)} at query {query} of a causal mask, got "
             f"{int(end[batch, query])}: clamp it, or leave causal out"
         )
+
+
+def places(count: Tensor) -> tuple[Tensor, Tensor]:
+    """Of rows with count (n,) blocks: the row of every block, and its place among those of its row."""
+    row = torch.arange(len(count), device=count.device).repeat_interleave(count)
+    return row, torch.arange(len(row), device=count.device) - (count.cumsum(0) - count)[row]
 
 
 def check_sizes(block_size: int, **sizes: int) -> None:

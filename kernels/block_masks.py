@@ -20,6 +20,7 @@ from kernels.block_constructors import (
     from_dense,
     from_intervals,
     listed_blocks,
+    places,
 )
 from kernels.block_mask import BlockMask, n_blocks
 from kernels.intervals import document_bounds
@@ -145,11 +146,12 @@ def fixed(seq_len: int, n_group: int, *, block_size: int = 128, device="cpu") ->
     .#.###..
     """
     check_sizes(block_size, seq_len=seq_len, n_group=n_group)
-    n = n_blocks(seq_len, block_size)
-    row = torch.arange(n, device=device)[:, None]
-    own = row // n_group * n_group + torch.arange(n_group, device=device)
-    summaries = torch.arange(n // n_group, device=device).expand(n, -1) * n_group + n_group - 1
-    return _causal_blocks(seq_len, row, torch.cat([own, summaries], 1), block_size)
+    i = torch.arange(n_blocks(seq_len, block_size), device=device)
+    row, place = places(i // n_group + i % n_group + 1)
+    # first the summary of each group before, then the own group
+    n_before = row // n_group
+    column = torch.where(place < n_before, (place + 1) * n_group - 1, n_before * n_group + place - n_before)
+    return _causal_blocks(seq_len, row, column, block_size)
 
 
 def bigbird(
@@ -185,7 +187,9 @@ def bigbird(
         torch.arange(n_global, device=device).expand(n, -1),
         (draw * row).long(),
     ]
-    return _causal_blocks(seq_len, row, torch.cat(columns, 1), block_size)
+    column = torch.cat(columns, 1)
+    inside = (column >= 0) & (column <= row)
+    return _causal_blocks(seq_len, row.expand_as(column)[inside], column[inside], block_size)
 
 
 def documents(document_ids: Tensor, *, block_size: int = 128) -> BlockMask:
@@ -266,15 +270,14 @@ def parse(text: str, seq_len: int, *, block_size: int = 128, device="cpu") -> Bl
 
 
 def _causal_steps(seq_len: int, steps: Tensor, block_size: int) -> BlockMask:
-    """Each block of queries with the blocks that lie so many steps back."""
-    row = torch.arange(n_blocks(seq_len, block_size), device=steps.device)[:, None]
-    return _causal_blocks(seq_len, row, row - steps, block_size)
+    """Each block of queries with the blocks that lie so many steps back; steps: (n,), ascending from 0."""
+    i = torch.arange(n_blocks(seq_len, block_size), device=steps.device)
+    row, place = places(torch.searchsorted(steps, i, right=True))
+    return _causal_blocks(seq_len, row, row - steps[place], block_size)
 
 
 def _causal_blocks(seq_len: int, row: Tensor, column: Tensor, block_size: int) -> BlockMask:
-    """These blocks, where they are neither before the first key nor behind the query; row broadcasts."""
-    inside = (column >= 0) & (column <= row)
-    row, column = row.expand_as(column)[inside], column[inside]
+    """The blocks (row[x], column[x]), none behind its queries; those on the diagonal see up to it."""
     return listed_blocks(seq_len, seq_len, block_size, 1, 1, torch.zeros_like(row), row, column, True)
 
 

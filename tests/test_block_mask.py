@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
 from kernels import bit_tiles, block_masks
 from kernels.block_mask import BlockMask, reach
@@ -184,11 +185,28 @@ def test_reach_is_that_of_the_paper_and_warns_below_all():
     assert reach([window, dense, window]) == 1.0
 
 
-def test_a_million_tokens_take_their_blocks_and_a_moment():
+@pytest.mark.parametrize(
+    ("pattern", "peak", "kept"),
+    [
+        # of 8192 x 8192 blocks: a byte for each would be 67 MB
+        ("power_of_two_strided()", 25e6, 5e6),
+        # arrays of a number for each token
+        ("window(1024) | sinks(64)", 150e6, 3e6),
+        # arrays of a number for each kept block
+        ("fixed(64)", 160e6, 26e6),
+        ("window(1024) | strided(16)", 430e6, 70e6),
+    ],
+)
+def test_a_million_tokens_take_memory_for_their_blocks_and_a_moment(pattern, peak, kept):
     start = time.perf_counter()
-    mask = block_masks.parse("window(1024) | sinks(64)", 2**20)
-    assert time.perf_counter() - start < 10.0  # a second on an idle core
-    assert sum(x.numel() * 4 for x in mask.tensors()) < 3e6
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        mask = block_masks.parse(pattern, 2**20)
+    assert time.perf_counter() - start < 15.0  # two seconds on an idle core
+    events = [x for x in profiled.profiler.kineto_results.events() if x.name() == "[memory]"]
+    allocated = torch.tensor([x.nbytes() for x in sorted(events, key=lambda x: x.start_ns())]).cumsum(0)
+    assert allocated[-1] >= sum(x.nbytes for x in mask.tensors())
+    assert allocated.max() < peak
+    assert sum(x.nbytes for x in mask.tensors()) < kept
 
 
 def test_a_plot_is_drawn(tmp_path):

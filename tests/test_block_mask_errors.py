@@ -182,6 +182,14 @@ def test_a_number_beyond_int32_is_refused_by_name(pattern, number):
         block_masks.parse(pattern.format(number), 1000)
 
 
+def test_the_largest_numbers_keep_everything_and_take_no_memory_of_their_own():
+    largest, causal = 2**31 - 1, block_masks.causal(300, block_size=64).to_dense()
+    for pattern in ("window({})", "sinks({})", "fixed({})", "bigbird({},0,0)", "bigbird(1,{},0)"):
+        mask = block_masks.parse(pattern.format(largest), 300, block_size=64)
+        assert torch.equal(mask.to_dense(), causal)
+    block_masks.parse(f"strided({largest}) | bigbird(1, 0, {largest})", 300)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("causal", [True, False])
 def test_keys_without_an_order_are_refused_with_their_number(causal, bad):

@@ -67,7 +67,15 @@ def from_intervals(
 
 
 def from_dense(mask: Tensor, *, block_size: int = 128) -> BlockMask:
-    """The same mask as a (Tq, Tk), or (B or 1, H or 1, Tq, Tk), bool tensor, which must fit in memory."""
+    """The same mask as a (Tq, Tk), or (B or 1, H or 1, Tq, Tk), bool tensor, which must fit in memory.
+
+    Here a text whose first one and a half blocks see each other, before the causal rest:
+
+    #+..
+    #+..
+    ##+.
+    ###+
+    """
     if mask.dtype != torch.bool:
         raise ValueError(f"mask must be bool, True where a query sees a key, got {mask.dtype}")
     if mask.dim() not in (2, 4):

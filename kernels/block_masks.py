@@ -57,7 +57,7 @@ def causal(seq_len: int, *, block_size: int = 128, device="cpu") -> BlockMask:
 
 
 def window(seq_len: int, n: int, *, block_size: int = 128, device="cpu") -> BlockMask:
-    """The last n keys, the query itself among them, to the token.
+    """The last n keys, the query itself among them, to the token; n of two blocks:
 
     +.......
     #+......
@@ -143,7 +143,7 @@ def fixed(seq_len: int, n_group: int, *, block_size: int = 128, device="cpu") ->
     .#+.....
     .##+....
     .#.#+...
-    .#.###..
+    .#.##+..
     """
     check_sizes(block_size, seq_len=seq_len, n_group=n_group)
     i = torch.arange(n_blocks(seq_len, block_size), device=device)
@@ -166,12 +166,15 @@ def bigbird(
 ) -> BlockMask:
     """The last n_window blocks, the first n_global, and n_random earlier ones (BigBird, arXiv:2007.14062).
 
+    The random ones are drawn with repetition, from `seed`; 2, 1 and 1:
+
     +.......
     #+......
     ##+.....
     #.#+....
     ##.#+...
-    #.#.#+..
+    #..##+..
+    #.#..#+.
     """
     check_sizes(block_size, seq_len=seq_len, n_window=n_window)
     check_count("n_global", n_global, least=0)
@@ -193,7 +196,12 @@ def bigbird(
 
 
 def documents(document_ids: Tensor, *, block_size: int = 128) -> BlockMask:
-    """A token sees its own document, before and behind it.
+    """A token sees its own document, before and behind it; two of one and a half blocks, and one of one:
+
+    #+..
+    +++.
+    .+#.
+    ...#
 
     document_ids: (B, T) int32 or int64, non-decreasing; a negative id is padding, which sees nothing and
     nothing sees.
@@ -207,7 +215,12 @@ def documents(document_ids: Tensor, *, block_size: int = 128) -> BlockMask:
 
 
 def top_k(q: Tensor, k: Tensor, n: int, *, causal: bool = True, block_size: int = 128) -> BlockMask:
-    """For each block of queries the n blocks of keys whose mean key likes the mean query best.
+    """For each block of queries the n blocks of keys whose mean key likes the mean query best; n = 2:
+
+    +...
+    #+..
+    #.+.
+    .#.+
 
     q: (B, T, H, D), k: (B, T, Hkv, D). With causal, the query's own block is always one of the n, and only
     earlier ones compete. Nothing flows back through the choice. Source: MoBA, arXiv:2502.13189.

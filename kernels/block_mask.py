@@ -217,9 +217,9 @@ class BlockMask:
             row[head == 0] * n_rows // self.n_rows * n_columns
             + column[head == 0] * n_columns // self.n_columns
         )
-        picture = torch.zeros(n_rows * n_columns).scatter_reduce(0, place, weight, "amax")
+        picture = torch.zeros(n_rows * n_columns).scatter_reduce(0, place, weight, "amax").numpy()
         figure, axis = plt.subplots(figsize=(5, 5))
-        axis.imshow(picture.view(n_rows, n_columns), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+        axis.imshow(picture.reshape(n_rows, n_columns), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
         axis.set_xlabel(f"blocks of {self.block_size} keys")
         axis.set_ylabel(f"blocks of {self.block_size} queries")
         axis.set_title(f"{self.seq_q} x {self.seq_k}, density {self.density():.1%}")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.axes import Axes
 from torch.profiler import ProfilerActivity, profile
 
 from kernels import bit_tiles, block_masks
@@ -209,9 +210,48 @@ def test_a_million_tokens_take_memory_for_their_blocks_and_a_moment(pattern, pea
     assert sum(x.nbytes for x in mask.tensors()) < kept
 
 
-def test_a_plot_is_drawn(tmp_path):
-    block_masks.parse("window(1024) | strided(8)", 2**17).plot(tmp_path / "mask.png")
-    assert (tmp_path / "mask.png").stat().st_size > 1000
+def plotted(mask: BlockMask, path, monkeypatch) -> list[list[float]]:
+    """What plot hands to matplotlib, which draws it."""
+    pictures, imshow = [], Axes.imshow
+    monkeypatch.setattr(Axes, "imshow", lambda *given, **options: pictures.append(given[1]) or imshow(*given))
+    mask.plot(path)
+    monkeypatch.undo()
+    assert path.stat().st_size > 1000
+    (picture,) = pictures
+    return picture.tolist()
+
+
+def test_a_plot_shows_full_blocks_dark_and_partial_ones_half(tmp_path, monkeypatch):
+    mask = block_masks.window(4 * 64, 2 * 64, block_size=64)
+    dark, half, none = 1.0, 0.5, 0.0
+    assert plotted(mask, tmp_path / "mask.png", monkeypatch) == [
+        [half, none, none, none],
+        [dark, half, none, none],
+        [half, dark, half, none],
+        [none, half, dark, half],
+    ]
+
+
+def test_a_plot_is_of_the_first_head_and_has_a_row_for_each_block_of_queries(tmp_path, monkeypatch):
+    visible = torch.zeros(2, 2, 70, 200, dtype=torch.bool)
+    visible[0, 0, :, 64:128] = True
+    visible[0, 0, 65, 199] = True
+    # of another head and another batch
+    visible[0, 1], visible[1] = True, True
+    mask = block_masks.from_dense(visible, block_size=64)
+    # the last blocks are cut at 70 queries and 200 keys
+    expected = [[0.0, 1.0, 0.0, 0.0], [0.0, 0.5, 0.0, 0.5]]
+    assert plotted(mask, tmp_path / "mask.png", monkeypatch) == expected
+
+
+def test_a_plot_of_many_blocks_shows_the_darkest_of_those_that_share_a_pixel(tmp_path, monkeypatch):
+    # 1024 x 1024 blocks, two by two in a pixel: partial ones on the diagonal, full ones in two places
+    row, column = torch.tensor([1, 1023]), torch.tensor([0, 3])
+    full = block_masks.from_blocks(row, column, 2**16, block_size=64)
+    mask = block_masks.window(2**16, 1, block_size=64) | full
+    expected = torch.eye(512) / 2
+    expected[0, 0] = expected[511, 1] = 1.0
+    assert plotted(mask, tmp_path / "mask.png", monkeypatch) == expected.tolist()
 
 
 def test_sums_that_collide_do_not_merge_different_rows(monkeypatch):

@@ -40,6 +40,11 @@ def test_every_file_of_conf_is_in_a_group_that_is_tested():
     assert files == {"config.yaml"} | {f"{group}/{choice}.yaml" for group, choice in choices()}
 
 
+def test_dense_attention_is_flash_in_every_layer():
+    assert composed("attention=dense") == composed("attention=flash")
+    assert not parse(composed("attention=dense")).attention.sparse
+
+
 def test_a_model_that_no_family_holds_is_refused_before_it_is_trained_to_be_exported():
     config = parse(composed("experiment=laptop", "export=true", "+model.norm=rms"))
     with pytest.raises(ValueError, match="norm"):

@@ -98,7 +98,8 @@ def compile_kernel(
             signature[name] = "fp32"
         else:
             signature[name] = "i32"
-        if signature[name].startswith("*") or (name.startswith("stride_") and name not in constants):
+        is_stride = name.startswith("stride_") and not function.params[index].do_not_specialize
+        if signature[name].startswith("*") or (is_stride and name not in constants):
             attributes[index,] = [["tt.divisibility", 16]]
     source = ASTSource(
         function, signature, {(function.arg_names.index(k),): v for k, v in constants.items()}, attributes

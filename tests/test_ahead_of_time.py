@@ -4,6 +4,7 @@ Here that is every tile of the tables, at the widest of the heads that share it,
 compile` compiles all heads under all masks, with dropout and without, and with block masks.
 """
 
+import re
 from itertools import product
 
 import pytest
@@ -31,6 +32,17 @@ def test_every_kernel_in_every_tile_fits_its_gpu_and_spills_nothing(arch, versio
         rows = compile_apart("tests.ahead_of_time", version, *given)
         assert len(rows) == len(heads)
         assert not [row for row in rows if exceeds(row)]
+
+
+@each_triton
+def test_a_new_length_or_mask_compiles_no_kernel(version):
+    # tensors, their strides, multiples of n_head * head_dim, and what the model fixes
+    fixed = re.compile(r"\w+_(ptr|source)|stride_(q|k|v|o|do|dq|dk)[bthd]|n_head|group_size|\w*scale\w*")
+    rows = compile_apart("tests.specialized", version)
+    assert {row["kernel"] for row in rows} == KERNELS.keys()
+    for row in rows:
+        assert "stride_qt" in row["specialized"]
+        assert not [name for name in row["specialized"] if not fixed.fullmatch(name)], row
 
 
 @each_triton

@@ -343,9 +343,13 @@ def test_new_masks_lengths_and_batches_compile_no_kernel(sums_dq, head_dim, devi
     counts = []
     for batch, seq_len, name in ((3, 300, "window(9)"), (1, 1000, "strided(3)"), (2, 65, "causal()")):
         q, k, v = random_qkv(batch, seq_len, seq_len, 2, 2, head_dim, torch.bfloat16, device)
-        flash_attention(q, k, v, block_mask=pattern(name, device, 128, seq_len)).sum().backward()
-        counts.append(sum(len(c[0]) for kernel in kernels for c in kernel.device_caches.values()))
-    assert counts == [counts[0]] * 3
+        mask = pattern(name, device, 128, seq_len)
+        per_head = BlockMask.stack([mask, pattern("sinks(70)", device, 128, seq_len)])
+        # from head to head 12, 32 and 4 numbers: 16 divides one of them
+        for given in (mask, per_head, per_head.expand(batch, 2)):
+            flash_attention(q, k, v, block_mask=given).sum().backward()
+            counts.append(sum(len(c[0]) for kernel in kernels for c in kernel.device_caches.values()))
+    assert counts == [counts[0]] * 9
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from kernels.portable.block_lists import (
     visible_bits,
 )
 from kernels.portable.dropout import keep_tile
-from kernels.portable.masks import keys_of_queries, line_numbers, queries_of_keys
+from kernels.portable.masks import NOT_SPECIALIZED, keys_of_queries, line_numbers, queries_of_keys
 from kernels.portable.tile_io import anew, load_tile, store_tile
 
 
@@ -140,7 +140,7 @@ def add_queries(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["seq_q", "seq_k", "seq_padded", "window", "threshold"])
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def dkdv_kernel(
     q_source, k_source, v_source, dout_source, lse_ptr, delta_ptr, dk_ptr, dv_ptr, bounds_ptr, key_bounds_ptr,
     seed_ptr,

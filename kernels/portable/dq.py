@@ -13,7 +13,7 @@ from kernels.portable.block_lists import (
     visible_bits,
 )
 from kernels.portable.dropout import keep_tile
-from kernels.portable.masks import keys_of_queries, line_numbers
+from kernels.portable.masks import NOT_SPECIALIZED, keys_of_queries, line_numbers
 from kernels.portable.tile_io import in_registers, load_tile, store_tile
 
 
@@ -62,7 +62,7 @@ def add_keys(
     return dq
 
 
-@triton.jit(do_not_specialize=["seq_q", "seq_k", "seq_padded", "window", "threshold"])
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def dq_kernel(
     q_source, k_source, v_source, dout_source, lse_ptr, delta_ptr, dq_ptr, bounds_ptr, seed_ptr,
     spans_ptr, entries_ptr, bits_ptr,

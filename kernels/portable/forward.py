@@ -36,7 +36,7 @@ from kernels.portable.block_lists import (
     visible_bits,
 )
 from kernels.portable.dropout import keep_tile
-from kernels.portable.masks import keys_of_queries
+from kernels.portable.masks import NOT_SPECIALIZED, keys_of_queries
 from kernels.portable.tile_io import (
     head_descriptor,
     in_reach,
@@ -95,7 +95,7 @@ def attend_blocks(
     return acc, l_i, m_i
 
 
-@triton.jit(do_not_specialize=["seq_q", "seq_k", "window", "threshold"])
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def forward_kernel(
     q_source, k_source, v_source, out_ptr, lse_ptr, bounds_ptr, seed_ptr, spans_ptr, entries_ptr, bits_ptr,
     stride_qb, stride_qt, stride_qh, stride_qd,

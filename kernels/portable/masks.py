@@ -11,6 +11,9 @@ No bound ever decreases from one line to the next, so the first and the last lin
 import triton
 import triton.language as tl
 
+# what another length or mask changes: a kernel would be compiled for each that 16 divides, and for each other
+NOT_SPECIALIZED = ["stride_sb", "stride_sh", "seq_q", "seq_k", "seq_padded", "window", "threshold"]
+
 
 @triton.jit
 def line_numbers(first, LINES: tl.constexpr):

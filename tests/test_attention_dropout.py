@@ -1,7 +1,10 @@
 """Dropout inside the kernels: the mask of kernels/dropout.py, bit for bit, in every pass and every tile."""
 
+import random
+
 import pytest
 import torch
+from torch import Tensor
 
 from kernels import tiles
 from kernels.dropout import dropout_keep_mask, keep_threshold, philox
@@ -30,6 +33,60 @@ def test_philox_gives_the_published_words():
 def test_forward_and_backward_drop_what_the_mask_says(options, device):
     q, k, v = random_qkv(2, 70, 70, 4, 2, 16, torch.float32, device)
     assert_as_accurate_as_torch(flash_attention, q, k, v, dropout_p=0.25, dropout_seed=2**40 + 3, **options)
+
+
+@pytest.mark.parametrize(
+    ("dropout_p", "seed", "batch", "head_dim"), [(0.3, 7, 2, 64), (0.2, 2**61 + 5, 1, 128)]
+)
+def test_every_kernel_drops_the_mask_bit_for_bit(dropout_p, seed, batch, head_dim, device):
+    keep = dropout_keep_mask(seed, dropout_p, batch, 2, head_dim, head_dim, device)
+    for name, mask in masks_of_kernels(dropout_p, seed, batch, 2, head_dim, device).items():
+        assert torch.equal(mask, keep), name
+
+
+@pytest.mark.parametrize(("i", "j"), [(5, 9), (31, 43)])
+def test_the_threshold_of_every_kernel_is_exact(i, j, device):
+    def is_kept(threshold: int) -> bool:
+        return bool(dropout_keep_mask(11, 1.0 - threshold / 2**32, 1, 1, 64, 64)[0, 0, i, j])
+
+    # the word of this position, by halving: kept exactly by the thresholds above it
+    word, end = 0, 2**32 - 1
+    while end - word > 1:
+        middle = (word + end) // 2
+        word, end = (word, middle) if is_kept(middle) else (middle, end)
+    # one of the positions on each side of the sign of an int32
+    assert (word >= 2**31) == (i == 31)
+    for threshold in (word, word + 1):
+        for name, mask in masks_of_kernels(1.0 - threshold / 2**32, 11, 1, 1, 64, device).items():
+            assert mask[0, 0, i, j] == (threshold > word), name
+
+
+def masks_of_kernels(
+    dropout_p: float, seed: int, batch: int, n_head: int, n: int, device
+) -> dict[str, Tensor]:
+    """What the forward pass, dv, dk and dq keep, (B, H, n, n) each, of as many tokens as channels.
+
+    Queries or keys of 0 make all probabilities 1 / n. Then values of an identity matrix show in out, column
+    by column, what is kept, and such a dout shows it in dv. With v and dout of ones dP is n / (1 - dropout_p)
+    or 0, and delta, its mean over a row, lies in between: the sign of dS is the mask.
+    """
+    ones = torch.ones(batch, n, n_head, n, device=device)
+    eye = torch.eye(n, device=device)[None, :, None].expand_as(ones).contiguous()
+    zeros = torch.zeros_like(ones)
+    options = {"causal": False, "dropout_p": dropout_p, "dropout_seed": seed}
+    v = eye.clone().requires_grad_()
+    out = flash_attention(zeros, eye, v, **options)
+    (dv,) = torch.autograd.grad(out, v, eye)
+    q = zeros.clone().requires_grad_()
+    (dq,) = torch.autograd.grad(flash_attention(q, eye, ones, **options), q, ones)
+    k = zeros.clone().requires_grad_()
+    (dk,) = torch.autograd.grad(flash_attention(eye, k, ones, **options), k, ones)
+    return {
+        "forward": (out != 0).transpose(1, 2),
+        "dv": (dv != 0).permute(0, 2, 3, 1),
+        "dk": (dk > 0).permute(0, 2, 3, 1),
+        "dq": (dq > 0).transpose(1, 2),
+    }
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -75,6 +132,12 @@ def test_the_threshold_is_a_word_for_any_rate():
     assert keep_threshold(1e-300) == keep_threshold(1e-12) == 2**32 - 1
     assert keep_threshold(0.5) == 2**31
     assert keep_threshold(1.0 - 2**-32) == 1
+
+
+def test_the_threshold_is_the_keep_rate_to_the_last_bit():
+    generator = random.Random(0)
+    for dropout_p in [generator.random() for _ in range(1000)] + [10.0**-n for n in range(1, 15)]:
+        assert abs(keep_threshold(dropout_p) / 2**32 - (1.0 - dropout_p)) <= 2**-32
 
 
 def test_heads_batches_rows_and_seeds_are_independent():

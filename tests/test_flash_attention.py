@@ -109,6 +109,26 @@ def test_tokens_may_lie_far_apart_in_memory(device):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("shape", "dimension"), [((3, 40, 1, 16), 0), ((1, 40, 3, 16), 2)], ids=["batches", "heads"]
+)
+def test_batches_and_heads_may_begin_behind_two_billion_elements(shape, dimension, device):
+    # q, k, v and dout lie between each other's parts; hardly any of the memory is touched. Offsets of 32 bits
+    # would point before it, where no process may read
+    distance, part = 2**30 + 64, 40 * 16
+    memory = torch.empty(2 * distance + 4 * part, dtype=torch.float16, device=device)
+    strides = [part, 16, 16, 1]
+    strides[dimension] = distance
+    near = [torch.randn(shape, device=device).half() for _ in range(4)]
+    far = [memory.as_strided(shape, strides, i * part).copy_(x) for i, x in enumerate(near)]
+    results = []
+    for *inputs, dout in (near, far):
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        out = flash_attention(*inputs)
+        results.append((out, *torch.autograd.grad(out, inputs, dout)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_nothing_is_left_unwritten(device, monkeypatch):
     # PyTorch fills new memory with nan; building a run, as other tests do, turns that off
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)

@@ -178,6 +178,28 @@ def test_scaled_dot_product_attention_gives_what_the_compiler_expects(heads_firs
     assert [describe(x) for x in gradients] == [describe(torch.empty_like(x)) for x in (q, k, v)]
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("scale", [None, 0.7])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_scaled_dot_product_attention_is_as_accurate_as_the_definition(dropout_p, scale, causal, device):
+    q, k, v, dout = (torch.randn(1, n, 40, 16, device=device).half() for n in (2, 1, 1, 2))
+    out, lse, *_, seed, offset, _ = kernels.sdpa.sdpa_forward(q, k, v, dropout_p, causal, scale=scale)
+    gradients = kernels.sdpa.sdpa_backward(
+        dout, q, k, v, out, lse, None, None, 40, 40, dropout_p, causal, seed, offset, scale=scale
+    )
+    options = {"causal": causal, "softmax_scale": scale, "dropout_p": dropout_p}
+    options["dropout_seed"] = int(seed.view(torch.int64)[0])
+
+    def definition(dtype):
+        inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        out = attention_reference(*(x.transpose(1, 2) for x in inputs), **options).transpose(1, 2)
+        return out.detach(), *torch.autograd.grad(out, inputs, dout.to(dtype))
+
+    of_both = definition(torch.float16), definition(torch.float64)
+    for name, x, pt, ref in zip(("out", "dq", "dk", "dv"), (out, *gradients), *of_both, strict=True):
+        assert_within_rule(name, x, pt, ref)
+
+
 def describe(x):
     return (x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x
 

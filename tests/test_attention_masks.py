@@ -1,12 +1,16 @@
 """Windows, documents, padding, packed sequences: each mask against its definition, forward and backward."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kernels import block_masks
 from kernels.flash_attention import flash_attention, flash_attention_varlen
 from kernels.intervals import document_bounds, varlen_bounds
+from kernels.packed import flash_attention_packed
 from kernels.reference import attention_reference, visible_keys
 from tests.accuracy import assert_as_accurate_as_torch, random_qkv, run
 
@@ -63,6 +67,94 @@ def test_packed_sequences_equal_each_sequence_alone(options, device):
     alone = run(one_by_one, *(x.double() for x in (q, k, v, dout, dlse)))
     for a, b in zip(ours, alone, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
+MASKS = ["causal", "window", "documents", "documents and window", "varlen"]
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("mask", MASKS)
+def test_rows_that_see_nothing_give_exactly_zero_and_no_gradient(mask, dropout_p, device):
+    attention, q, k, v, visible = masked(mask, device)
+    options = {"dropout_p": dropout_p, "dropout_seed": 3} if dropout_p else {}
+    out, lse = attention(q, k, v, **options)
+    # gradients that nothing has set to zero on these rows
+    dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (torch.randn_like(out), torch.ones_like(lse)))
+    for x in (out, dq, dk, dv):
+        assert x.isfinite().all()
+    blind, unseen = ~visible.any(1), ~visible.any(0)
+    assert 0 < blind.sum() < len(blind)
+    assert not out[:, blind].any()
+    assert (lse[..., blind] == -torch.inf).all()
+    assert lse[..., ~blind].isfinite().all()
+    assert not dq[:, blind].any()
+    assert not dk[:, unseen].any()
+    assert not dv[:, unseen].any()
+
+
+@pytest.fixture
+def fresh_memory_is_nan(monkeypatch):
+    # building a run, as other tests do, turns it off
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("mask", [*MASKS, "full", "blocks"])
+@pytest.mark.usefixtures("fresh_memory_is_nan")
+def test_nothing_is_left_unwritten(mask, dropout_p, device):
+    attention, q, k, v, _ = masked(mask, device)
+    options = {"dropout_p": dropout_p, "dropout_seed": 3} if dropout_p else {}
+    out, lse = attention(q, k, v, **options)
+    gradients = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))
+    assert not any(x.isnan().any() for x in (out, lse, *gradients))
+
+
+@pytest.mark.usefixtures("fresh_memory_is_nan")
+def test_nothing_of_a_packed_gradient_is_left_unwritten(device):
+    qkv = torch.randn(2, 70, 3, 1, 24, device=device, requires_grad=True)
+    ids = (documents(30, 40) - 1)[None].expand(2, -1).contiguous().to(device)
+    for document_ids in (None, ids):
+        out = flash_attention_packed(qkv, document_ids=document_ids)
+        (gradient,) = torch.autograd.grad(out.sum(), qkv)
+        assert not out.isnan().any()
+        assert not gradient.isnan().any()
+
+
+def masked(mask: str, device):
+    """attention(q, k, v, **options) -> out, lse under a mask, its q, k and v, and the mask (Tq, Tk) itself.
+
+    Under every mask but "full" and "blocks" some rows see nothing.
+    """
+    seq_q, seq_k = (70, 33) if mask in ("causal", "window") else (65, 65)
+    options = {"causal": mask not in ("full", "blocks")}
+    if "window" in mask:
+        options["window"] = 5
+    if "documents" in mask:
+        # a negative id is padding
+        options["document_ids"] = (documents(10, 35, 20) - 1)[None].to(device)
+    visible = visible_keys(seq_q, seq_k, device=device, **options)[0, 0]
+    attention = partial(flash_attention, return_lse=True, **options)
+    if mask == "blocks":
+        row, column = torch.tensor([[0, 1], [1, 0]], device=device)
+        attention = partial(attention, block_mask=block_masks.from_blocks(row, column, 65, block_size=64))
+    if mask == "varlen":
+        lengths_q, lengths_k = [40, 1, 0, 30], [33, 20, 5, 0]
+        seq_q, seq_k = sum(lengths_q), sum(lengths_k)
+        pairs = zip(lengths_q, lengths_k, strict=True)
+        visible = torch.block_diag(*(visible_keys(*pair, causal=True)[0, 0] for pair in pairs)).bool()
+        starts_q, starts_k = cumulative(lengths_q, device), cumulative(lengths_k, device)
+
+        def attention(q, k, v, **options):
+            out, lse = flash_attention_varlen(
+                q[0], k[0], v[0], starts_q, cu_seqlens_k=starts_k, return_lse=True, **options
+            )
+            return out[None], lse[None]
+
+    return attention, *random_qkv(1, seq_q, seq_k, 2, 1, 24, torch.float32, device), visible.to(device)
 
 
 def test_a_new_set_of_documents_reuses_the_compiled_kernel(device):

@@ -2,8 +2,11 @@
 
 import json
 import os
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+
+from data.shards import HEADER_BYTES
 
 FILE = "manifest.json"
 FORMAT = "nanoflash corpus"
@@ -45,3 +48,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if manifest["version"] != VERSION:
         raise ValueError(f"{path} must have version {VERSION}, got {manifest['version']}: delete its folder")
     return manifest
+
+
+def corpus_digest(folder: Path) -> str:
+    """Which tokens a prepared folder holds: 32 hexadecimal digits, of its shards' headers.
+
+    These hold the number of tokens and their checksum, so that nothing more need be read.
+    """
+    splits, digest = read_manifest(folder)["splits"], blake2b(digest_size=16)
+    for split in SPLITS:
+        for shard in splits[split]["shards"]:
+            with Path(folder, shard["file"]).open("rb") as file:
+                digest.update(file.read(HEADER_BYTES))
+    return digest.hexdigest()

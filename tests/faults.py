@@ -247,6 +247,15 @@ def full_disk(rank: int, limit: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
 
+def own_disk(rank: int) -> None:
+    """Each process is on a host of its own, whose text differs from the others'."""
+    folder = Path(f"host_{rank}")
+    folder.mkdir()
+    os.chdir(folder)
+    write_corpus(Path())
+    Path("corpus", "00.txt").write_text(f"this is host {rank}\n" * 20)
+
+
 def hang(rank: int, who: int, step: int) -> None:
     """One rank stops for good while it fetches the batch of a step."""
 

@@ -249,6 +249,14 @@ def test_another_stream_of_tokens_is_refused_unless_asked_for_by_path(tmp_path, 
     refuse_other_run(tmp_path / "elsewhere", str(path), config)
 
 
+def test_a_checkpoint_of_a_time_when_no_digest_was_kept_fits_any_text(tmp_path):
+    for step, then in ((1, {}), (2, {"corpus": "a"})):
+        path = write(tmp_path, step, **then)
+        check_fits(read_checkpoint(path), path, CONFIG, same_run=True, corpus="a")
+    path = write(tmp_path, 3)
+    check_fits(read_checkpoint(path), path, CONFIG, same_run=True, corpus="b")
+
+
 @pytest.mark.parametrize(
     ("group", "key", "value"),
     [("data", "workers", 4), ("model", "dropout", 0.1), ("start", "weights", "./published/")],

@@ -241,6 +241,16 @@ def test_what_rank_0_finds_wrong_ends_every_rank_with_the_same_words():
         refused(damaged, "runs/damaged is in use by process")
 
 
+def test_hosts_whose_folders_hold_other_tokens_are_refused_before_a_run_begins():
+    attempt = Attempt(small_config("run", 5), 2, faults.own_disk)
+    assert attempt.wait() == [1, 1]
+    for rank in range(2):
+        assert "holds other tokens on some hosts: copy rank 0's folder there, or share it" in attempt.log(
+            rank
+        )
+    assert not list(Path().glob("host_*/runs"))
+
+
 def test_a_rank_that_hangs_is_named_with_its_last_step_and_ends_the_run():
     config = small_config("run", 100, "hang_seconds=4")
     attempt = Attempt(config, 2, partial(faults.hang, who=1, step=8))

@@ -260,6 +260,21 @@ def test_other_data_under_the_same_name_is_refused(corpus):
         run("seed=2")
 
 
+def test_a_resumed_run_refuses_text_that_was_prepared_anew_unless_asked_for_by_path(corpus):
+    run("total_tokens=3072")
+    prepared = next(Path("datasets").iterdir())
+    shutil.rmtree(prepared)
+    # the same tokens again
+    run("total_tokens=4096")
+    shutil.rmtree(prepared)
+    Path("corpus/00.txt").write_text("another text\n" * 30)
+    with pytest.raises(ValueError, match=f"{prepared} holds other tokens than .* other data on purpose"):
+        run()
+    assert len(losses()) == 8
+    run("checkpoint.resume=runs/test/checkpoints/step_00000008")
+    assert len(losses()) == 12
+
+
 def test_a_corrupt_shard_is_refused_before_training(corpus):
     run("name=first")
     shard = next(Path("datasets").rglob("train*.bin"))

@@ -158,8 +158,8 @@ def _refuse_to_replace(found: dict[Path, dict], folder: Path, resume: str, step:
 
 
 def read_checkpoint(path: Path) -> dict:
-    """What a checkpoint holds besides tensors: "step", "val_loss" of that step or None, "resume" and
-    "config" of the run, and the state of its parts."""
+    """What a checkpoint holds besides tensors: "step", "val_loss" of that step or None, "resume", "config"
+    and "corpus" (data.manifest.corpus_digest) of the run, and the state of its parts."""
     try:
         info = json.loads((path / MARKER).read_text())
     except FileNotFoundError:
@@ -236,12 +236,12 @@ def _make_places(saved: dict, weights: nn.Module, optimizer: torch.optim.Optimiz
             optimizer.state[parameter][key.removeprefix(prefix)] = place
 
 
-def check_fits(info: dict, path: Path, config: dict, *, same_run: bool) -> None:
+def check_fits(info: dict, path: Path, config: dict, *, same_run: bool, corpus: str | None = None) -> None:
     """Raises ValueError that names each key in which a checkpoint differs from the configuration.
 
     Always compared: the model, the tokenizer and whose state the optimizer's is. same_run compares the
     weights that it started from and what fixes the stream of tokens too: a run that goes on by itself must
-    not change them unnoticed.
+    not change them unnoticed. corpus: corpus_digest of the text, once it is prepared.
     """
     # checkpoints without these keys are of a time when there was one algorithm, and no adapters
     before = {"start": {}, "lora": {**config["lora"], "rank": 0}}
@@ -262,6 +262,11 @@ def check_fits(info: dict, path: Path, config: dict, *, same_run: bool) -> None:
             name = f"{group}.{key}" if group else key
             differences.append(f"{name} is {old} in the checkpoint and {new} in the configuration")
             fits_by_path &= (group, key) not in always
+    # checkpoints of a time when it was not kept fit any
+    if same_run and corpus is not None and info.get("corpus", corpus) != corpus:
+        differences.append(
+            f"{config['data']['folder']} holds other tokens than the checkpoint was trained on"
+        )
     if differences:
         way_out = "choose another name= for a new run, or the checkpoint's own values"
         if fits_by_path:

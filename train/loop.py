@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from data.manifest import corpus_digest
 from data.prepare import prepare
 from train.bad_steps import RollBack, Rollbacks, StepGuard, read_left_out, write_left_out
 from train.build import build_step_model, build_weights, open_text, set_arithmetic
@@ -60,6 +61,12 @@ def train(config: Config) -> float:
         if config.export:
             refuse_to_replace(folder)
         text = processes.main_first(lambda: prepare(config.data))
+        corpus = corpus_digest(text)
+        # hosts that share no disk prepare it each for themselves, from files that may differ
+        if processes.any(corpus != processes.from_main(lambda: corpus)):
+            raise ValueError(
+                f"{text} holds other tokens on some hosts: copy rank 0's folder there, or share it"
+            )
         with (
             lock_run(folder, processes),
             Interruption() as interruption,
@@ -108,6 +115,7 @@ def _train(
     """
     device, is_main = processes.device, processes.is_main
     accumulation = config.accumulation(processes.world_size)
+    corpus = corpus_digest(text)
     checkpoints = folder / "checkpoints"
     saved_path = processes.from_main(lambda: find_checkpoint(checkpoints, resume))
 
@@ -138,7 +146,7 @@ def _train(
     first_step = 0
     if saved_path:
         info = read_checkpoint(saved_path)
-        check_fits(info, saved_path, asdict(config), same_run=resume == "auto")
+        check_fits(info, saved_path, asdict(config), same_run=resume == "auto", corpus=corpus)
         config.check_first_step(info["step"], is_own=saved_path.parent == checkpoints)
         first_step = processes.step = _restore(saved_path, info, weights, optimizer, scaler, guard)
     model = build_step_model(weights, config, processes, context, is_sharded=is_sharded)
@@ -195,6 +203,7 @@ def _train(
             if is_last or interrupted or _is_due(done, config.checkpoint.every_steps):
                 state = {"scaler": scaler.state_dict(), "guard": guard.state()}
                 info = {"step": done, "val_loss": val_loss, "resume": resume, "config": asdict(config)}
+                info["corpus"] = corpus
                 saver.save(run_tensors(weights, optimizer), info | state)
             profiler.step()
             if interrupted and not is_last:

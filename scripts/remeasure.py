@@ -90,6 +90,10 @@ def repetition(old: Path, new: Path) -> Repetition:
         name = "-".join(new.with_suffix("").parts).lstrip("/.-")
         left = Path("runs", name, "summary.json")
         given = [word for word in given if not word.startswith("name=")] + [f"name={name}"]
+    elif module == "scripts.plot_run":
+        # its rows are the differences; the picture goes beside them
+        given = [word for word in given if not word.startswith(("out=", "differences="))]
+        given += [f"out={new.with_suffix('.png')}", f"differences={new}"]
     else:
         named = next((word for word in given if word.startswith("out=")), f"out={old.name}")
         # some write one file, some a folder of them

@@ -4,11 +4,13 @@ Processes are forked from one that has imported everything, so that an attempt t
 """
 
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
 import random
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -191,7 +193,8 @@ def _attempt(config: Config, rank: int, world_size: int, port: int, fault, folde
     try:
         run_training(config)
         os._exit(0)
-    except Interrupted:
+    except Interrupted as interrupted:
+        print(interrupted)
         os._exit(EXIT_INTERRUPTED)
     except BaseException:
         traceback.print_exc()
@@ -254,6 +257,18 @@ def own_disk(rank: int) -> None:
     os.chdir(folder)
     write_corpus(Path())
     Path("corpus", "00.txt").write_text(f"this is host {rank}\n" * 20)
+
+
+def signal_in_evaluation(rank: int, who: int, which: int) -> None:
+    """One rank is asked to stop in the middle of an evaluation, the first one being 1."""
+    evaluate, count = train.loop.evaluate, itertools.count(1)
+
+    def interrupted(*given):
+        if rank == who and next(count) == which:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*given)
+
+    train.loop.evaluate = interrupted
 
 
 def hang(rank: int, who: int, step: int) -> None:

@@ -104,6 +104,22 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_from_it(number, world_size)
     assert_same_run("whole", "stopped", 60)
 
 
+@pytest.mark.parametrize(
+    ("which", "step", "words"),
+    [
+        (1, 0, "stopped before a step was done; the same command st"),
+        (2, 20, "stopped after step 20; the same"),
+    ],
+)
+def test_a_signal_during_an_evaluation_costs_no_step_more(which, step, words):
+    config = small_config("run", 30, "checkpoint.every_steps=30")
+    attempt = Attempt(config, 2, partial(faults.signal_in_evaluation, who=1, which=which))
+    assert attempt.wait() == [EXIT_INTERRUPTED] * 2
+    assert newest_step(config) == step
+    assert words in attempt.log()
+    assert ("continues after step 20" in complete(config, 2).log()) == (step == 20)
+
+
 def test_ctrl_c_while_the_text_is_prepared_ends_with_one_line_and_leaves_nothing():
     given = ["experiment=laptop", "data=pystdlib", "data.workers=1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

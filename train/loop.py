@@ -167,6 +167,11 @@ def _train(
         _settle_buckets(model, config, processes, autocast, scaler, optimizer)
     profiler = Profiler(folder, device, enabled=config.profile and is_main)
     with saver, logger or nullcontext(), profiler:
+        if first_step < config.steps and processes.any(interruption.requested):
+            # during the first evaluation, which may take longer than the patience of who asked
+            if first_step:
+                raise Interrupted(f"stopped after step {first_step}; the same command goes on from there")
+            raise Interrupted("stopped before a step was done; the same command starts again")
         for step in range(first_step, config.steps):
             timer.start()
             # dropout is a function of step and rank: a resumed run draws what it would have drawn
@@ -190,8 +195,9 @@ def _train(
                 # the optimizer has its state now
                 saver.prepare(run_tensors(weights, optimizer))
             is_last = done == config.steps
-            interrupted = processes.any(interruption.requested)
             val_loss = validate() if is_last or _is_due(done, config.evaluation.every_steps) else None
+            # after the evaluation, during which it may have been asked for
+            interrupted = processes.any(interruption.requested)
             is_logged = is_last or done == 1 or val_loss or _is_due(done, config.logging.every_steps)
             # the first step after a resumption is shown, but the file stays that of a run never stopped
             if is_logged or done == first_step + 1:

@@ -96,9 +96,15 @@ def prepare(config: DataConfig) -> Path:
     Raises ValueError if the folder holds anything else, or shards that are damaged; if the source has no
     documents, or a path is missing. Nothing that was there before is changed.
     """
-    folder = Path(config.folder)
+    # the finished folder takes the place that a link names, not the link's own
+    folder = Path(config.folder).resolve()
     if _is_prepared(folder, config):
         return folder
+    if folder.is_mount():
+        raise ValueError(
+            f"data.folder={config.folder!r} is where a disk is mounted, whose place no folder can take: use "
+            f"data.folder={folder / 'text'}"
+        )
     _open_source(config).check()
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(folder.name + ".partial")

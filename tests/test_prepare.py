@@ -196,6 +196,29 @@ def test_the_name_of_the_temporary_folder_may_be_taken_by_the_user(config, tmp_p
     assert contents(partial) == {"thesis.txt": b"mine"}
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_to_a_folder_stays_and_the_text_goes_where_it_leads(config, tmp_path, exists):
+    place, link = tmp_path / "large_disk" / "shards", Path(config.folder)
+    place.parent.mkdir()
+    if exists:
+        place.mkdir()
+    link.symlink_to(place)
+    prepare(config)
+    assert link.is_symlink()
+    before = contents(place)
+    assert "manifest.json" in before
+    prepare(config)
+    assert contents(place) == before
+
+
+def test_a_mounted_disk_is_refused_before_any_work_and_a_folder_on_it_is_named(config, monkeypatch):
+    Path(config.folder).mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: str(path) == config.folder)
+    with pytest.raises(ValueError, match=f"is where a disk is mounted.*data.folder={config.folder}/text"):
+        prepare(replace(config, paths=["missing"]))
+    assert prepare(replace(config, folder=f"{config.folder}/text")).is_dir()
+
+
 def test_an_empty_folder_is_used(config):
     Path(config.folder).mkdir()
     assert prepare(config).is_dir()

@@ -175,6 +175,27 @@ def test_a_raised_budget_continues_a_finished_run_and_tells_of_other_settings(co
     assert len(losses()) == 14
 
 
+def test_the_summary_measures_the_last_launch_alone(corpus):
+    run()
+    metrics = Path("runs/test/metrics.jsonl")
+    # as if the first launch had been on a thousand times as many processes
+    lines = [line | {"tokens_per_second": 1e9} for line in read_metrics(metrics)]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run("total_tokens=7680")
+    [row] = json.loads(Path("runs/test/summary.json").read_text())["rows"]
+    assert row["tokens_per_second"] < 1e8
+    assert row["tokens"] == 7680
+
+
+def test_a_finished_run_whose_metrics_are_gone_ends_well_and_keeps_its_summary(corpus, capsys):
+    first = run()
+    before = Path("runs/test/summary.json").read_bytes()
+    Path("runs/test/metrics.jsonl").unlink()
+    assert run() == pytest.approx(first)
+    assert "metrics.jsonl has no step any more: no loss curve" in capsys.readouterr().out
+    assert Path("runs/test/summary.json").read_bytes() == before
+
+
 def test_what_an_attempt_without_a_checkpoint_left_is_set_aside_and_named(corpus, capsys):
     run()
     for left in (Path("runs/test/checkpoints"), Path("runs/other/checkpoints")):

@@ -222,9 +222,9 @@ def _train(
     if is_main:
         if config.lora.rank:
             merge_adapters(weights)
-        seconds, has_trained = time.perf_counter() - started, first_step < config.steps
+        seconds = time.perf_counter() - started
         with autocast():
-            finish_run(config, folder, weights, val_loss, seconds, processes, flops, has_trained=has_trained)
+            finish_run(config, folder, weights, val_loss, seconds, processes, flops, first_step=first_step)
     processes.barrier()
     _check_saved(saver, config.steps)
     return val_loss

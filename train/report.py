@@ -150,22 +150,30 @@ def finish_run(
     processes: Processes,
     flops: dict[str, float],
     *,
-    has_trained: bool,
+    first_step: int,
 ) -> None:
     """Draws the loss curve, writes a sample and a summary, and says where everything lies.
 
-    has_trained: whether this launch has taken a step; otherwise the summary stays that of the one which has.
+    first_step: from which this launch has trained; where that is the last one, the summary stays that of the
+    launch which came so far.
     """
     # here, since importing matplotlib takes a second that no run should wait for to begin
     from train.plot import draw_loss
 
-    draw_loss({config.name: folder / "metrics.jsonl"}, folder / "loss.png", config.name)
+    has_trained = first_step < config.steps
+    logged = [m for m in read_metrics(folder / "metrics.jsonl") if m.get("train_loss") is not None]
+    if logged:
+        draw_loss({config.name: folder / "metrics.jsonl"}, folder / "loss.png", config.name)
+    else:
+        print(f"{folder / 'metrics.jsonl'} has no step any more: no loss curve, and no summary of it")
     steps = counted(config.steps, "step")
     print(f"\nvalidation loss {val_loss:.4f} after {steps}; {duration(seconds)} for this run")
-    summary = _summary(config, folder, val_loss, processes, flops)
-    if has_trained or not (folder / "summary.json").exists():
+    # earlier launches may have had other processes and another micro-batch
+    measured = [m for m in logged if m["step"] > first_step] or logged
+    summary = _summary(config, measured, val_loss, processes, flops) if measured else None
+    if summary and (has_trained or not (folder / "summary.json").exists()):
         write_result(folder / "summary.json", [summary], processes.world_size)
-    if has_trained and summary["mfu_palm"] is not None:
+    if has_trained and summary and summary["mfu_palm"] is not None:
         print(
             f"MFU {summary['mfu_palm']:.1%} (PaLM, nanoGPT), {summary['mfu_causal']:.1%} (causal), "
             f"{summary['mfu_mask']:.1%} (exact mask); {summary['mfu_executed']:.1%} executed"
@@ -195,10 +203,12 @@ def finish_run(
 
 
 def _summary(
-    config: Config, folder: Path, val_loss: float, processes: Processes, flops: dict[str, float]
+    config: Config, steps: list[dict], val_loss: float, processes: Processes, flops: dict[str, float]
 ) -> dict:
-    """One row of a training result; speeds are medians, without the first step and its compilation."""
-    steps = [m for m in read_metrics(folder / "metrics.jsonl") if m.get("train_loss") is not None]
+    """One row of a training result; speeds are medians, without the first step and its compilation.
+
+    steps: the lines of metrics.jsonl that it is made of.
+    """
     windows = steps[1:] or steps
     per_second = median(m["tokens_per_second"] for m in windows)
     per_gpu = per_second / processes.world_size

@@ -23,6 +23,7 @@ from train.parallel import STRATEGIES
 from train.sample import SampleConfig, prompt_ids
 from train.step import DTYPES
 from train.weights import StartConfig, began_from, check_start, start_model, tokenizer_name
+from train.whole_file import write_whole
 
 PRECISIONS = tuple(DTYPES)
 DEVICES = ("cuda", "cpu")
@@ -298,7 +299,7 @@ def write_config(config: Config, folder: Path, first_step: int) -> Path:
         path = changes.get(max((step for step in changes if step <= first_step), default=0), path)
         if path.read_text() != text:
             path = folder / f"config_from_step_{first_step}.yaml"
-    path.write_text(text)
+    write_whole(path, text)
     return path
 
 

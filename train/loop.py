@@ -52,9 +52,13 @@ def train(config: Config) -> float:
     SIGTERM or SIGINT, when the state is saved.
     """
     check_machine(config)
+    # with --multirun a process trains one run after the other, and torch gives up compiling after some shapes
+    torch.compiler.reset()
     folder = config.folder
     resume = config.checkpoint.resume
     with join_processes(config.device) as processes:
+        if processes.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         config.check_processes(processes.world_size)
         config.accumulation(processes.world_size)
         refuse_other_run(folder / "checkpoints", resume, asdict(config))

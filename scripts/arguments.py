@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from train.overrides import wrong_value
+from train.overrides import EXIT_REFUSED, wrong_value
 
 Arguments = TypeVar("Arguments")
 
@@ -97,4 +97,4 @@ def run_script(
 def refuse(reason: object) -> NoReturn:
     """Ends a script whose input is wrong, as python -m train ends."""
     print(f"error: {reason}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(EXIT_REFUSED)

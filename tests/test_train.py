@@ -348,6 +348,31 @@ def test_nothing_is_compiled_after_the_first_step_nor_with_evaluations_in_betwee
     assert compiled[0] == compiled[-1] > 0
 
 
+def test_each_run_of_a_sweep_over_sizes_is_compiled(corpus, monkeypatch):
+    counter = torch._dynamo.testing.CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    # after so many forms of one function torch runs it uncompiled
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for width in (16, 32):
+            before = counter.frame_count
+            run("compile=true", f"name={width}", f"model.n_embd={width}", "total_tokens=512")
+            assert counter.frame_count > before
+
+
+def test_a_run_of_a_sweep_that_fails_is_told_and_the_others_are_trained(corpus):
+    steps = ["total_tokens=512", "tokens_per_step=512,500,1024", "name=${tokens_per_step}"]
+    process = start("--multirun", *SMALL, *steps)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert errors.count("error: ") == errors.count("error: tokens_per_step=500 must be a multiple") == 1
+    assert "Traceback" not in errors
+    assert [Path("runs", name, "summary.json").exists() for name in ("512", "500", "1024")] == [
+        True,
+        False,
+        True,
+    ]
+
+
 def test_two_nodes_by_two_torchruns_give_the_loss_curve_of_one_process(corpus):
     run("name=one")
     with socket.socket() as free:

@@ -2,7 +2,7 @@
 
 Exit codes: 0 finished; 2 refused, out of memory, or numbers that are not finite; 75 stopped by a signal, with
 everything saved (train/interruption.py); 70 a process hangs (train/watchdog.py); 130 stopped by Ctrl-C before
-training began.
+training began. With --multirun a run that would end with 2 is told, and the others go on; then it is 2.
 """
 
 import logging
@@ -13,19 +13,37 @@ from typing import NoReturn
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from train.config import Config, parse
 from train.interruption import EXIT_INTERRUPTED, Interrupted
 from train.loop import train
-from train.overrides import CONF, explain, refuse_idle_adapters, refuse_model_overrides
+from train.overrides import CONF, EXIT_REFUSED, explain, refuse_idle_adapters, refuse_model_overrides
 
-EXIT_REFUSED = 2
+# as a shell has it
+EXIT_CTRL_C = 130
 WANTS_TRACEBACK = "HYDRA_FULL_ERROR" in os.environ
+
+
+class RunFailed(Exception):  # noqa: N818, as Interrupted
+    """A run of --multirun ended with an error that was told; Hydra keeps this until the others are done."""
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def main(cfg: DictConfig) -> None:
+    code = _run(cfg)
+    # one of several processes may have failed alone, and the others wait for it
+    goes_on = HydraConfig.get().mode == RunMode.MULTIRUN and "WORLD_SIZE" not in os.environ
+    if code == EXIT_REFUSED and goes_on:
+        # without its cause, whose frames hold the weights
+        raise RunFailed
+    if code:
+        _end(code)
+
+
+def _run(cfg: DictConfig) -> int:
+    """Trains, says why it ended if before its time, and returns the exit code."""
     rank = int(os.environ.get("RANK", "0"))
     is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
     # data preparation says what it does; once, not once a process
@@ -40,10 +58,10 @@ def main(cfg: DictConfig) -> None:
     except Interrupted as interrupted:
         if rank == 0:
             print(f"{interrupted} (exit code {EXIT_INTERRUPTED})", file=sys.stderr, flush=True)
-        _end(EXIT_INTERRUPTED)
+        return EXIT_INTERRUPTED
     except KeyboardInterrupt:
         print("stopped before training began; the same command starts over", file=sys.stderr, flush=True)
-        _end(130)
+        return EXIT_CTRL_C
     except (ValueError, FloatingPointError, MemoryError, OSError) as error:
         if WANTS_TRACEBACK:
             raise
@@ -51,7 +69,8 @@ def main(cfg: DictConfig) -> None:
         # errors have a rank of their own
         if is_first_here or not isinstance(error, ValueError):
             print(f"error: {error}\n(HYDRA_FULL_ERROR=1 shows the traceback)", file=sys.stderr, flush=True)
-        _end(EXIT_REFUSED)
+        return EXIT_REFUSED
+    return 0
 
 
 def command() -> None:
@@ -60,6 +79,8 @@ def command() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         main()
+    except RunFailed:
+        sys.exit(EXIT_REFUSED)
     except (HydraException, ValueError) as error:
         if WANTS_TRACEBACK:
             raise

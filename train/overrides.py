@@ -16,6 +16,8 @@ from omegaconf.errors import (
 )
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
+# of every command whose input is refused
+EXIT_REFUSED = 2
 
 
 def checked(given: DictConfig, schema: type):

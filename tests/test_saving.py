@@ -1,6 +1,9 @@
 import errno
 import json
 import time
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,6 +107,56 @@ def test_after_preparation_a_save_allocates_no_host_memory(tmp_path, monkeypatch
         saver.save(tensors, {"step": 1, "val_loss": None})
     loaded = load_file(tmp_path / "step_00000001" / "shard-00000.safetensors")
     assert all(torch.equal(loaded[name], value) for name, value in tensors.items())
+
+
+def test_a_copy_that_the_host_has_no_memory_for_costs_the_checkpoint_and_is_told_at_once(tmp_path, capsys):
+    weight = torch.ones(3)
+    # more than any machine can address
+    huge = {"weight": torch.ones(1).expand(1 << 50)}
+    with CheckpointSaver(tmp_path, settings(), PROCESSES) as saver:
+        saver.prepare(huge)
+        assert saver.wait() is False
+        assert "WARNING: rank 0: no copies for checkpoints, to be tried again (" in capsys.readouterr().err
+        saver.save(huge, {"step": 1, "val_loss": None})
+        assert saver.wait() is False
+        assert "step 1 was not written (no memory for a copy on the host" in capsys.readouterr().err
+        saver.save({"weight": weight}, {"step": 2, "val_loss": None})
+        assert saver.wait() is True
+    verify_checkpoint(tmp_path / "step_00000002")
+
+
+def test_memory_that_the_driver_does_not_lock_is_used_as_it_is_and_none_of_it_stays_locked(
+    tmp_path, monkeypatch, capsys
+):
+    """With a stand-in for the driver, which locks one tensor and no more."""
+    locked = []
+    driver = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: bool(locked) or locked.append(address),
+        cudaHostUnregister=lambda address: locked.remove(address),
+    )
+
+    def check(code):
+        if code:
+            raise RuntimeError("the limit is reached")
+
+    for name, stand_in in {
+        "cudart": lambda: driver,
+        "check_error": check,
+        "device": nullcontext,
+        "current_stream": lambda: SimpleNamespace(synchronize=lambda: None),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    tensors = {"weight": torch.arange(4.0), "moment": torch.ones(2, 3)}
+    with CheckpointSaver(tmp_path, settings(), replace(PROCESSES, device=torch.device("cuda"))) as saver:
+        saver.prepare(tensors)
+        assert saver.wait() is True
+        assert "is not locked (the limit is reached), and each save will" in capsys.readouterr().err
+        assert not locked
+        saver.save(tensors, {"step": 1, "val_loss": None})
+        assert saver.wait() is True
+    loaded = load_file(tmp_path / "step_00000001" / "shard-00000.safetensors")
+    assert all(torch.equal(loaded[name], value) for name, value in tensors.items())
+    assert capsys.readouterr().err == ""
 
 
 def test_what_is_kept_is_the_newest_every_nth_and_the_best(tmp_path):

@@ -69,11 +69,20 @@ class CheckpointSaver:
         Every process calls it.
         """
         self.wait()
-        staged = self._stage(_own_share(tensors, self._processes))
+        share = _own_share(tensors, self._processes)
+        # on the thread that has prepared: what the driver refuses it stays an error of that thread alone
+        has_room = self._thread.submit(self._allocate, share).result()
+        # decided together: the others would wait for the part of one that has none
+        if self._processes.any(not has_room):
+            self._writing = Future()
+            self._writing.set_result(False)
+            self._report(info["step"], "no memory for a copy on the host, as told above")
+            return
+        staged = self._stage(share)
         self._writing = self._thread.submit(self._write, staged, {"format": FORMAT_VERSION, **info})
 
     def wait(self) -> bool:
-        """Waits until the last save is over, or the preparation; True unless a save has failed."""
+        """Waits until the last save is over, or the preparation; True unless it has failed."""
         return self._writing is None or self._writing.result()
 
     def is_busy(self) -> bool:
@@ -90,18 +99,30 @@ class CheckpointSaver:
         self._host, self._locked = {}, []
 
     def _allocate(self, tensors: dict[str, Tensor]) -> bool:
+        """Makes the copies that are not there yet; False, with a warning, if there is no memory for them."""
         # torch's own stager (DefaultStager of 2.11) would lock the memory anew each time
         missing = {name: tensor for name, tensor in tensors.items() if name not in self._host}
-        copies = {name: torch.empty_like(tensor.detach(), device="cpu") for name, tensor in missing.items()}
+        try:
+            copies = {
+                name: torch.empty_like(tensor.detach(), device="cpu") for name, tensor in missing.items()
+            }
+        except RuntimeError as error:
+            _warn(f"rank {self._processes.rank}: no copies for checkpoints, to be tried again ({error})")
+            return False
         if missing and self._processes.device.type == "cuda":
-            # a new thread stands on device 0; to_local is the piece itself only without autograd
-            with torch.cuda.device(self._processes.device), torch.no_grad():
-                self._locked += lock_pages([_local(copy) for copy in copies.values()])
+            try:
+                # a new thread stands on device 0; to_local is the piece itself only without autograd
+                with torch.cuda.device(self._processes.device), torch.no_grad():
+                    self._locked += lock_pages([_local(copy) for copy in copies.values()])
+            except (RuntimeError, OSError) as error:
+                _warn(
+                    f"rank {self._processes.rank}: host memory for checkpoints is not locked ({error}), and "
+                    "each save will stop training for longer; ulimit -l may be the limit"
+                )
         self._host |= copies
         return True
 
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        self._allocate(tensors)
         for name, tensor in tensors.items():
             _local(self._host[name]).copy_(_local(tensor.detach()), non_blocking=True)
         if self._processes.device.type == "cuda":
@@ -121,18 +142,10 @@ class CheckpointSaver:
             causes = {rank: cause for rank, (cause, _) in error.failures.items()}
             if not all(isinstance(cause, OSError) for cause in causes.values()):
                 raise
-            if self._processes.is_main:
-                reasons = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())
-                kept = [found.name for found in list_checkpoints(self._folder)]
-                print(
-                    f"WARNING: the checkpoint of step {info['step']} was not written ({reasons}); training "
-                    f"goes on, {f'the newest checkpoint is {kept[-1]}' if kept else 'there is none yet'}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                if not (path / MARKER).exists():
-                    # its room may be what the next one lacks
-                    shutil.rmtree(path, ignore_errors=True)
+            self._report(info["step"], "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items()))
+            if self._processes.is_main and not (path / MARKER).exists():
+                # its room may be what the next one lacks
+                shutil.rmtree(path, ignore_errors=True)
             return False
         if self._processes.is_main:
             for old in superfluous_checkpoints(self._folder, self._settings, info["step"]):
@@ -141,8 +154,17 @@ class CheckpointSaver:
                     (old / MARKER).unlink()
                     shutil.rmtree(old)
                 except OSError as error:
-                    print(f"WARNING: {old} was not removed ({error})", file=sys.stderr, flush=True)
+                    _warn(f"{old} was not removed ({error})")
         return True
+
+    def _report(self, step: int, reasons: str) -> None:
+        """Says, on one process, that a checkpoint was not written."""
+        if self._processes.is_main:
+            kept = [found.name for found in list_checkpoints(self._folder)]
+            _warn(
+                f"the checkpoint of step {step} was not written ({reasons}); training goes on, "
+                f"{f'the newest checkpoint is {kept[-1]}' if kept else 'there is none yet'}"
+            )
 
 
 class ShardWriter(StorageWriter):
@@ -261,6 +283,10 @@ def _own_share(tensors: dict[str, Tensor], processes: Processes) -> dict[str, Te
 def _local(tensor: Tensor) -> Tensor:
     """This process's piece of a sharded tensor; any other as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _warn(message: str) -> None:
+    print(f"WARNING: {message}", file=sys.stderr, flush=True)
 
 
 def _write(file, data, checksum: int) -> int:

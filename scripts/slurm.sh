@@ -19,6 +19,8 @@ set -euo pipefail
 cd "$SLURM_SUBMIT_DIR"
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
+# since Slurm 22.05 srun does not take it from the job, and all processes would share one core
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 # how long torchrun leaves its workers to finish their step and save before it kills them
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=150
 # a worker that dies, or that the watchdog ends because a rank hangs, is started again with all the others

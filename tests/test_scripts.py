@@ -56,6 +56,24 @@ def call_here(monkeypatch, capsys):
     return call
 
 
+def test_the_slurm_script_gives_each_node_the_cores_that_the_job_asked_for(tmp_path):
+    """With stand-ins for Slurm's two commands."""
+    for name, line in (("srun", 'echo "$SRUN_CPUS_PER_TASK" > cores'), ("scontrol", "echo localhost")):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {
+        "SUBMIT_DIR": str(tmp_path),
+        "JOB_NODELIST": "a",
+        "NNODES": "1",
+        "GPUS_ON_NODE": "1",
+        "JOB_ID": "7",
+    }
+    environment = {f"SLURM_{key}": value for key, value in (slurm | {"CPUS_PER_TASK": "32"}).items()}
+    environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    subprocess.run(["bash", str(ROOT / "scripts" / "slurm.sh")], env=environment, check=True, timeout=60)
+    assert (tmp_path / "cores").read_text() == "32\n"
+
+
 def write_metrics(folder: Path, losses: list[float]) -> None:
     folder.mkdir(parents=True)
     lines = [

@@ -13,20 +13,22 @@ steps too small to share, then each takes a method.
 import json
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from scripts import evaluate_context
 from scripts.arguments import argument, command_line, run_script
 from scripts.side_by_side import places, run_side_by_side
 from train.checkpoint import newest_checkpoint, read_checkpoint
+from train.config import Config
 from train.context import LEAST_LENGTH
 from train.logger import read_metrics
-from train.overrides import checked
+from train.overrides import CONF, checked
 from train.plot_context import draw_comparison, draw_needles
 from train.results import write_result
 
@@ -173,14 +175,32 @@ def extension(case: Case) -> list[str]:
 
 
 def train(name: str, overrides: list[str]) -> None:
-    """A training run in a process of its own, unless it is finished."""
+    """A training run in a process of its own, unless it is finished. Raises ValueError if it had others."""
     if Path("runs", name, "summary.json").exists():
+        check_overrides(name, overrides)
         print(f"{name}: finished before", flush=True)
         return
     command = [sys.executable, "-m", "train", f"name={name}", *overrides]
     print(" ".join(command[1:]), flush=True)
     if subprocess.run(command).returncode:
         raise ValueError(f"the training run {name} failed, see above: what is finished is not done again")
+
+
+def check_overrides(name: str, overrides: list[str]) -> None:
+    """Raises ValueError if the finished run of that name was trained for other tokens, or otherwise."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        asked = OmegaConf.create(asdict(checked(compose("config", overrides), Config)))
+    path = Path("runs", name, "config.yaml")
+    had = OmegaConf.load(path)
+    keys = ["total_tokens", *(word.lstrip("+~").partition("=")[0] for word in overrides)]
+    for key in dict.fromkeys(keys):
+        # experiment=... is no part of a configuration, but what it changes
+        then, now = (OmegaConf.select(config, key) for config in (had, asked))
+        if key != "experiment" and then != now:
+            raise ValueError(
+                f"{path} has {key}={then}, and this call asks for {now}: move runs/{name} away, or give what "
+                "it had in short= or long="
+            )
 
 
 def evaluate(case: Case, out: Path, arguments: Arguments) -> None:

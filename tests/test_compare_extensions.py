@@ -9,6 +9,8 @@ import pytest
 
 from scripts import compare_extensions
 from scripts.arguments import run_script
+from tests.test_config import composed
+from train.config import parse, write_config
 
 LLAMA = ["model=llama", "model.n_kv_head=1", "model.mlp_width=64"]
 REFERENCE = ["attention.implementation=reference", "model.dropout=0.0"]
@@ -113,6 +115,23 @@ def test_results_of_another_first_model_are_not_taken_for_this_ones(started):
     with pytest.raises(ValueError, match="out/example-128-before.json is of runs/example-64, not of"):
         compare_extensions.main(compare_extensions.Arguments(**given | {"methods": ["before"]}))
     assert len(started) == 2
+
+
+def test_a_finished_run_of_other_settings_is_not_taken_for_the_one_asked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("runs/example-2048")
+    folder.mkdir(parents=True)
+    given = ["experiment=example_short", "seq_len=2048", "attention=strided", "optim.learning_rate=1e-4"]
+    write_config(parse(composed(*given)), folder, 0)
+    (folder / "summary.json").write_text("{}")
+    compare_extensions.train(folder.name, given)
+    assert "example-2048: finished before" in capsys.readouterr().out
+    for other in ("total_tokens=1000", "optim.learning_rate=2e-4", "attention=window"):
+        key = other.split("=")[0]
+        with pytest.raises(
+            ValueError, match=f"config.yaml has {key}=.*, and this call asks for .*: move runs/"
+        ):
+            compare_extensions.train(folder.name, [*given, other])
 
 
 def test_a_report_without_the_runs_says_what_it_lacks(started):

@@ -54,6 +54,21 @@ def test_an_overflow_that_the_scaler_handles_is_counted_but_is_no_fault():
     assert judge.skipped_steps == 1
 
 
+@pytest.mark.parametrize("given", [{"has_scaler": True}, {"on_bad_step": "skip"}], ids=["fp16", "skip"])
+def test_a_hundred_overflows_in_a_row_end_the_run_and_one_good_step_between_starts_the_count_anew(given):
+    judge = guard(**given)
+    for step in range(250):
+        take(judge, step, 3.0, 1.0 if step == 99 or step == 180 else math.nan)
+    # as after a resumption
+    state = judge.state()
+    judge = guard(**given)
+    judge.load_state(state)
+    for step in range(250, 281):
+        take(judge, step, 3.0, math.nan)
+    with pytest.raises(FloatingPointError, match="of 100 steps in a row, up to step 281, were not finite"):
+        judge.settle()
+
+
 def test_a_spike_needs_a_full_window():
     judge = guard(action="skip")
     for step, loss in enumerate((3.0, 3.1, 300.0)):

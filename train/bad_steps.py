@@ -20,6 +20,8 @@ WAY_OUT = (
 )
 # without one good step in between
 MAX_ROLLBACKS = 10
+# in a row; fp16 halves its scale in each, from 2^16, and 2^-84 is too small for any gradient
+MAX_NOT_FINITE = 100
 SPIKE_ACTIONS = ("ignore", "log", "skip", "rollback")
 
 
@@ -90,6 +92,8 @@ class StepGuard:
         self._norms: deque[float] = deque(maxlen=spikes.window)
         self._pending: tuple[int, Tensor, torch.cuda.Event | None, float] | None = None
         self._skipped = 0
+        # steps in a row whose gradients were not finite
+        self._not_finite = 0
 
     @property
     def skipped_steps(self) -> int:
@@ -100,13 +104,20 @@ class StepGuard:
     def state(self) -> dict:
         """For a checkpoint: what the next steps' decisions depend on."""
         self.settle()
-        return {"losses": list(self._losses), "norms": list(self._norms), "skipped": self._skipped}
+        return {
+            "losses": list(self._losses),
+            "norms": list(self._norms),
+            "skipped": self._skipped,
+            "not_finite": self._not_finite,
+        }
 
     def load_state(self, state: dict) -> None:
         # a shorter window than the saved one keeps its newest
         self._losses.extend(state["losses"])
         self._norms.extend(state["norms"])
         self._skipped = state["skipped"]
+        # older checkpoints did not count them
+        self._not_finite = state.get("not_finite", 0)
 
     def batch_number(self, step: int) -> int:
         """The batch of a step: its own number, counted past those that are left out."""
@@ -152,6 +163,13 @@ class StepGuard:
         norm = float(tensor)
         # as the update compared them
         self._skipped += not norm < limit
+        self._not_finite = 0 if math.isfinite(norm) else self._not_finite + 1
+        if self._not_finite >= MAX_NOT_FINITE:
+            raise FloatingPointError(
+                f"the gradients of {MAX_NOT_FINITE} steps in a row, up to step {step + 1}, were not finite: "
+                "the weights have stood still since. Lower optim.learning_rate, or use precision=bf16 or "
+                "fp32, and resume from the last checkpoint"
+            )
         if limit == -math.inf:
             return
         if not math.isfinite(norm):

@@ -154,6 +154,10 @@ def test_the_run_is_rounded_up_to_whole_steps():
         ("name=a/b", "name must be a plain folder name, got 'a/b'"),
         ("optim.schedule=linear", "optim.schedule must be one of cosine, wsd, got 'linear'"),
         ("optim.beta2=1.0", r"optim.beta2 must be in \[0, 1\), got 1.0"),
+        (
+            ["spikes.action=rollback", "checkpoint.every_steps=0"],
+            "back to the last checkpoint, and checkpoint.every_steps=0 saves none .* use checkpoint.every",
+        ),
         ("logging.every_steps=0", "logging.every_steps must be at least 1, got 0"),
         ("wandb.mode=on", "wandb.mode must be one of offline, online, disabled"),
         ("sample.top_p=2", r"sample.top_p must be in \(0, 1\] or null, got 2"),

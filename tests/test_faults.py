@@ -386,6 +386,12 @@ def test_a_loss_that_has_risen_for_good_ends_a_run_that_would_roll_back_for_ever
     assert newest_step(config) == 20
 
 
+def test_a_rollback_before_the_first_checkpoint_says_that_the_run_starts_over():
+    config = small_config("run", 15, "spikes.action=rollback", "spikes.window=8", "checkpoint.every_steps=15")
+    log = complete(config, 1, partial(faults.poison, batches=(12,), factor=50.0)).log()
+    assert log.index("spike at step 13") < log.index("goes back to the start: no checkpoint was saved yet")
+
+
 def test_a_signal_stops_a_run_that_rolls_back():
     # back to the step before: it finishes none
     config = small_config("run", 60, "spikes.action=rollback", "spikes.window=8", "checkpoint.every_steps=1")
@@ -468,6 +474,7 @@ def test_a_spike_is_logged_skipped_or_rolled_back_to_the_last_checkpoint(action,
     left_out = Path("runs/run/left_out.json")
     assert left_out.exists() == (action == "rollback")
     if action == "rollback":
+        assert "goes back to runs/run/checkpoints/step_00000020" in log
         assert json.loads(left_out.read_text()) == [22]
         assert "continues after step 20" in log
         # the run never sees that batch again: it is one that had 0 .. 21, 23 .. 30

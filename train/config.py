@@ -114,6 +114,11 @@ class Config:
                 "process has all weights: leave it true"
             )
         one_of("on_bad_step", self.on_bad_step, BAD_STEP_ACTIONS)
+        if self.spikes.action == "rollback" and self.checkpoint.every_steps == 0:
+            raise ValueError(
+                "spikes.action=rollback goes back to the last checkpoint, and checkpoint.every_steps=0 saves "
+                "none before the end: use checkpoint.every_steps=500, or spikes.action=skip"
+            )
         for name in ("seed", "hang_seconds"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")

@@ -123,6 +123,9 @@ def _train(
     checkpoints = folder / "checkpoints"
     saved_path = processes.from_main(lambda: find_checkpoint(checkpoints, resume))
 
+    if is_main and processes.step:
+        # only a spike leads here from a step
+        print(f"goes back to {saved_path or 'the start: no checkpoint was saved yet'}", flush=True)
     train_data, val_data, val_batches = open_text(config, text, context)
     set_arithmetic(config)
     start = None

@@ -72,8 +72,8 @@ soak: $(DEVELOPMENT)  ## kill training runs a hundred times and compare them bit
 	$(PY) tests/soak.py $(ARGS)
 
 bench: $(RUNTIME)  ## time attention and training on this GPU
-	$(PY) -m scripts.benchmark_attention $(ARGS)
-	$(PY) -m scripts.benchmark_training $(ARGS)
+	$(PY) -m scripts.benchmark_attention out=attention.json $(ARGS)
+	$(PY) -m scripts.benchmark_training out=training.json $(ARGS)
 
 clean:  ## remove .venv (data and runs stay)
 	rm -rf $(VENV)

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import MISSING, field, fields, replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from omegaconf import OmegaConf
@@ -14,6 +15,8 @@ from yaml import YAMLError
 from train.overrides import EXIT_REFUSED, wrong_value
 
 Arguments = TypeVar("Arguments")
+# what the argument of that name, beside a `result_file`, means
+OVERWRITE = "replace results that are there"
 
 
 def argument(default, meaning: str):
@@ -24,6 +27,15 @@ def argument(default, meaning: str):
     if isinstance(default, list | dict):
         return field(default_factory=lambda: default, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def result_file(default: str, meaning: str, *, picture: bool = False):
+    """An argument that names the file a script writes, beside one named `overwrite`.
+
+    picture: it draws one too, of the same name with the ending .png. What is there already is refused by
+    `run_script`.
+    """
+    return field(default=default, metadata={"meaning": meaning, "endings": ["", ".png"][: 1 + picture]})
 
 
 def command_line(arguments) -> list[str]:
@@ -81,7 +93,9 @@ def run_script(
         # OmegaConf would find a meaning in ??? and in ${...}: it gets empty ones in their place
         empty = {name: type(value)() for name, value in typed.items()}
         merged = OmegaConf.merge(OmegaConf.structured(arguments), given, empty)
-        main(replace(OmegaConf.to_object(merged), **typed))
+        complete = replace(OmegaConf.to_object(merged), **typed)
+        check_results(complete)
+        main(complete)
     except ConfigKeyError as error:
         near = get_close_matches(error.full_key, [item.name for item in fields(arguments)], 1)
         guess = f"did you mean {near[0]}? " if near else ""
@@ -92,6 +106,18 @@ def run_script(
         refuse(f"{' '.join(str(error).split())}: lists are in YAML, what has brackets in them in quotes")
     except (ValueError, OSError) as error:
         refuse(error)
+
+
+def check_results(arguments) -> None:
+    """Raises ValueError for a result file that is there already, without overwrite=true."""
+    for item in fields(arguments):
+        name = getattr(arguments, item.name)
+        for ending in item.metadata.get("endings", []):
+            path = Path(name).with_suffix(ending) if name and ending else Path(name)
+            if name and path.exists() and not arguments.overwrite:
+                raise ValueError(
+                    f"{item.name}={name}: {path} exists, choose another name, or add overwrite=true"
+                )
 
 
 def refuse(reason: object) -> NoReturn:

@@ -32,7 +32,7 @@ from kernels.flash_attention import flash_attention
 from kernels.operators import IMPLEMENTATIONS, use_implementation
 from kernels.reference import attention_reference
 from model.flops import window_pairs
-from scripts.arguments import argument, run_script
+from scripts.arguments import OVERWRITE, argument, result_file, run_script
 from scripts.flex import compiled_flex
 from scripts.timing import capture, median_ms
 from train.results import machine, write_result
@@ -61,7 +61,8 @@ class Arguments:
     dropout_p: float = argument(0.0, f"{' '.join(ABLE['dropout_p'])} only")
     repeats: int = argument(5, "turns of each implementation")
     plot: bool = argument(True, "also draw the results, as OUT with the ending .png")
-    out: str = argument("attention.json", "result file")
+    out: str = result_file("attention.json", "result file", picture=True)
+    overwrite: bool = argument(False, OVERWRITE)
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -29,7 +29,7 @@ from kernels.block_mask import BlockMask
 from kernels.flash_attention import flash_attention
 from kernels.operators import IMPLEMENTATIONS, use_implementation
 from kernels.reference import attention_reference
-from scripts.arguments import argument, run_script
+from scripts.arguments import OVERWRITE, argument, result_file, run_script
 from scripts.flex import compiled_flex
 from scripts.timing import capture, median_ms
 from train.results import machine, write_result
@@ -63,7 +63,8 @@ class Arguments:
     deterministic: bool = argument(False, "also measure ours with deterministic=True")
     repeats: int = argument(3, "turns of each implementation")
     plot: bool = argument(True, "also draw the results, as OUT with the ending .png")
-    out: str = argument("block_sparse.json", "result file")
+    out: str = result_file("block_sparse.json", "result file", picture=True)
+    overwrite: bool = argument(False, OVERWRITE)
 
 
 # longer ones have no max_error: the reference stores all scores

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from model import GPT, AttentionConfig
-from scripts.arguments import argument, run_script
+from scripts.arguments import OVERWRITE, argument, result_file, run_script
 from scripts.benchmark_training import OPTIM
 from scripts.sizes import check_models, read_model
 from train.checkpoint import CheckpointConfig, list_checkpoints, run_tensors
@@ -31,7 +31,8 @@ class Arguments:
     saves: int = argument(3, "saves of each model")
     folder: str = argument("runs", "on the disk to measure; what is written in it is removed at the end")
     device: str = argument("cuda", "cuda or cpu")
-    out: str = argument("", "JSON file for the rows; empty for none")
+    out: str = result_file("", "JSON file for the rows; empty for none")
+    overwrite: bool = argument(False, OVERWRITE)
 
 
 def main(arguments: Arguments) -> None:

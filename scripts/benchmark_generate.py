@@ -18,7 +18,7 @@ import torch
 from model import GPT, AttentionConfig
 from model.attention import window_of
 from model.generate import stream
-from scripts.arguments import argument, run_script
+from scripts.arguments import OVERWRITE, argument, result_file, run_script
 from scripts.inference import check_inference
 from scripts.sizes import check_models, read_model
 from train.results import write_result
@@ -40,7 +40,8 @@ class Arguments:
     precision: str = argument("bf16", "of weights and cache: bf16, fp16 or fp32")
     bandwidth: float = argument(4.3e12, "bytes a second that the GPU's memory gives; an H200's, measured")
     device: str = argument("cuda", "cuda, or cpu to try it")
-    out: str = argument("generate.json", "the rows")
+    out: str = result_file("generate.json", "the rows")
+    overwrite: bool = argument(False, OVERWRITE)
 
 
 def main(arguments: Arguments) -> None:

@@ -20,7 +20,7 @@ from model.attention import attend
 from model.flops import window_pairs
 from model.ring import Ring
 from model.ring_attention import ring_attention
-from scripts.arguments import argument, run_script
+from scripts.arguments import OVERWRITE, argument, result_file, run_script
 from train.distributed import join_processes
 from train.results import write_result
 
@@ -36,7 +36,8 @@ class Arguments:
     repeats: int = argument(5, "timed passes, after one that is not; the median counts")
     implementation: str = argument("flash", "flash, or reference to try it on a CPU")
     device: str = argument("cuda", "cuda, or cpu to try it")
-    out: str = argument("ring.json", "the rows")
+    out: str = result_file("ring.json", "the rows")
+    overwrite: bool = argument(False, OVERWRITE)
 
 
 def main(arguments: Arguments) -> None:

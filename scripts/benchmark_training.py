@@ -18,7 +18,7 @@ import torch
 
 from model import GPT, AttentionConfig
 from model.flops import flops_ledger
-from scripts.arguments import argument, run_script
+from scripts.arguments import OVERWRITE, argument, result_file, run_script
 from scripts.sizes import check_models, read_model
 from train.config import PRECISIONS, one_of
 from train.distributed import join_processes
@@ -61,7 +61,10 @@ class Arguments:
     low_precision_residual: bool = argument(True, "the residual stream in `precision`, not in float32")
     recompute: list[str] = argument(["none"], "what the backward pass makes again: none, selective, full")
     device: str = argument("cuda", "cuda or cpu")
-    out: str = argument("", "JSON file for the rows, and for a ladder a picture beside it; empty for none")
+    out: str = result_file(
+        "", "JSON file for the rows, and for a ladder a picture beside it; empty for none", picture=True
+    )
+    overwrite: bool = argument(False, OVERWRITE)
 
 
 @dataclass(frozen=True)

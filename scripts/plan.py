@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 
 from model.gpt import LOGIT_ROWS
 from model.recompute import RECOMPUTE
-from scripts.arguments import argument, run_script
+from scripts.arguments import OVERWRITE, argument, result_file, run_script
 from train.config import Config, parse
 from train.logger import counted, readable
 from train.memory import USABLE, gathered_in_turn, largest_microbatch, peak_bytes
@@ -40,7 +40,8 @@ class Arguments:
     chunk: int = argument(
         LOGIT_ROWS, "rows of logits that the fused loss held at a time when these were measured"
     )
-    out: str = argument("", "JSON file for the comparison; empty for none")
+    out: str = result_file("", "JSON file for the comparison; empty for none")
+    overwrite: bool = argument(False, OVERWRITE)
     train: list[str] = argument([], "KEY=VALUE of python -m train, given one by one")
 
 

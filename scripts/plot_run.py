@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from scripts.arguments import argument, run_script
+from scripts.arguments import OVERWRITE, argument, result_file, run_script
 from train.logger import read_metrics
 from train.plot import draw_loss
 from train.results import write_result
@@ -14,9 +14,10 @@ from train.results import write_result
 @dataclass
 class Arguments:
     runs: list[str] = argument([], "run folders, as [runs/a,runs/b]; the first one is the yardstick")
-    out: str = argument("loss.png", "the picture to write")
+    out: str = result_file("loss.png", "the picture to write")
+    overwrite: bool = argument(False, OVERWRITE)
     title: str = argument("", "above the picture; the runs' names if empty")
-    differences: str = argument("", "a JSON file for the differences between the curves; empty for none")
+    differences: str = result_file("", "a JSON file for the differences between the curves; empty for none")
 
 
 def main(arguments: Arguments) -> None:

@@ -28,7 +28,7 @@ from kernels.block_mask import BlockMask
 from kernels.portable import backward, forward
 from kernels.problem import Problem
 from kernels.tiles import Tile, choose_tile
-from scripts.arguments import argument, run_script
+from scripts.arguments import OVERWRITE, argument, result_file, run_script
 from scripts.benchmark_attention import visible_share
 from train.results import write_result
 
@@ -57,7 +57,8 @@ class Arguments:
     tokens: int = argument(16384, "B * T")
     width: int = argument(2048, "H * D")
     best: int = argument(5, "rows to print for each kernel, head_dim and mask")
-    out: str = argument("tiles.json", "result file")
+    out: str = result_file("tiles.json", "result file")
+    overwrite: bool = argument(False, OVERWRITE)
 
 
 def main(arguments: Arguments) -> None:

@@ -23,7 +23,7 @@ from scripts import (
     plot_run,
     sample,
 )
-from scripts.arguments import argument, command_line, run_script
+from scripts.arguments import OVERWRITE, argument, command_line, result_file, run_script
 from scripts.sizes import MODELS, read_model
 from tests.test_config import composed
 from train.config import parse
@@ -184,6 +184,39 @@ def test_a_command_line_gives_back_its_arguments(monkeypatch):
     given = []
     run_script(given.append, Several, "")
     assert given == [arguments]
+
+
+@dataclass(kw_only=True)
+class Measuring:
+    out: str = result_file("rows.json", "rows", picture=True)
+    more: str = result_file("", "more rows; empty for none")
+    overwrite: bool = argument(False, OVERWRITE)
+
+
+@pytest.mark.parametrize(
+    ("there", "words", "refused"),
+    [
+        ("rows.json", [], "out=rows.json: rows.json exists"),
+        ("rows.png", [], "out=rows.json: rows.png exists"),
+        ("a.json", ["more=a.json"], "more=a.json: a.json exists"),
+        ("a.png", ["more=a.json"], None),
+        ("rows.json", ["overwrite=true"], None),
+        ("rows.json", ["out=other.json"], None),
+    ],
+)
+def test_results_that_are_there_are_replaced_only_when_asked(
+    tmp_path, monkeypatch, capsys, there, words, refused
+):
+    monkeypatch.chdir(tmp_path)
+    Path(there).write_text("measured before")
+    monkeypatch.setattr(sys, "argv", ["measure", *words])
+    done = []
+    with pytest.raises(SystemExit, match="2") if refused else nullcontext():
+        run_script(done.append, Measuring, "")
+    assert bool(done) == (refused is None)
+    if refused:
+        message = f"error: {refused}, choose another name, or add overwrite=true\n"
+        assert capsys.readouterr().err == message
 
 
 def test_a_missing_file_is_told_in_one_line(monkeypatch, capsys):

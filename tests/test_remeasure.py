@@ -84,7 +84,7 @@ def test_several_gpus_are_launched_by_torchrun_and_results_go_to_out_alone(tmp_p
 
 
 def test_the_differences_of_a_plot_and_its_picture_go_to_out_and_the_old_ones_stay(tmp_path):
-    plot = "python -m scripts.plot_run 'runs=[runs/a,runs/b]' out=old/curves.png title=both differences=old/d.json"
+    plot = "python -m scripts.plot_run 'runs=[runs/a,runs/b]' out=old/d.png title=both differences=old/d.json"
     again = repetition(write(tmp_path / "d.json", command=plot), Path("new/d.json"))
     assert again.left == Path("new/d.json")
     assert again.command[2:] == [

@@ -150,6 +150,9 @@ def attend(
         deterministic = torch.are_deterministic_algorithms_enabled()
         return flash_attention(q, k, v, causal=True, deterministic=deterministic, **options)
     if implementation == "reference":
+        if dropout_p > 0.0:
+            # as flash draws its own: recomputation sets the generator back, and draws the same
+            options["dropout_seed"] = torch.randint(2**62, (1,), device=q.device)
         return attention_reference(q, k, v, causal=True, **options)
     mask = None
     if document_ids is not None:

@@ -91,6 +91,17 @@ def test_implementations_give_the_same_loss_and_gradients(implementation, device
         torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
+def test_plain_pytorch_drops_what_the_kernels_drop(device):
+    flash, plain = (model(name, n_layer=1, dropout=0.2).to(device) for name in ("flash", "reference"))
+    plain.load_state_dict(flash.state_dict())
+    tokens = torch.randint(300, (2, 50), device=device)
+    for gpt in (flash, plain):
+        torch.manual_seed(1)
+        gpt(tokens[:, :-1], tokens[:, 1:]).backward()
+    for (name, expected), actual in zip(flash.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
 def test_the_fused_loss_has_the_value_and_the_gradients_of_the_plain_one(device):
     plain, fused = model().to(device), model(fused_loss=True).to(device)
     fused.load_state_dict(plain.state_dict())

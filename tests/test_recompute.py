@@ -55,10 +55,11 @@ class LiveBytes(TorchDispatchMode):
         )
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "reference"])
 @pytest.mark.parametrize("changes", [{}, {"dropout": 0.2}], ids=["plain", "dropout"])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recomputation_gives_the_same_gradients_bit_for_bit(recompute, changes):
-    kept, again = (gradients(small(kind, **changes)) for kind in ("none", recompute))
+def test_recomputation_gives_the_same_gradients_bit_for_bit(recompute, changes, implementation):
+    kept, again = (gradients(small(kind, implementation, **changes)) for kind in ("none", recompute))
     for a, b in zip(kept, again, strict=True):
         assert torch.equal(a, b)
 

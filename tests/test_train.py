@@ -146,13 +146,15 @@ def test_reference_and_sdpa_train_alike(corpus, precision):
     assert losses("sdpa") == pytest.approx(losses("reference"), abs=1e-2 if precision == "bf16" else 1e-5)
 
 
-@pytest.mark.parametrize("optim", ["adamw", "muon"])
-def test_a_resumed_run_ends_with_the_same_weights_and_metrics_as_one_that_was_not_stopped(corpus, optim):
-    run("name=whole", f"optim={optim}")
-    run("name=resumed", f"optim={optim}")
+@pytest.mark.parametrize(
+    "given", [["optim=adamw"], ["optim=muon"], ["attention=reference", "model.dropout=0.1"]], ids=" ".join
+)
+def test_a_resumed_run_ends_with_the_same_weights_and_metrics_as_one_that_was_not_stopped(corpus, given):
+    run("name=whole", *given)
+    run("name=resumed", *given)
     # as if it had been killed after step 10
     shutil.rmtree("runs/resumed/checkpoints/step_00000012")
-    run("name=resumed", f"optim={optim}")
+    run("name=resumed", *given)
     assert losses("resumed") == losses("whole")
     for key, value in weights("whole", 12).items():
         assert torch.equal(weights("resumed", 12)[key], value), key

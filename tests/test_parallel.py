@@ -9,6 +9,7 @@ from unittest.mock import patch
 import faults
 import pytest
 import torch
+import torch.distributed as dist
 from together import run_together
 from torch.profiler import ProfilerActivity, profile
 
@@ -37,9 +38,7 @@ def test_whole_weights_are_what_they_are():
     assert whole(weights.token_embedding.weight) is weights.token_embedding.weight
 
 
-def test_a_loss_scale_is_refused_for_shards():
-    with pytest.raises(ValueError, match="distributed=fsdp has no loss scale .*: use precision=bf16"):
-        parse(composed("distributed=fsdp", "precision=fp16"))
+def test_an_unknown_strategy_is_refused():
     with pytest.raises(ValueError, match="distributed must be one of ddp, fsdp, got 'zero'"):
         parse(composed("distributed=zero"))
     assert parse(composed("distributed=fsdp")).distributed == "fsdp"
@@ -67,8 +66,22 @@ def test_processes_that_share_a_sequence_divide_all_of_them():
     config.check_processes(8)
 
 
-def train(config: Config, processes: Processes, *, steps: int = 2, watch=nullcontext) -> dict:
-    """Weights and norms after some steps of two micro-batches on this process' part of eight sequences."""
+NO_SCALE = torch.amp.GradScaler("cpu", enabled=False)
+
+
+def train(
+    config: Config,
+    processes: Processes,
+    *,
+    steps: int = 2,
+    watch=nullcontext,
+    scaler=NO_SCALE,
+    overflow: int = -1,
+) -> dict:
+    """Weights and norms after some steps of two micro-batches on this process' part of eight sequences.
+
+    overflow: in this step one gradient of the second shard, on every process that holds it, is infinite.
+    """
     weights = small(config.recompute)
     is_sharded = config.distributed == "fsdp" and processes.world_size > 1
     if is_sharded:
@@ -77,13 +90,14 @@ def train(config: Config, processes: Processes, *, steps: int = 2, watch=nullcon
     optimizer = build_optimizer(weights, config.optim)
     context = ContextGroups(1, processes.rank, processes.world_size, None)
     model = build_step_model(weights, config, processes, context, is_sharded=is_sharded)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
     text = torch.randint(100, (8, 9), generator=torch.Generator().manual_seed(1))
     text = text.unflatten(0, (2, processes.world_size, -1))[:, processes.rank].flatten(0, 1)
     norms = []
-    for _ in range(steps):
+    for step in range(steps):
         with watch():
             forward_backward(model, text[:, :-1], text[:, 1:], 2, processes, nullcontext, scaler)
+        if step == overflow and processes.rank % (config.shard_processes or processes.world_size) == 1:
+            weights.blocks[0].mlp.expand.weight.grad.to_local()[0, 0] = float("inf")
         # far below the norm: the clipping shows
         norms.append(update(optimizer, scaler, 1e-2, 0.1, float("inf")))
     tensors = {name: whole(value) for name, value in weights.state_dict().items()}
@@ -114,6 +128,27 @@ def test_steps_on_four_processes_are_those_of_one_under_ddp_fsdp_and_hybrid_shar
     tmp_path,
 ):
     run_together(steps_are_those_of_one_process, 4, tmp_path / "meeting", tmp_path)
+
+
+def an_overflow_is_skipped(rank: int) -> None:
+    together = Processes(rank, 4, torch.device("cpu"), None, None)
+    for given in (["optim=adamw"], ["optim=muon", "shard_processes=2"]):
+        config = parse(composed("precision=fp16", "distributed=fsdp", *given))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        found = train(config, together, scaler=scaler, overflow=0)
+        assert found["norms"][0].isinf()
+        assert found["norms"][1].isfinite()
+        assert scaler.get_scale() == 512.0
+        expected = train(config, together, steps=1)
+        for name, value in expected["weights"].items():
+            # powers of two leave no trace
+            assert torch.equal(found["weights"][name], value), name
+            dist.broadcast(value, 0)
+            assert torch.equal(found["weights"][name], value), name
+
+
+def test_an_overflow_in_one_shard_skips_the_step_and_halves_the_scale_on_every_process(tmp_path):
+    run_together(an_overflow_is_skipped, 4, tmp_path / "meeting")
 
 
 def gradients_travel_once_a_step(rank: int) -> None:

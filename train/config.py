@@ -99,10 +99,6 @@ class Config:
         one_of("precision", self.precision, PRECISIONS)
         one_of("recompute", self.recompute, RECOMPUTE)
         one_of("distributed", self.distributed, STRATEGIES)
-        if self.distributed == "fsdp" and self.precision == "fp16":
-            raise ValueError(
-                "distributed=fsdp has no loss scale that its processes share: use precision=bf16, got fp16"
-            )
         if self.shard_processes is not None and (self.distributed != "fsdp" or self.shard_processes < 2):
             raise ValueError(
                 f"shard_processes={self.shard_processes} must be at least 2, and needs distributed=fsdp, got "

@@ -41,6 +41,7 @@ def update(optimizer, scaler, rate: float, gradient_clip: float, norm_limit: flo
     """
     for group in optimizer.param_groups:
         group["lr"] = rate
+    # of shards torch joins what each process found (found_inf_reduce_handler): all halve the scale, or none
     scaler.unscale_(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     grad_norm = whole(torch.nn.utils.clip_grad_norm_(parameters, gradient_clip or float("inf")))

@@ -13,6 +13,10 @@ from train.throughput import StepTimer, Stopwatch, flop_utilization, peak_flops,
         ("NVIDIA H200 NVL", "bf16", 835e12),
         ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
         ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA H800 PCIe", "bf16", 756e12),
+        ("NVIDIA H800", "bf16", 989e12),
+        ("Tesla V100-PCIE-16GB", "fp16", 112e12),
+        ("Tesla V100-SXM2-32GB", "fp16", 125e12),
         ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
         ("NVIDIA L4", "bf16", 121e12),
         ("NVIDIA L40S", "fp16", 362e12),
@@ -24,9 +28,16 @@ def test_the_peak_of_a_known_card_is_its_own(name, precision, peak):
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"), [("NVIDIA B9999", "bf16"), ("Tesla T4", "bf16"), ("", "fp32")]
+    ("name", "precision"),
+    [
+        ("NVIDIA B9999", "bf16"),
+        ("Tesla T4", "bf16"),
+        ("", "fp32"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16"),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "bf16"),
+    ],
 )
-def test_an_unknown_card_or_rate_has_no_peak(name, precision):
+def test_an_unknown_card_or_rate_and_a_slice_of_a_card_have_no_peak(name, precision):
     assert peak_flops(name, precision) is None
 
 

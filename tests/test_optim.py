@@ -5,6 +5,8 @@ import torch
 
 from model import GPT, AttentionConfig, ModelConfig
 from train.checkpoint import run_tensors
+from tests.test_config import composed
+from train.config import parse
 from train.optim import OptimConfig, build_optimizer, learning_rate
 from train.step import update
 
@@ -50,6 +52,21 @@ def test_wsd_is_stable_until_its_last_share():
 def test_wsd_without_decay_stays_at_its_peak_to_the_end():
     rates = [learning_rate(step, 100, config(schedule="wsd", decay_fraction=0.0)) for step in range(100)]
     assert rates[9:] == [1.0] * 91
+
+
+def test_wsd_that_would_decay_before_its_warm_up_is_over_is_refused_with_what_fits():
+    wsd = ["optim.schedule=wsd", "total_tokens=100_000", "tokens_per_step=1024", "tokens_per_microbatch=1024"]
+    message = (
+        "of 98 steps optim.warmup_steps=50 warm up, and optim.decay_fraction=0.8 decays from step 21 on: "
+        "use optim.warmup_steps=20 or fewer"
+    )
+    with pytest.raises(ValueError, match=message):
+        parse(composed(*wsd, "optim.warmup_steps=50", "optim.decay_fraction=0.8"))
+    optim = parse(composed(*wsd, "optim.warmup_steps=20", "optim.decay_fraction=0.8")).optim
+    rates = [learning_rate(step, 98, optim) / optim.learning_rate for step in range(98)]
+    assert max(abs(later - earlier) for earlier, later in pairwise(rates)) <= 0.05 + 1e-9
+    for fits in (["optim.decay_fraction=0"], ["optim.schedule=cosine"]):
+        parse(composed(*wsd, "optim.warmup_steps=98", *fits))
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])

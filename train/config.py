@@ -132,6 +132,7 @@ class Config:
                 f"{self.model.max_seq_len}: lower seq_len, or raise model.max_seq_len"
             )
         self._check_context_parallel()
+        self.optim.check_steps(self.steps)
         self.lora.check(self.start.weights, self.optim.algorithm)
 
     @property

@@ -49,6 +49,21 @@ class OptimConfig:
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"optim.{name} must be in [0, 1), got {getattr(self, name)}")
 
+    def decay_steps(self, steps: int) -> int:
+        """The last steps of so many, in which wsd decays."""
+        return max(1, round(steps * self.decay_fraction)) if self.decay_fraction else 0
+
+    def check_steps(self, steps: int) -> None:
+        """Raises ValueError if wsd would decay before its warm-up is over, with a jump between them."""
+        stable_until = steps - self.decay_steps(steps)
+        if self.schedule == "wsd" and self.decay_fraction and self.warmup_steps > stable_until:
+            raise ValueError(
+                f"optim.schedule=wsd: of {steps} steps optim.warmup_steps={self.warmup_steps} warm up, and "
+                f"optim.decay_fraction={self.decay_fraction} decays from step {stable_until + 1} on: use "
+                f"optim.warmup_steps={stable_until} or fewer, a smaller optim.decay_fraction, or a larger "
+                "total_tokens"
+            )
+
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer | MuonAdamW:
     """The optimizer of the model's parameters; matrices and embeddings decay, biases and norms do not.
@@ -97,7 +112,7 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
         return final + (peak - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     if config.decay_fraction == 0.0:
         return peak
-    decay_steps = max(1, round(steps * config.decay_fraction))
+    decay_steps = config.decay_steps(steps)
     # the first decaying step is already below the peak, the last one is at the end
     progress = (step - (steps - 1 - decay_steps)) / decay_steps
     return peak + (final - peak) * min(1.0, max(0.0, progress))

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from model import GPT, AttentionConfig, ModelConfig
-from train.checkpoint import run_tensors
 from tests.test_config import composed
+from train.checkpoint import run_tensors
 from train.config import parse
 from train.optim import OptimConfig, build_optimizer, learning_rate
 from train.step import update

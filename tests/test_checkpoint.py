@@ -1,5 +1,6 @@
 import json
 import pickle
+import re
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,9 @@ CONFIG = {
     "seed": 1,
     "seq_len": 16,
     "tokens_per_step": 64,
+    "separate_documents": False,
+    "pose_seq_len": None,
+    "attention": {"implementation": "flash", "patterns": ["dense", "window(8)"], "block_size": 128},
     "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 100, "max_seq_len": 16, "dropout": 0.0},
     "data": {"tokenizer": "gpt2", "source": "pystdlib", "workers": None, "folder": "datasets/a"},
     "optim": {"algorithm": "adamw"},
@@ -238,11 +242,18 @@ def test_another_model_size_is_refused_by_each_key_that_differs(tmp_path, same_r
         ("", "tokens_per_step", 128),
         ("data", "source", "pypackages"),
         ("start", "weights", "elsewhere"),
+        ("attention", "patterns", ["window(8)", "dense"]),
+        ("attention", "block_size", 64),
+        ("", "separate_documents", True),
+        ("", "pose_seq_len", 32),
     ],
 )
-def test_another_stream_of_tokens_is_refused_unless_asked_for_by_path(tmp_path, group, key, value):
+def test_another_stream_of_tokens_or_view_of_it_is_refused_unless_asked_for_by_path(
+    tmp_path, group, key, value
+):
     path = write(tmp_path, 1)
     config = changed(group, key, value)
+    value = re.escape(str(value))
     message = f"{key} is .* in the checkpoint and {value} in the configuration: .*checkpoint.resume={path}"
     with pytest.raises(ValueError, match=message):
         refuse_other_run(tmp_path, "auto", config)
@@ -259,8 +270,23 @@ def test_a_checkpoint_of_a_time_when_no_digest_was_kept_fits_any_text(tmp_path):
 
 @pytest.mark.parametrize(
     ("group", "key", "value"),
-    [("data", "workers", 4), ("model", "dropout", 0.1), ("start", "weights", "./published/")],
+    [
+        ("data", "workers", 4),
+        ("model", "dropout", 0.1),
+        ("start", "weights", "./published/"),
+        ("attention", "implementation", "reference"),
+    ],
 )
 def test_what_changes_neither_weights_nor_tokens_may_change(tmp_path, group, key, value):
     write(tmp_path, 1)
     refuse_other_run(tmp_path, "auto", changed(group, key, value))
+
+
+def test_a_checkpoint_from_before_there_were_patterns_goes_on_with_dense_layers_of_any_block_size(tmp_path):
+    new = ("attention", "separate_documents", "pose_seq_len")
+    path = write(tmp_path, 1, config={key: value for key, value in CONFIG.items() if key not in new})
+    dense = changed("attention", "patterns", ["dense"])
+    dense["attention"]["block_size"] = 64
+    check_fits(read_checkpoint(path), path, dense, same_run=True)
+    with pytest.raises(ValueError, match=r"attention.patterns is \['dense'\] in the checkpoint"):
+        check_fits(read_checkpoint(path), path, CONFIG, same_run=True)

@@ -32,6 +32,8 @@ PIECE = 1 << 24
 # what a run may change of its model while it goes on, and what it may not of the stream of tokens
 FREE_MODEL_KEYS = ("dropout",)
 STREAM_KEYS = ("seed", "seq_len", "tokens_per_step")
+# what a token sees and where it stands: another function of the same weights
+FUNCTION_KEYS = ("separate_documents", "pose_seq_len")
 # these two change how data is prepared, not what it is
 FREE_DATA_KEYS = ("workers", "folder")
 # shards that this process has read and found whole
@@ -240,19 +242,26 @@ def check_fits(info: dict, path: Path, config: dict, *, same_run: bool, corpus: 
     """Raises ValueError that names each key in which a checkpoint differs from the configuration.
 
     Always compared: the model, the tokenizer and whose state the optimizer's is. same_run compares the
-    weights that it started from and what fixes the stream of tokens too: a run that goes on by itself must
-    not change them unnoticed. corpus: corpus_digest of the text, once it is prepared.
+    weights that it started from, what fixes the stream of tokens and what the layers see of it too: a run
+    that goes on by itself must not change them unnoticed. corpus: corpus_digest of the text, once it is
+    prepared.
     """
-    # checkpoints without these keys are of a time when there was one algorithm, and no adapters
-    before = {"start": {}, "lora": {**config["lora"], "rank": 0}}
-    saved = before | info["config"] | {"optim": {"algorithm": "adamw", **info["config"]["optim"]}}
+    # checkpoints without these keys are of a time when there was one algorithm, and no adapters or patterns
+    before = {"start": {}, "lora": {**config["lora"], "rank": 0}, "separate_documents": False}
+    saved = before | info["config"]
+    for group, usual in (("optim", {"algorithm": "adamw"}), ("attention", {"patterns": ["dense"]})):
+        saved[group] = usual | saved.get(group, {})
     always = [("model", key) for key in config["model"] if key not in FREE_MODEL_KEYS]
     always += [("data", "tokenizer"), ("optim", "algorithm"), ("lora", "rank")]
     if config["lora"]["rank"]:
         always += [("lora", "alpha"), ("lora", "embeddings_and_norms")]
     compared = list(always)
     if same_run:
-        compared += [("start", "weights"), *(("", key) for key in STREAM_KEYS)]
+        compared += [("start", "weights"), *(("", key) for key in (*STREAM_KEYS, *FUNCTION_KEYS))]
+        compared += [("attention", "patterns")]
+        if any(pattern != "dense" for pattern in config["attention"]["patterns"]):
+            # what a pattern keeps are blocks
+            compared += [("attention", "block_size")]
         compared += [("data", key) for key in config["data"] if key not in (*FREE_DATA_KEYS, "tokenizer")]
     differences, fits_by_path = [], same_run
     for group, key in compared:
@@ -270,5 +279,5 @@ def check_fits(info: dict, path: Path, config: dict, *, same_run: bool, corpus: 
     if differences:
         way_out = "choose another name= for a new run, or the checkpoint's own values"
         if fits_by_path:
-            way_out += f", or checkpoint.resume={path} to go on with other data on purpose"
+            way_out += f", or checkpoint.resume={path} to go on with these on purpose"
         raise ValueError(f"{path} does not fit this run: {'; '.join(differences)}: {way_out}")

@@ -11,6 +11,7 @@ fitted to a short probe, and predictions are set beside measured rows, by
 """
 
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -46,11 +47,7 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
-    if arguments.processes < 1 or arguments.memory_gib < 0:
-        raise ValueError(
-            "processes must be at least 1, and memory_gib above 0 or 0 for this machine's, got "
-            f"{arguments.processes} and {arguments.memory_gib}"
-        )
+    check(arguments)
     rates = choose_rates(arguments)
     if arguments.compare:
         print(rates)
@@ -67,6 +64,29 @@ def main(arguments: Arguments) -> None:
     plan(config, rates, memory, arguments.processes)
 
 
+def check(arguments: Arguments) -> None:
+    """Raises ValueError for numbers that no machine has, and for arguments that this call would not read."""
+    if arguments.processes < 1 or not 0.0 <= arguments.memory_gib < math.inf:
+        raise ValueError(
+            "processes must be at least 1, and memory_gib above 0 or 0 for this machine's, got "
+            f"{arguments.processes} and {arguments.memory_gib}"
+        )
+    if not 0.0 < arguments.probe_bandwidth < math.inf or arguments.chunk < 1:
+        raise ValueError(
+            "probe_bandwidth must be above 0, and chunk at least 1, got "
+            f"{arguments.probe_bandwidth} and {arguments.chunk}"
+        )
+    if arguments.compare and arguments.train:
+        raise ValueError(
+            f"compare={arguments.compare} takes the configurations of its rows, got {arguments.train}: "
+            "leave these out, or compare="
+        )
+    for name, needed in (("probe_bandwidth", "probe"), ("chunk", "compare"), ("out", "compare")):
+        given = getattr(arguments, name)
+        if given != getattr(Arguments, name) and not getattr(arguments, needed):
+            raise ValueError(f"{name}={given} is read with {needed}=[FILE] only: give that, or leave it out")
+
+
 def plan(config: Config, rates: Rates, memory: int, processes: int) -> None:
     """Prints the given configuration, and the largest micro-batch that fits by kind of recomputation."""
     config.check_processes(processes)
@@ -75,6 +95,16 @@ def plan(config: Config, rates: Rates, memory: int, processes: int) -> None:
     print(f"{config.name} on {gpus} of {memory / 2**30:.1f} GiB, {USABLE:.0%} of it for tensors:")
     if config.separate_documents:
         print("separate_documents=true: planned as if each sequence were one document")
+    if processes > 1:
+        print("exchange between processes is not counted")
+    portable = {
+        f"model.dropout={config.model.dropout}": config.model.dropout > 0.0,
+        "deterministic=true": config.deterministic,
+        "attention.block_size=64": config.attention.sparse and config.attention.block_size == 64,
+    }
+    if any(portable.values()):
+        given = ", ".join(name for name, is_set in portable.items() if is_set)
+        print(f"{given}: run by the portable attention kernels, slower than planned here")
     fits = peak_bytes(config, processes) <= USABLE * memory
     print(line(config, rates, processes, "as given" if fits else "as given: does not fit"))
     tried = [(replace(config, recompute=kind), "") for kind in RECOMPUTE]

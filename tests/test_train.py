@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -18,8 +19,9 @@ from safetensors.torch import load_file
 import train.loop
 from scripts import sample
 from train.config import parse
-from train.logger import read_metrics
+from train.logger import RunLogger, read_metrics
 from train.report import step_metrics
+from train.saving import CheckpointSaver
 
 ROOT = Path(__file__).resolve().parent.parent
 METRICS = {
@@ -89,6 +91,29 @@ def test_a_run_leaves_its_metrics_pictures_sample_checkpoints_and_summary(corpus
     assert summary["rows"][0]["final_loss"] == val_loss
     assert summary["rows"][0]["tokens"] == 6144
     assert summary["torch"] == torch.__version__
+
+
+def test_a_summary_tells_the_time_that_is_in_no_phase_of_a_step(corpus, monkeypatch):
+    def slow(function, seconds):
+        def slowly(*arguments, **options):
+            time.sleep(seconds)
+            return function(*arguments, **options)
+
+        return slowly
+
+    monkeypatch.setattr(train.loop, "evaluate", slow(train.loop.evaluate, 0.1))
+    monkeypatch.setattr(CheckpointSaver, "save", slow(CheckpointSaver.save, 0.06))
+    monkeypatch.setattr(RunLogger, "log", slow(RunLogger.log, 0.03))
+    run()
+    [summary] = json.loads(Path("runs/test/summary.json").read_text())["rows"]
+    # after 0, 5, 10 and 12 steps, checkpoints after the last three of these
+    assert summary["evaluation_seconds"] > 4 * 0.1
+    assert summary["checkpoint_seconds"] > 3 * 0.06
+    between = (3 * 0.1 + 3 * 0.06) / 11 + 0.03
+    assert summary["wall_step_ms"] > summary["step_ms"] / 2 + 1000 * between
+    run("total_tokens=6656")
+    [summary] = json.loads(Path("runs/test/summary.json").read_text())["rows"]
+    assert summary["wall_step_ms"] is None, "the launch took one step"
 
 
 @pytest.mark.parametrize("model", ["tiny", "llama"])
@@ -390,9 +415,12 @@ def test_two_nodes_by_two_torchruns_give_the_loss_curve_of_one_process(corpus):
 
 
 def test_the_command_prints_progress_for_a_person_and_says_where_everything_lies(corpus):
+    began = time.perf_counter()
     process = start(*SMALL)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
+    [summary] = json.loads(Path("runs/test/summary.json").read_text())["rows"]
+    assert 0.5 < summary["first_step_seconds"] < time.perf_counter() - began, "importing torch is in it"
     assert "validation loss 5.5" in output, "a uniform guess among 257 bytes is 5.55 nats"
     line = next(line for line in output.splitlines() if line.startswith("step 12/12"))
     for part in ("loss", "lr", "grad", "tokens/s", "MFU", "GiB", "left"):

@@ -1,7 +1,6 @@
 """The training loop: one code path for a laptop CPU, one GPU, and many."""
 
 import gc
-import time
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -38,7 +37,7 @@ from train.report import finish_run, open_run, run_flops, set_aside, step_metric
 from train.run_lock import lock_run
 from train.saving import CheckpointSaver, remove_unfinished
 from train.step import autocast_context, forward_backward, update
-from train.throughput import StepTimer
+from train.throughput import RunClock, StepTimer
 from train.watchdog import Watchdog
 from train.weights import locate
 
@@ -158,12 +157,15 @@ def _train(
         first_step = processes.step = _restore(saved_path, info, weights, optimizer, scaler, guard)
     model = build_step_model(weights, config, processes, context, is_sharded=is_sharded)
     autocast = partial(autocast_context, device.type, config.precision)
-    validate = partial(evaluate, model, val_data, val_batches, processes, autocast)
+    timer, clock, flops = StepTimer(device), RunClock(device), run_flops(config, train_data)
+
+    def validate() -> float:
+        with clock.counting("evaluation_seconds"):
+            return evaluate(model, val_data, val_batches, processes, autocast)
+
     saver = CheckpointSaver(checkpoints, config.checkpoint, processes)
     logger = open_run(config, folder, first_step, processes, weights, train_data) if is_main else None
-    timer, flops = StepTimer(device), run_flops(config, train_data)
     measure = partial(step_metrics, config, processes, timer, flops)
-    started = time.perf_counter()
     val_loss = validate()
     if is_main:
         print(f"validation loss {val_loss:.4f} after {counted(first_step, 'step')}", flush=True)
@@ -217,8 +219,10 @@ def _train(
                 state = {"scaler": scaler.state_dict(), "guard": guard.state()}
                 info = {"step": done, "val_loss": val_loss, "resume": resume, "config": asdict(config)}
                 info["corpus"] = corpus
-                saver.save(run_tensors(weights, optimizer), info | state)
+                with clock.counting("checkpoint_seconds"):
+                    saver.save(run_tensors(weights, optimizer), info | state)
             profiler.step()
+            clock.finish_step()
             if interrupted and not is_last:
                 _check_saved(saver, done)
                 raise Interrupted(f"stopped after step {done}; the same command goes on from there")
@@ -229,9 +233,8 @@ def _train(
     if is_main:
         if config.lora.rank:
             merge_adapters(weights)
-        seconds = time.perf_counter() - started
         with autocast():
-            finish_run(config, folder, weights, val_loss, seconds, processes, flops, first_step=first_step)
+            finish_run(config, folder, weights, val_loss, clock, processes, flops, first_step=first_step)
     processes.barrier()
     _check_saved(saver, config.steps)
     return val_loss

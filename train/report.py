@@ -20,7 +20,7 @@ from train.logger import RunLogger, counted, duration, read_metrics, readable
 from train.profiler import MEMORY, TRACE
 from train.results import write_result
 from train.sample import sample_text
-from train.throughput import StepTimer, flop_utilization, peak_memory_bytes
+from train.throughput import RunClock, StepTimer, flop_utilization, peak_memory_bytes
 
 # what each run writes from its first step on; summary and pictures come at the end
 OF_AN_ATTEMPT = ("config*.yaml", "metrics.jsonl", LEFT_OUT, "wandb_id")
@@ -153,7 +153,7 @@ def finish_run(
     folder: Path,
     weights: GPT,
     val_loss: float,
-    seconds: float,
+    clock: RunClock,
     processes: Processes,
     flops: dict[str, float],
     *,
@@ -174,10 +174,10 @@ def finish_run(
     else:
         print(f"{folder / 'metrics.jsonl'} has no step any more: no loss curve, and no summary of it")
     steps = counted(config.steps, "step")
-    print(f"\nvalidation loss {val_loss:.4f} after {steps}; {duration(seconds)} for this run")
+    print(f"\nvalidation loss {val_loss:.4f} after {steps}; {duration(clock.elapsed())} for this run")
     # earlier launches may have had other processes and another micro-batch
     measured = [m for m in logged if m["step"] > first_step] or logged
-    summary = _summary(config, measured, val_loss, processes, flops) if measured else None
+    summary = _summary(config, measured, val_loss, clock, processes, flops) if measured else None
     if summary and (has_trained or not (folder / "summary.json").exists()):
         write_result(folder / "summary.json", [summary], processes.world_size)
     if has_trained and summary and summary["mfu_palm"] is not None:
@@ -210,11 +210,16 @@ def finish_run(
 
 
 def _summary(
-    config: Config, steps: list[dict], val_loss: float, processes: Processes, flops: dict[str, float]
+    config: Config,
+    steps: list[dict],
+    val_loss: float,
+    clock: RunClock,
+    processes: Processes,
+    flops: dict[str, float],
 ) -> dict:
     """One row of a training result; speeds are medians, without the first step and its compilation.
 
-    steps: the lines of metrics.jsonl that it is made of.
+    steps: the lines of metrics.jsonl that it is made of. What the clock adds is of this launch alone.
     """
     windows = steps[1:] or steps
     per_second = median(m["tokens_per_second"] for m in windows)
@@ -234,6 +239,7 @@ def _summary(
         "peak_memory_bytes": steps[-1]["peak_memory_allocated_bytes"],
         "step_ms": median(m["step_seconds"] for m in windows) * 1000,
         "data_ms": median(m["data_seconds"] for m in windows) * 1000,
+        **clock.summary(),
         "final_loss": val_loss,
     }
 

@@ -1,7 +1,11 @@
 """How fast a run is: step time by phase, tokens per second, model FLOP utilization, memory."""
 
+import os
 import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -66,6 +70,53 @@ class Stopwatch:
         if self._on_gpu:
             end.synchronize()
         return _between(self._start, end)
+
+
+class RunClock:
+    """What a launch takes beside its steps, by the clock on the wall, for its summary.
+
+    Call finish_step() at the end of each step, of the first one when the device is done with it.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._steps = 0
+        self._began = time.perf_counter()
+        self._beside = {"evaluation_seconds": 0.0, "checkpoint_seconds": 0.0}
+        self._first_step_seconds = self._first_end = self._last_end = None
+
+    def elapsed(self) -> float:
+        """Seconds since it was made."""
+        return time.perf_counter() - self._began
+
+    @contextmanager
+    def counting(self, name: str) -> Iterator[None]:
+        """Adds the seconds for which the device stands by inside to those of this name."""
+        watch = Stopwatch(self._device)
+        yield
+        self._beside[name] += watch.seconds()
+
+    def finish_step(self) -> None:
+        self._last_end = time.perf_counter()
+        if self._steps == 0:
+            self._first_end, self._first_step_seconds = self._last_end, process_seconds()
+        self._steps += 1
+
+    def summary(self) -> dict[str, float | None]:
+        """first_step_seconds: from the start of the process to the end of its first step, with imports, data,
+        the first evaluation and compilation. wall_step_ms: mean from step to step after that, everything
+        included; None with fewer than two. evaluation_seconds and checkpoint_seconds: in all, and of a
+        checkpoint what training waits for.
+        """
+        wall = (self._last_end - self._first_end) / (self._steps - 1) * 1000 if self._steps > 1 else None
+        return {"first_step_seconds": self._first_step_seconds, "wall_step_ms": wall, **self._beside}
+
+
+def process_seconds() -> float:
+    """Seconds since this process began, before its first import."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    # in ticks after the machine was started
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 class StepTimer:

@@ -1,3 +1,4 @@
+import gc
 import gzip
 import json
 import os
@@ -7,6 +8,8 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -398,6 +401,47 @@ def test_a_run_of_a_sweep_that_fails_is_told_and_the_others_are_trained(corpus):
         False,
         True,
     ]
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_after_the_first_step_garbage_is_collected_at_log_lines_alone_until_the_run_ends(
+    corpus, monkeypatch, ends_well
+):
+    at, collections, rings = [], [], []
+
+    def collected(phase, info):
+        if phase == "start" and at:
+            collections.append(at[-1])
+
+    class Ring:
+        def __init__(self):
+            self.itself = self
+
+    def littered(*arguments):
+        at.append(f"step {len(rings) + 1}")
+        # fifty times what Python waits for before it collects
+        rings.append([weakref.ref(Ring()) for _ in range(50 * gc.get_threshold()[0])])
+        if len(rings) == 11 and not ends_well:
+            raise FloatingPointError("a loss that is not finite")
+        losses = forward_backward(*arguments)
+        at.append(f"after step {len(rings)}")
+        return losses
+
+    forward_backward = train.loop.forward_backward
+    monkeypatch.setattr(train.loop, "forward_backward", littered)
+    gc.collect()
+    frozen = gc.get_freeze_count()
+    gc.callbacks.append(collected)
+    try:
+        with nullcontext() if ends_well else pytest.raises(FloatingPointError):
+            run("logging.every_steps=4", "evaluation.every_steps=5", "checkpoint.every_steps=3")
+    finally:
+        gc.callbacks.remove(collected)
+    of_loop = [place for place in collections if place not in ("step 1", "after step 12", "step 11")]
+    assert of_loop == [f"after step {step}" for step in (1, 4, 5, 8, 10)]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == frozen
+    assert not any(ring() for step in rings[:10] for ring in step)
 
 
 def test_two_nodes_by_two_torchruns_give_the_loss_curve_of_one_process(corpus):

@@ -29,13 +29,14 @@ def argument(default, meaning: str):
     return field(default=default, metadata=metadata)
 
 
-def result_file(default: str, meaning: str, *, picture: bool = False):
+def result_file(default: str, meaning: str, *, picture: bool = False, table: bool = False):
     """An argument that names the file a script writes, beside one named `overwrite`.
 
-    picture: it draws one too, of the same name with the ending .png. What is there already is refused by
-    `run_script`.
+    picture, table: it makes one too, of the same name with the ending .png or .md. What is there already is
+    refused by `run_script`.
     """
-    return field(default=default, metadata={"meaning": meaning, "endings": ["", ".png"][: 1 + picture]})
+    endings = [""] + [".png"] * picture + [".md"] * table
+    return field(default=default, metadata={"meaning": meaning, "endings": endings})
 
 
 def command_line(arguments) -> list[str]:

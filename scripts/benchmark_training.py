@@ -1,11 +1,14 @@
 """Times whole training steps of GPT-2 on random tokens, one row for each model, length and attention:
 
     python -m scripts.benchmark_training 'seq_lens=[1024,4096]' out=training.json
+    python -m scripts.benchmark_training jobs=true out=jobs.json
     python -m scripts.benchmark_training ladder=true out=ladder.json
 
+jobs=true makes one row for each job that the project has an aim for, with what it is to reach on one H200.
 ladder=true makes one row for each switch, from plain PyTorch to the defaults, on the same tokens and first
 weights. A step is what train/loop.py does between two log lines: forward, backward, the loss read back,
-clipping, AdamW. Its time is the mean over a window, from the device's own events.
+clipping, AdamW. Its time is the mean over a window, from the device's own events. A table in Markdown lies
+beside the JSON file.
 """
 
 import gc
@@ -28,6 +31,7 @@ from train.plot import draw_bars
 from train.results import write_result
 from train.step import autocast_context, forward_backward, update
 from train.throughput import Stopwatch, flop_utilization, peak_memory_bytes
+from train.whole_file import write_whole
 
 OPTIM = OptimConfig(
     algorithm="adamw",
@@ -51,6 +55,7 @@ class Arguments:
     bias: str = argument("", "of which matrices: all, qkv or none; empty for the model's own")
     implementations: list[str] = argument(["flash"], "attention: flash, sdpa, reference")
     ladder: bool = argument(False, "rows from plain PyTorch to the defaults, of the first model and length")
+    jobs: bool = argument(False, "a row for each job that has an aim; their models, lengths and tokens")
     tokens_per_step: int = argument(32768, "random tokens a step; a longer sequence is a step of its own")
     tokens_per_microbatch: int = argument(32768, "of these at once; a longer sequence likewise")
     steps: int = argument(20, "timed steps of each row")
@@ -62,7 +67,10 @@ class Arguments:
     recompute: list[str] = argument(["none"], "what the backward pass makes again: none, selective, full")
     device: str = argument("cuda", "cuda or cpu")
     out: str = result_file(
-        "", "JSON file for the rows, and for a ladder a picture beside it; empty for none", picture=True
+        "",
+        "JSON file for the rows, a table beside it, and for a ladder a picture; empty for none",
+        picture=True,
+        table=True,
     )
     overwrite: bool = argument(False, OVERWRITE)
 
@@ -78,6 +86,29 @@ class Step:
     low_precision_residual: bool
     recompute: str
 
+
+@dataclass(frozen=True)
+class Job:
+    """A step that users run, and what it is to reach on one H200."""
+
+    model: str
+    seq_len: int
+    aim: str = ""
+    tokens_per_microbatch: int = 32768
+    tokens_per_step: int = 32768
+
+
+JOBS = (
+    Job("gpt2", 1024, "625K tokens/s, 12.5 GiB"),
+    Job("gpt2", 4096, "540K tokens/s"),
+    Job("gpt2", 32768, "205K tokens/s"),
+    Job("gpt2_medium", 1024, "230K tokens/s"),
+    # nothing is recomputed: two micro-batches fit
+    Job("gpt2_xl", 1024, "50% MFU (PaLM)", tokens_per_microbatch=16384),
+    Job("gpt2", 262144, "trains on one GPU"),
+)
+# what a job brings with it
+OF_JOBS = ("models", "seq_lens", "tokens_per_microbatch", "tokens_per_step")
 
 PLAIN = Step(
     "reference", "fp32", compile=False, fused_loss=False, low_precision_residual=False, recompute="none"
@@ -100,16 +131,45 @@ def main(arguments: Arguments) -> None:
             "device=cuda, but torch sees no GPU: use device=cpu implementations=[sdpa] fused_loss=false"
         )
     one_of("precision", arguments.precision, PRECISIONS)
+    if Path(arguments.out).suffix in (".md", ".png"):
+        raise ValueError(
+            f"out={arguments.out} must name the JSON file, whose table and picture lie beside it: use "
+            f"{Path(arguments.out).with_suffix('.json')}"
+        )
     rows = []
-    for label, name, seq_len, step in jobs(arguments):
-        rows.append({"label": label, **measure(arguments, name, seq_len, step)})
-        print(describe(rows[-1]), flush=True)
-        if arguments.out:
-            write_result(Path(arguments.out), rows)
+    for aim, given in aims(arguments):
+        for label, name, seq_len, step in jobs(given):
+            rows.append({"label": label, **aim, **measure(given, name, seq_len, step)})
+            print(describe(rows[-1]), flush=True)
+            if arguments.out:
+                write_result(Path(arguments.out), rows)
+                write_whole(Path(arguments.out).with_suffix(".md"), table(rows))
     if arguments.ladder and arguments.out:
         bars = {row["label"]: row["tokens_per_second"] or 0.0 for row in rows}
         title = f"{rows[0]['model']}, {rows[0]['seq_len']} tokens a sequence: what each switch adds"
         draw_bars(bars, Path(arguments.out).with_suffix(".png"), title, "tokens/s")
+
+
+def aims(arguments: Arguments):
+    """What rows add of the aim, and the arguments that measure them, for each of JOBS or as given."""
+    if not arguments.jobs:
+        yield {}, arguments
+        return
+    usual = Arguments()
+    own = [name for name in (*OF_JOBS, "ladder") if getattr(arguments, name) != getattr(usual, name)]
+    if own:
+        raise ValueError(f"jobs=true brings its own {', '.join(OF_JOBS)}, got {', '.join(own)}: leave it out")
+    for job in JOBS:
+        yield (
+            {"aim": job.aim},
+            replace(
+                arguments,
+                models=[job.model],
+                seq_lens=[job.seq_len],
+                tokens_per_microbatch=job.tokens_per_microbatch,
+                tokens_per_step=job.tokens_per_step,
+            ),
+        )
 
 
 def jobs(arguments: Arguments):
@@ -218,6 +278,28 @@ def describe(row: dict) -> str:
         f"{row['peak_memory_bytes'] / 2**30:.1f} GiB  loss {row['final_loss']:.4f}  "
         f"first step {row['first_step_seconds']:.0f} s"
     )
+
+
+def table(rows: list[dict]) -> str:
+    """The rows in Markdown, one line each."""
+    lines = [
+        "| job | | tokens/s | step | MFU (PaLM) | MFU (causal) | peak memory | first step | aim on an H200 |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        job = f"{row['model']}, T {row['seq_len']:,}, B {row['batch']}, {row['tokens_per_step']:,} tokens"
+        values = ["out of memory", *[""] * 5]
+        if row["tokens_per_second"] is not None:
+            shares = [row["mfu_palm"], row["mfu_causal"]]
+            values = [
+                readable(row["tokens_per_second"]),
+                f"{row['step_ms']:.1f} ms",
+                *("" if share is None else f"{share:.1%}" for share in shares),
+                f"{row['peak_memory_bytes'] / 2**30:.1f} GiB",
+                f"{row['first_step_seconds']:.0f} s",
+            ]
+        lines.append(f"| {' | '.join([job, row['label'], *values, row.get('aim', '')])} |")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

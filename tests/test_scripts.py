@@ -5,7 +5,7 @@ import runpy
 import subprocess
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -24,10 +24,11 @@ from scripts import (
     sample,
 )
 from scripts.arguments import OVERWRITE, argument, command_line, result_file, run_script
-from scripts.sizes import MODELS, read_model
+from scripts.sizes import MODELS, check_models, read_model
 from tests.test_config import composed
 from train.config import parse
 from train.distributed import Processes
+from train.logger import readable
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "run_script(" in path.read_text())
@@ -376,6 +377,41 @@ def test_benchmark_training_writes_a_row_for_each_combination(tmp_path):
     assert all(r["tokens_per_second"] > 0 and r["mfu_palm"] is None for r in rows)
     assert {r["bias"] for r in rows} == {"none"}
     assert rows[0]["final_loss"] == pytest.approx(rows[1]["final_loss"], abs=1e-4)
+
+
+def test_benchmark_training_writes_each_job_with_its_aim_as_json_and_as_a_table(tmp_path, monkeypatch):
+    made = [
+        benchmark_training.Job("tiny", 32, "a lot", tokens_per_microbatch=64, tokens_per_step=128),
+        benchmark_training.Job("tiny", 64, tokens_per_microbatch=128, tokens_per_step=128),
+    ]
+    monkeypatch.setattr(benchmark_training, "JOBS", made)
+    arguments = benchmark_training.Arguments(
+        jobs=True, implementations=["sdpa"], steps=1, warmup_steps=1, device="cpu", precision="fp32",
+        compile=False, fused_loss=False, out=str(tmp_path / "r.json"),
+    )  # fmt: skip
+    benchmark_training.main(arguments)
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert [(row["seq_len"], row["batch"], row["aim"]) for row in rows] == [(32, 2, "a lot"), (64, 2, "")]
+    head, _, *lines = (tmp_path / "r.md").read_text().splitlines()
+    assert [line.count("|") for line in lines] == [head.count("|")] * 2
+    speed = readable(rows[0]["tokens_per_second"])
+    assert lines[0].startswith(f"| tiny, T 32, B 2, 128 tokens | sdpa | {speed} |")
+    assert lines[0].endswith("| a lot |")
+    with pytest.raises(ValueError, match="jobs=true brings its own models, .*, got seq_lens: leave it out"):
+        benchmark_training.main(replace(arguments, seq_lens=[32]))
+    with pytest.raises(ValueError, match=r"out=r.md must name the JSON file, .*: use r.json"):
+        benchmark_training.main(replace(arguments, out="r.md"))
+
+
+def test_the_jobs_of_the_benchmark_are_steps_of_whole_sequences_of_known_models():
+    check_models([job.model for job in benchmark_training.JOBS])
+    for _, given in benchmark_training.aims(benchmark_training.Arguments(jobs=True)):
+        [(label, name, seq_len, step)] = benchmark_training.jobs(given)
+        overrides = [f"model={name}", f"seq_len={seq_len}"]
+        for key in ("tokens_per_step", "tokens_per_microbatch"):
+            overrides.append(f"{key}={max(getattr(given, key), seq_len)}")
+        assert parse(composed(*overrides)).accumulation(1) in (1, 2)
+        assert (label, step.implementation) == ("flash", "flash")
 
 
 def test_benchmark_checkpoints_leaves_a_folder_as_it_was(tmp_path):

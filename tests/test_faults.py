@@ -313,12 +313,27 @@ def test_under_torchrun_a_worker_that_dies_is_restarted_and_the_run_goes_on():
     assert_same_run("whole", "restarted", 80)
 
 
-def test_the_slurm_script_stops_a_run_whose_time_is_up_and_puts_it_back_into_the_queue(tmp_path):
-    """With stand-ins for Slurm's two commands."""
-    complete(small_config("whole", 200))
+# as Slurm's own it starts the command on each of two nodes, and passes signals on to both
+SRUN = """
+"$@" & nodes=$!
+"$@" & nodes="$nodes $!"
+trap 'kill -TERM $nodes' TERM
+for node in $nodes; do
+	while kill -0 $node 2>/dev/null; do
+		wait $node
+		code=$?
+	done
+done
+exit $code
+"""
+
+
+def test_the_slurm_script_stops_a_run_on_two_nodes_whose_time_is_up_and_puts_it_back_into_the_queue(tmp_path):
+    """With stand-ins for Slurm's two commands, and both nodes on this host."""
+    complete(small_config("whole", 120), 2)
     (tmp_path / "bin").mkdir()
     for name, lines in {
-        "srun": 'exec "$@"',
+        "srun": SRUN,
         "scontrol": '[ "$1" = show ] && echo localhost || echo "$@" >> requeued',
     }.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{lines}\n")
@@ -326,12 +341,12 @@ def test_the_slurm_script_stops_a_run_whose_time_is_up_and_puts_it_back_into_the
     (tmp_path / ".venv").symlink_to(Path(sys.executable).parent.parent)
     environment = {
         **os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
-        "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "1",
+        "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "2",
         "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_ID": "7", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    given = [*SMALL, "name=queued", f"total_tokens={200 * 512}"]
+    given = [*SMALL, "name=queued", f"total_tokens={120 * 512}"]
     command = ["bash", str(ROOT / "scripts" / "slurm.sh"), *given]
-    config = small_config("queued", 200)
+    config = small_config("queued", 120)
     with open("slurm.log", "w") as log:
         job = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         try:
@@ -341,11 +356,12 @@ def test_the_slurm_script_stops_a_run_whose_time_is_up_and_puts_it_back_into_the
         finally:
             job.kill()
     assert Path("requeued").read_text() == "requeue 7\n"
-    assert 20 <= newest_step(config) < 200
+    assert 20 <= newest_step(config) < 120
+    assert "2 processes x 2 micro-batches x" in Path("slurm.log").read_text()
     assert "SIGTERM: finishing the step and saving" in Path("slurm.log").read_text()
     subprocess.run(command, env=environment, check=True, timeout=120, capture_output=True)
     assert Path("requeued").read_text() == "requeue 7\n", "a run that has ended stays out of the queue"
-    assert_same_run("whole", "queued", 200)
+    assert_same_run("whole", "queued", 120)
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all_before_it_reaches_the_weights():

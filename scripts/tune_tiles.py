@@ -62,6 +62,7 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
+    check(arguments)
     if not torch.cuda.is_available():
         raise ValueError("tune_tiles needs a CUDA GPU; none was found")
     grid = [
@@ -83,6 +84,30 @@ def main(arguments: Arguments) -> None:
         for row in sorted(measured, key=lambda row: -math.prod(row["tflops"]))[: arguments.best]:
             print("   ", Tile(*row["tile"]), [round(speed) for speed in row["tflops"]])
     write_result(Path(arguments.out), rows)
+
+
+def check(arguments: Arguments) -> None:
+    """Raises ValueError for what would fail in the middle, or measure nothing."""
+    for key in ("kernels", "head_dims", "seq_lens", "causal", "tma"):
+        if not getattr(arguments, key):
+            raise ValueError(f"{key} is empty: nothing would be measured")
+    unknown = [name for name in arguments.kernels if name not in PRODUCTS]
+    if unknown:
+        raise ValueError(f"kernels must be of {', '.join(PRODUCTS)}, got {', '.join(unknown)}")
+    for shape in arguments.candidates or []:
+        if not 4 <= len(shape) <= 6:
+            raise ValueError(
+                f"candidates must be lists of 4 to 6 numbers, got {shape}: write [64, 64, 4, 2], --help tells more"
+            )
+    for key, total in (("seq_lens", "tokens"), ("head_dims", "width")):
+        for part in getattr(arguments, key):
+            if part < 1 or getattr(arguments, total) % part:
+                raise ValueError(
+                    f"{key} must divide {total}={getattr(arguments, total)}, got {part}: change {total} too"
+                )
+    if arguments.pattern is not None:
+        for seq_len in arguments.seq_lens:
+            block_masks.parse(arguments.pattern, seq_len, block_size=arguments.block_size)
 
 
 def make_tile(block_m, block_n, num_warps, num_stages, registers=0, form=0, *, tma: bool) -> Tile:

@@ -17,6 +17,22 @@ def test_a_candidate_names_registers_and_form_or_leaves_them_to_the_compiler():
     assert tune_tiles.make_tile(64, 32, 4, 2, 0, 1, tma=True) == tile._replace(registers=None)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kernels": ["dv"]}, "kernels must be of forward, dq, dkdv, got dv"),
+        ({"causal": []}, "causal is empty: nothing would be measured"),
+        ({"candidates": [[64, 64, 4]]}, r"candidates must be lists of 4 to 6 numbers, .* got \[64, 64, 4\]"),
+        ({"seq_lens": [1024, 3000]}, "seq_lens must divide tokens=16384, got 3000"),
+        ({"head_dims": [96]}, "head_dims must divide width=2048, got 96"),
+        ({"pattern": "windows(64)"}, "is no pattern: combine"),
+    ],
+)
+def test_what_could_not_be_measured_is_refused_before_anything_is_compiled(given, message):
+    with pytest.raises(ValueError, match=message):
+        tune_tiles.main(tune_tiles.Arguments(**given))
+
+
 def test_candidates_are_measured_in_turns_and_a_card_that_slows_down_favours_none(monkeypatch):
     """Each turn takes 1% longer than the one before, whoever has it."""
     turns = []

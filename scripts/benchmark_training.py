@@ -12,6 +12,7 @@ beside the JSON file.
 """
 
 import gc
+import os
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
@@ -122,6 +123,8 @@ LADDER = (
     ("fused head and loss", {"fused_loss": True}),
     ("bf16 residual stream", {"low_precision_residual": True}),
 )
+# the arguments that it sets
+RUNGS = ("implementations", "precision", "compile", "fused_loss", "low_precision_residual", "recompute")
 
 
 def main(arguments: Arguments) -> None:
@@ -136,6 +139,7 @@ def main(arguments: Arguments) -> None:
             f"out={arguments.out} must name the JSON file, whose table and picture lie beside it: use "
             f"{Path(arguments.out).with_suffix('.json')}"
         )
+    check_counts(arguments)
     rows = []
     for aim, given in aims(arguments):
         for label, name, seq_len, step in jobs(given):
@@ -170,6 +174,24 @@ def aims(arguments: Arguments):
                 tokens_per_step=job.tokens_per_step,
             ),
         )
+
+
+def check_counts(arguments: Arguments) -> None:
+    """Raises ValueError for nothing to time, more than is timed, and what a ladder would leave unheard."""
+    for key, least in (("steps", 1), ("warmup_steps", 0)):
+        if getattr(arguments, key) < least:
+            raise ValueError(f"{key} must be at least {least}, got {getattr(arguments, key)}")
+    if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise ValueError(f"one process is timed, got {processes}: start it without torchrun")
+    if not arguments.ladder:
+        return
+    for key in ("models", "seq_lens"):
+        if len(getattr(arguments, key)) != 1:
+            raise ValueError(f"ladder=true is of one, got {key}={getattr(arguments, key)}: name one")
+    usual = Arguments()
+    for key in RUNGS:
+        if getattr(arguments, key) != getattr(usual, key):
+            raise ValueError(f"ladder=true sets {key} itself, got {getattr(arguments, key)}: leave it out")
 
 
 def jobs(arguments: Arguments):

@@ -414,6 +414,26 @@ def test_the_jobs_of_the_benchmark_are_steps_of_whole_sequences_of_known_models(
         assert (label, step.implementation) == ("flash", "flash")
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"warmup_steps": -1}, "warmup_steps must be at least 0, got -1"),
+        ({"ladder": True, "compile": False}, "ladder=true sets compile itself, got False: leave it out"),
+        ({"ladder": True, "seq_lens": [32, 64]}, r"ladder=true is of one, got seq_lens=\[32, 64\]: name one"),
+    ],
+)
+def test_benchmark_training_refuses_what_it_would_not_do(given, message):
+    with pytest.raises(ValueError, match=message):
+        benchmark_training.main(benchmark_training.Arguments(models=["tiny"], device="cpu", **given))
+
+
+def test_benchmark_training_refuses_several_processes(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="one process is timed, got 2: start it without torchrun"):
+        benchmark_training.main(benchmark_training.Arguments(models=["tiny"], device="cpu"))
+
+
 def test_benchmark_checkpoints_leaves_a_folder_as_it_was(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -92,6 +92,18 @@ def test_a_full_disk_delays_lines_and_halves_none(tmp_path, capsys):
     assert capsys.readouterr().err.count("metrics.jsonl cannot be written") == 1
 
 
+def test_lines_that_a_disk_full_to_the_end_has_no_room_for_are_counted(tmp_path, capsys):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with RunLogger(tmp_path, "test", 10, 0, {}, SETTINGS) as logger:
+        logger.log(line(1))
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 20, hard))
+        logger.log(line(2))
+        logger.log(line(3))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert read_metrics(tmp_path / "metrics.jsonl") == [line(1)]
+    assert "metrics.jsonl lacks its last 2 lines, which found no room" in capsys.readouterr().err
+
+
 class Broken:
     """A wandb that fails where it is told to."""
 
@@ -168,7 +180,16 @@ def test_a_resumed_run_is_the_same_run_in_wandb(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (987, "987"), (12345, "12.3K"), (4.56e6, "4.56M"), (1.2e12, "1200G")]
+    ("value", "text"),
+    [
+        (0, "0"),
+        (987, "987"),
+        (12345, "12.3K"),
+        (4.56e6, "4.56M"),
+        (1.2e12, "1200G"),
+        (999_600, "1M"),
+        (999.4, "999"),
+    ],
 )
 def test_large_numbers_are_readable(value, text):
     assert readable(value) == text

@@ -70,6 +70,9 @@ class RunLogger:
     def __exit__(self, *error) -> None:
         self._append("")
         self._file.close()
+        if self._unwritten:
+            lost = counted(self._unwritten.count(b"\n"), "line")
+            _warn(f"{self._file.name} lacks its last {lost}, which found no room")
         with self._wandb_may_fail():
             if self._wandb:
                 self._wandb.finish()
@@ -156,8 +159,10 @@ def read_metrics(path: Path) -> list[dict]:
 def readable(value: float) -> str:
     """Three digits and a unit: 987, 12.3K, 4.56M."""
     for unit in ("", "K", "M", "G"):
-        if value < 1000 or unit == "G":
-            return f"{value:.3g}{unit}" if value < 1000 else f"{value:.0f}{unit}"
+        # from there on three digits are 1e+03
+        is_short = value < 999.5
+        if is_short or unit == "G":
+            return f"{value:.3g}{unit}" if is_short else f"{value:.0f}{unit}"
         value /= 1000
     raise AssertionError
 

@@ -67,39 +67,25 @@ class Mask:
 
 
 def flash_forward(q, k, v, mask: Mask, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    return attention_forward(
-        q,
-        k,
-        v,
-        *mask.expanded(q.shape[0]),
-        dropout_seed=None,
-        blocks=mask.block_tensors,
-        softmax_scale=softmax_scale,
-        causal=mask.causal,
-        window=None,
-        dropout_p=0.0,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
+    return attention_forward(q, k, v, *mask.expanded(q.shape[0]), **_options(mask, softmax_scale))
 
 
 def flash_backward(dout, q, k, v, out, lse, mask: Mask, softmax_scale: float) -> tuple[Tensor, ...]:
-    return attention_backward(
-        dout,
-        None,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        *mask.expanded(q.shape[0]),
-        dropout_seed=None,
-        blocks=mask.block_tensors,
-        softmax_scale=softmax_scale,
-        causal=mask.causal,
-        window=None,
-        dropout_p=0.0,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
+    bounds = mask.expanded(q.shape[0])
+    return attention_backward(dout, None, q, k, v, out, lse, *bounds, **_options(mask, softmax_scale))
+
+
+def _options(mask: Mask, softmax_scale: float) -> dict:
+    """What the forward and the backward operator take by name, the same for both."""
+    return {
+        "dropout_seed": None,
+        "blocks": mask.block_tensors,
+        "softmax_scale": softmax_scale,
+        "causal": mask.causal,
+        "window": None,
+        "dropout_p": 0.0,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
 
 
 def reference_forward(q, k, v, mask: Mask, softmax_scale: float) -> tuple[Tensor, Tensor]:

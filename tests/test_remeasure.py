@@ -11,6 +11,7 @@ import pytest
 from scripts import remeasure
 from scripts.remeasure import comparison, repetition
 from tests.test_train import ROOT, SMALL
+from train import results
 
 GENERATE = [
     "models=[tiny]", "seq_lens=[16]", "implementations=[sdpa]", "compiled=[false]", "tokens=2",
@@ -62,6 +63,26 @@ def test_a_benchmark_and_a_training_run_are_made_again_and_compared_and_the_old_
     twice = call("scripts.remeasure", *map(str, old))
     assert twice.returncode == 2
     assert "is there already: move it away, or choose another out=" in twice.stderr
+
+
+def test_a_result_of_a_changed_tree_says_so_beside_its_commit(tmp_path, monkeypatch):
+    monkeypatch.delenv("GIT_COMMIT", raising=False)
+    monkeypatch.setattr(results, "__file__", str(tmp_path / "results.py"))
+
+    def git(*words: str) -> str:
+        given = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        return subprocess.run(given, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init")
+    (tmp_path / "results.py").write_text("before")
+    git("add", ".")
+    git("commit", "-m", "first")
+    # a name for a commit is none of ours
+    git("tag", "-a", "v1", "-m", "v1")
+    commit = git("rev-parse", "--short", "HEAD")
+    assert results.provenance(1)["commit"] == commit
+    (tmp_path / "results.py").write_text("after")
+    assert results.provenance(1)["commit"] == f"{commit}-dirty"
 
 
 def test_several_gpus_are_launched_by_torchrun_and_results_go_to_out_alone(tmp_path):

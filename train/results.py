@@ -35,9 +35,11 @@ def provenance(n_gpus: int) -> dict:
         # where Python lies is the machine's own
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
-        # a tree that was copied without its history is told its commit
+        # with -dirty where the tree was changed since; one that was copied without its history is told it
         "commit": os.environ.get("GIT_COMMIT")
-        or _output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
+        or _output(
+            "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"
+        ),
     }
 
 

@@ -1,5 +1,7 @@
 # Every target sets up .venv by itself; nothing is installed outside it.
 #   make train NGPU=4 ARGS="seq_len=8192 model=gpt2_medium"
+# NGPU is a number of processes: with as many GPUs, or on a CPU with a step of as many micro-batches,
+#   make train NGPU=2 ARGS="tokens_per_step=1024"
 
 PYTHON ?= python3
 NGPU ?= 1

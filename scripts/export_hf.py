@@ -19,9 +19,7 @@ from train.weights import load_model, run_attention, tokenizer_name
 class Arguments:
     model: str = argument(..., "a run's folder or a checkpoint")
     out: str = argument(..., "the folder to write, new or empty")
-    tokenizer: str | None = argument(
-        None, "gpt2, bytes or a folder with tokenizer.json; null: the model's own"
-    )
+    tokenizer: str = argument("", "gpt2, bytes or a folder with tokenizer.json; empty: the model's own")
     precision: str = argument("fp32", f"of the weights: {', '.join(PRECISIONS)}")
 
 

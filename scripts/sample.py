@@ -20,7 +20,7 @@ from train.weights import load_model, run_attention, tokenizer_name
 class Arguments:
     run: str = argument("", "a run's folder: its newest checkpoint is read")
     checkpoint: str = argument("", "in place of run: a checkpoint's folder, or a Hugging Face folder")
-    tokenizer: str = argument("", "gpt2, bytes or a folder with tokenizer.json; empty: that of the model")
+    tokenizer: str = argument("", "gpt2, bytes or a folder with tokenizer.json; empty: the model's own")
     prompt: str = argument("def", "text to continue")
     prompt_file: str = argument("", "a file with the text to continue, in place of prompt")
     tokens: int = argument(200, "tokens to generate, at most")

@@ -31,6 +31,7 @@ class ShardError(ValueError):
 def write_shard(path: Path, tokens: np.ndarray, *, tokenizer: str) -> None:
     """Write tokens, uint16 or uint32 (n,), as the shard at path; whole or not at all.
 
+    For tokens that come in one piece from elsewhere: prepare makes its shards piece by piece (ShardWriter).
     tokenizer: the name of the tokenizer that made them, at most 32 bytes. Raises ValueError for another
     dtype.
     """

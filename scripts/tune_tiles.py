@@ -97,7 +97,7 @@ def check(arguments: Arguments) -> None:
     for shape in arguments.candidates or []:
         if not 4 <= len(shape) <= 6:
             raise ValueError(
-                f"candidates must be lists of 4 to 6 numbers, got {shape}: write [64, 64, 4, 2], --help tells more"
+                f"candidates must be lists of 4 to 6 numbers, got {shape}: as [64, 64, 4, 2], see --help"
             )
     for key, total in (("seq_lens", "tokens"), ("head_dims", "width")):
         for part in getattr(arguments, key):

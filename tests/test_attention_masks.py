@@ -1,10 +1,13 @@
-"""Windows, documents, padding, packed sequences: each mask against its definition, forward and backward."""
+"""Windows, documents, padding, packed sequences: each mask against its definition, forward and backward.
+
+Masks combined with everything else: test_combinations.py.
+"""
 
 from functools import partial
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import block_masks
@@ -201,31 +204,6 @@ def test_varlen_intervals_are_the_mask_from_both_sides(pairs, causal, window):
         window=window,
     )
     assert_intervals_are(torch.block_diag(*blocks).bool(), rows[0], columns[0])
-
-
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(
-    seq_q=st.integers(1, 70),
-    seq_k=st.integers(1, 70),
-    group=st.integers(1, 2),
-    head_dim=st.sampled_from([8, 16, 24]),
-    causal=st.booleans(),
-    window=st.none() | st.integers(1, 80),
-    cuts=st.none() | st.lists(st.integers(0, 70), max_size=4),
-    dropout_p=st.sampled_from([0.0, 0.3]),
-    dtype=st.sampled_from([torch.float32, torch.float16]),
-)
-def test_any_combination_is_as_accurate_as_torch(
-    device, seq_q, seq_k, group, head_dim, causal, window, cuts, dropout_p, dtype
-):
-    options = {"causal": causal, "window": window if causal else None, "dropout_p": dropout_p}
-    if dropout_p:
-        options["dropout_seed"] = 7
-    if cuts is not None and seq_q <= seq_k:
-        ids = sum((torch.arange(seq_k) >= cut).int() for cut in cuts) + torch.zeros(seq_k, dtype=torch.int32)
-        options["document_ids"] = ids[None].int().to(device)
-    q, k, v = random_qkv(1, seq_q, seq_k, group, 1, head_dim, dtype, device)
-    assert_as_accurate_as_torch(flash_attention, q, k, v, **options)
 
 
 def documents(*lengths: int) -> torch.Tensor:

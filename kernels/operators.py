@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import block_masks
+from kernels.intervals import document_bounds
 from kernels.layouts import with_tokens_in_memory
 from kernels.problem import CannotBuildError, Problem
 from kernels.registration import differentiate, operator
@@ -166,22 +167,29 @@ def choose_implementation(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> 
 def implementation_table(device: torch.device | str) -> str:
     """What runs on a device, one line for each kind of problem, to print: python -m kernels.operators"""
     lines = []
+    ids = torch.zeros(1, 128, dtype=torch.int32, device=device)
+    key_bounds, query_bounds = document_bounds(ids, 128, causal=True, window=None)
     kinds = {
         "plain": {},
+        "window": {"window": 64},
+        "documents": {"causal": False, "key_bounds": key_bounds, "query_bounds": query_bounds},
         "dropout": {"dropout_p": 0.1},
         "deterministic": {"deterministic": True},
         "block mask": {"causal": False, "blocks": tuple(block_masks.causal(128, device=device).tensors())},
     }
+    defaults = {
+        "softmax_scale": 1.0,
+        "causal": True,
+        "window": None,
+        "key_bounds": None,
+        "query_bounds": None,
+        "dropout_p": 0.0,
+        "dropout_seed": None,
+        "deterministic": False,
+    }
     for dtype, head_dim, (kind, options) in product(TABLE_DTYPES, TABLE_HEAD_DIMS, kinds.items()):
         x = torch.empty(1, 128, 1, head_dim, dtype=dtype, device=device)
-        problem = Problem(
-            softmax_scale=1.0,
-            window=None,
-            key_bounds=None,
-            query_bounds=None,
-            dropout_seed=None,
-            **{"causal": True, "dropout_p": 0.0, "deterministic": False} | options,
-        )
+        problem = Problem(**defaults | options)
         name, reason = choose_implementation(problem, x, x, x)
         lines.append(f"{str(dtype).removeprefix('torch.'):9} D {head_dim:3} {kind:13} {name:9} {reason}")
     return "\n".join(lines)

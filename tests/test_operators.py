@@ -1,0 +1,53 @@
+"""Which implementation runs what, as python -m kernels.operators prints it."""
+
+import pytest
+
+from kernels import hopper
+from kernels.operators import implementation_table
+
+KINDS = {"plain", "window", "documents", "dropout", "deterministic", "block mask"}
+
+
+def table() -> dict[tuple[str, int, str], tuple[str, str]]:
+    """(dtype, head_dim, kind) -> implementation and reason."""
+    found = {}
+    for line in implementation_table("cpu").splitlines():
+        problem, (name, reason) = line[:30], line[30:].split(maxsplit=1)
+        dtype, _, head_dim, kind = problem.split(maxsplit=3)
+        found[dtype, int(head_dim), kind.strip()] = name, reason
+    return found
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
+    monkeypatch.setattr(hopper, "build_error", lambda: None)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_on_hopper_all_but_dropout_of_16_bit_heads_of_64_and_128_runs_on_its_kernels():
+    found = table()
+    assert {kind for _, _, kind in found} == KINDS
+    assert len(found) == 3 * 3 * len(KINDS)
+    for (dtype, head_dim, kind), (name, reason) in found.items():
+        if dtype != "float32" and head_dim in (64, 128) and kind != "dropout":
+            assert (name, reason) == ("hopper", "the fastest that takes this problem")
+        else:
+            assert name == "portable"
+            words = "dtype" if dtype == "float32" else "head_dim" if head_dim == 256 else "dropout"
+            assert reason.startswith("hopper ")
+            assert words in reason
+
+
+def test_elsewhere_everything_runs_on_the_portable_kernels():
+    for name, reason in table().values():
+        assert name == "portable"
+        assert "needs a GPU of compute capability 9.0, the tensors are on cpu" in reason
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_a_triton_that_cannot_build_hoppers_kernels_is_the_reason_given(monkeypatch):
+    monkeypatch.setattr(hopper, "build_error", lambda: "Gluon lacks warpgroup_mma")
+    found = table()
+    assert {name for name, _ in found.values()} == {"portable"}
+    assert found["bfloat16", 64, "plain"][1] == "hopper Gluon lacks warpgroup_mma"

@@ -22,10 +22,16 @@ def pytest_configure(config):
         waste_nothing()
 
 
+# before pytest chooses by marks
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     # it compiles for minutes: the worker that came to it last would end long after the other
     items.sort(key=lambda item: item.path.name != "test_hopper.py")
     if torch.cuda.is_available():
+        # what runs on whichever device there is, runs on the GPU: -m gpu takes it too
+        for item in items:
+            if "device" in item.fixturenames:
+                item.add_marker("gpu")
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU")
     for item in items:

@@ -319,7 +319,7 @@ def test_a_resumed_run_refuses_text_that_was_prepared_anew_unless_asked_for_by_p
     run("total_tokens=4096")
     shutil.rmtree(prepared)
     Path("corpus/00.txt").write_text("another text\n" * 30)
-    with pytest.raises(ValueError, match=f"{prepared} holds other tokens than .* other data on purpose"):
+    with pytest.raises(ValueError, match=f"{prepared} holds other tokens than .* with these on purpose"):
         run()
     assert len(losses()) == 8
     run("checkpoint.resume=runs/test/checkpoints/step_00000008")

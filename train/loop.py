@@ -173,8 +173,6 @@ def _train(
         if first_step == 0:
             logger.log({"step": 0, "tokens": 0, "val_loss": val_loss})
 
-    if processes.world_size > 1:
-        _settle_buckets(model, config, processes, autocast, scaler, optimizer)
     profiler = Profiler(folder, device, enabled=config.profile and is_main)
     with saver, logger or nullcontext(), profiler, Collector() as collector:
         if first_step < config.steps and processes.any(interruption.requested):
@@ -182,6 +180,8 @@ def _train(
             if first_step:
                 raise Interrupted(f"stopped after step {first_step}; the same command goes on from there")
             raise Interrupted("stopped before a step was done; the same command starts again")
+        if processes.world_size > 1:
+            _settle_buckets(model, config, processes, autocast, scaler, optimizer)
         for step in range(first_step, config.steps):
             timer.start()
             # dropout is a function of step and rank: a resumed run draws what it would have drawn

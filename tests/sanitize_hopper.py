@@ -20,7 +20,7 @@ from kernels.operators import use_implementation
 
 
 def run_random_problem(generator: random.Random, longest: int) -> tuple[dict, list[Tensor]]:
-    """The shape and mask, and out, dq, dk and dv, of one bf16 problem of up to `longest` tokens."""
+    """The shape, dtype and mask, and out, dq, dk and dv, of one problem of up to `longest` tokens."""
     mask = generator.choice(["full", "causal", "window", "documents", "blocks", "varlen"])
     batch, n_kv_head, group = (generator.randint(1, 3) for _ in range(3))
     if generator.random() < 0.3:
@@ -53,11 +53,19 @@ def run_random_problem(generator: random.Random, longest: int) -> tuple[dict, li
         shares = shares.repeat_interleave(128, 0)[:seq_q].repeat_interleave(128, 1)[:, :seq_k]
         options["block_mask"] = block_masks.from_dense(torch.rand_like(shares) < shares)
 
-    def draw(seq: int, heads: int) -> Tensor:
-        x = torch.randn(batch, seq, heads, head_dim, device="cuda", dtype=torch.bfloat16)
-        return x.requires_grad_()
+    dtype = generator.choice([torch.bfloat16, torch.float16])
 
-    q, k, v = draw(seq_q, n_kv_head * group), draw(seq_k, n_kv_head), draw(seq_k, n_kv_head)
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(batch, *shape, head_dim, device="cuda", dtype=dtype)
+
+    packs = generator.random() < 0.5
+    if packs and seq_q == seq_k and group == 1:
+        q, k, v = draw(seq_q, 3, n_kv_head).unbind(2)
+    elif packs:
+        q, (k, v) = draw(seq_q, n_kv_head * group), draw(seq_k, 2, n_kv_head).unbind(2)
+    else:
+        q, k, v = draw(seq_q, n_kv_head * group), draw(seq_k, n_kv_head), draw(seq_k, n_kv_head)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
     # around the backward pass too: an operator chooses anew in each
     with use_implementation("hopper"):
         if mask == "varlen":
@@ -67,7 +75,7 @@ def run_random_problem(generator: random.Random, longest: int) -> tuple[dict, li
         else:
             out = flash_attention(q, k, v, **options)
         gradients = torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
-    name = {"mask": mask, "deterministic": options["deterministic"]}
+    name = {"mask": mask, "deterministic": options["deterministic"], "dtype": dtype, "packs": packs}
     return name | {"q": tuple(q.shape), "k": tuple(k.shape)}, [out, *gradients]
 
 

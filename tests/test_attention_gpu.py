@@ -12,7 +12,8 @@ from kernels.operators import use_implementation
 from kernels.portable.backward import dkdv_kernel, dq_kernel, preprocess_kernel
 from kernels.portable.forward import forward_kernel
 from kernels.reference import attention_reference
-from tests.accuracy import assert_as_accurate_as_torch, random_qkv
+from tests.accuracy import NAMES, assert_as_accurate_as_torch, assert_within_rule, random_qkv, run
+from tests.test_hopper import on_hopper
 
 pytestmark = pytest.mark.gpu
 
@@ -71,6 +72,47 @@ def test_every_mask_with_dropout_and_grouped_heads(options, seq_q, seq_k, head_d
         options["document_ids"] = documents(options["document_ids"], 2, seq_k)
     q, k, v = random_qkv(2, seq_q, seq_k, 6, 2, head_dim, dtype, device)
     assert_as_accurate_as_torch(flash_attention, q, k, v, **options)
+
+
+@pytest.mark.parametrize("implementation", ["portable"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("head_dim", [32, 96, 192, 256])
+@pytest.mark.parametrize("causal", [True, False])
+def test_dropout_of_narrow_and_wide_heads(causal, head_dim, dtype, device):
+    # no query sees fewer than four keys: of fewer, what cancels under dropout leaves its rounding
+    q, k, v = random_qkv(2, 200, 203, 4, 2, head_dim, dtype, device)
+    options = {"causal": causal, "dropout_p": 0.1, "dropout_seed": 2**40 + 3}
+    assert_as_accurate_as_torch(flash_attention, q, k, v, **options)
+
+
+@on_hopper
+@pytest.mark.parametrize("implementation", ["hopper"], indirect=True)
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("seq_q", "seq_k"), [(1, 1), (129, 129), (1000, 1000), (200, 777), (777, 200)], ids=str
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": False}, {"window": 100}, {"document_ids": 5}, {"deterministic": True}], ids=str
+)
+def test_hopper_agrees_with_portable(options, seq_q, seq_k, head_dim, dtype, device):
+    """Apart by no more than one of them may be from the truth, and in lse by float32's roundings."""
+    options = dict(options)
+    if "document_ids" in options:
+        if seq_q > seq_k:
+            pytest.skip("documents need as many keys as queries")
+        options["document_ids"] = documents(options["document_ids"], 2, seq_k)
+    q, k, v = random_qkv(2, seq_q, seq_k, 6, 2, head_dim, dtype, device)
+    dout, dlse = torch.randn_like(q), torch.randn(2, 6, seq_q, device=device)
+    hopper = run(flash_attention, q, k, v, dout, dlse, **options)
+    with use_implementation("portable"):
+        portable = run(flash_attention, q, k, v, dout, dlse, **options)
+    torchs = run(attention_reference, q, k, v, dout, dlse, **options)
+    for name, x, pt, ref in zip(NAMES, hopper, torchs, portable, strict=True):
+        if name == "lse":
+            torch.testing.assert_close(x, ref, rtol=1e-5, atol=1e-5)
+        else:
+            assert_within_rule(name, x, pt, ref.double())
 
 
 @pytest.mark.parametrize("strided", ["packed", "heads first", "odd stride"])
@@ -132,13 +174,7 @@ def test_a_cuda_graph_replays_with_new_seeds_inputs_and_documents(device):
         out = flash_attention(q, k, v, document_ids=ids, dropout_p=0.2, dropout_seed=seed)
         return out, *torch.autograd.grad(out.sum(), (q, k, v))
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     for new in (7, 8):
         seed.fill_(new)
         ids.copy_(documents(5, 2, 200))
@@ -147,6 +183,69 @@ def test_a_cuda_graph_replays_with_new_seeds_inputs_and_documents(device):
         graph.replay()
         replayed = [x.clone() for x in captured]
         assert all(torch.equal(a, b) for a, b in zip(replayed, step(), strict=True))
+
+
+@pytest.mark.parametrize("implementation", ["portable"], indirect=True)
+def test_a_cuda_graph_draws_another_dropout_mask_in_every_replay(device):
+    q, k, v = random_qkv(2, 200, 200, 4, 2, 64, torch.bfloat16, device)
+    dout = torch.randn_like(q)
+
+    def step():
+        out = flash_attention(q, k, v, dropout_p=0.5)
+        return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+    graph, captured = capture(step)
+    replays = []
+    for _ in range(2):
+        graph.replay()
+        out, dq, _, dv = replayed = [x.detach().double() for x in captured]
+        assert all(x.isfinite().all() for x in replayed)
+        # out is linear in v: both sums are the same number where both passes drop the same
+        products = out * dout
+        assert (products.sum() - (dv * v).sum()).abs() < 0.05 * products.norm()
+        replays.append((out, dq))
+    assert not any(torch.equal(a, b) for a, b in zip(*replays, strict=True))
+
+
+@on_hopper
+@pytest.mark.parametrize("implementation", ["hopper"], indirect=True)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_cuda_graph_replays_both_passes_of_hopper(head_dim, deterministic, device):
+    # more tiles than thread blocks: what counts them must begin anew in each replay
+    q, k, v = random_qkv(4, 1111, 1111, 24, 12, head_dim, torch.bfloat16, device)
+    dout = torch.randn_like(q)
+
+    def step():
+        out, lse = flash_attention(q, k, v, deterministic=deterministic, return_lse=True)
+        return out, lse, *torch.autograd.grad(out, (q, k, v), dout)
+
+    graph, captured = capture(step)
+    for _ in range(3):
+        with torch.no_grad():
+            for x in (q, k, v, dout):
+                x.normal_()
+        graph.replay()
+        replayed = dict(zip(NAMES, (x.clone() for x in captured), strict=True))
+        expected = dict(zip(NAMES, step(), strict=True))
+        if not deterministic:
+            # summed in any order
+            torch.testing.assert_close(replayed.pop("dq"), expected.pop("dq"), rtol=2e-2, atol=1e-2)
+        for name, x in replayed.items():
+            assert torch.equal(x, expected[name]), name
+
+
+def capture(step):
+    """A CUDA graph of step(), which ran once before, and the tensors that each replay fills."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    return graph, captured
 
 
 def test_inductor_compiles_it_into_a_model_once(device):

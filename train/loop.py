@@ -212,12 +212,13 @@ def _train(
             is_logged = is_last or done == 1 or val_loss or _is_due(done, config.logging.every_steps)
             # the first step after a resumption is shown, but the file stays that of a run never stopped
             if is_logged or done == first_step + 1:
+                # while the device is still at work
+                collector.collect()
                 metrics = measure(done, loss, val_loss, rate, grad_norm, guard.skipped_steps)
                 if is_main:
                     logger.progress(metrics, (config.steps - done) * metrics["step_seconds"])
                     if is_logged:
                         logger.log(metrics)
-                collector.collect()
             if is_last or interrupted or _is_due(done, config.checkpoint.every_steps):
                 state = {"scaler": scaler.state_dict(), "guard": guard.state()}
                 info = {"step": done, "val_loss": val_loss, "resume": resume, "config": asdict(config)}

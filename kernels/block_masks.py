@@ -23,6 +23,7 @@ from kernels.block_constructors import (
     places,
 )
 from kernels.block_mask import BlockMask, n_blocks
+from kernels.checks import check_order
 from kernels.intervals import document_bounds
 
 __all__ = [
@@ -207,8 +208,7 @@ def documents(document_ids: Tensor, *, block_size: int = 128) -> BlockMask:
     nothing sees.
     """
     check_integers("(B, T)", (2,), document_ids=document_ids)
-    if bool((document_ids.diff() < 0).any()):
-        raise ValueError("document_ids must not decrease along a row: number the documents in their order")
+    check_order(document_ids)
     seq_len = document_ids.shape[1]
     key_bounds, _ = document_bounds(document_ids, seq_len, causal=False, window=None)
     return from_intervals(*key_bounds.unbind(1), seq_len, block_size=block_size)

@@ -129,11 +129,14 @@ def check_document_ids(document_ids: Tensor, q: Tensor, k: Tensor) -> None:
     if q.shape[1] > k.shape[1]:
         raise ValueError(f"document_ids need Tq <= Tk, got Tq {q.shape[1]} and Tk {k.shape[1]}")
     if is_unchecked(document_ids, k.shape[1]):
-        if bool((document_ids[:, 1:] < document_ids[:, :-1]).any()):
-            raise ValueError(
-                "document_ids must not decrease along a row: number the documents in their order"
-            )
+        check_order(document_ids)
         remember(document_ids, k.shape[1])
+
+
+def check_order(document_ids: Tensor) -> None:
+    """Whether documents (B, T) are numbered in their order; reads the values."""
+    if bool((document_ids[:, 1:] < document_ids[:, :-1]).any()):
+        raise ValueError("document_ids must not decrease along a row: number the documents in their order")
 
 
 def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor) -> None:

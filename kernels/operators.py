@@ -38,6 +38,30 @@ def _fake_backward(dout, dlse, q, k, v, *options):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+def _problem(
+    key_bounds: Tensor | None,
+    query_bounds: Tensor | None,
+    dropout_seed: Tensor | None,
+    blocks: list[Tensor],
+    softmax_scale: float,
+    causal: bool,
+    window: int | None,
+    dropout_p: float,
+    deterministic: bool,
+) -> Problem:
+    return Problem(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window=window,
+        key_bounds=key_bounds,
+        query_bounds=query_bounds,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        deterministic=deterministic,
+        blocks=tuple(blocks),
+    )
+
+
 @operator(fake=_fake_forward)
 def attention_forward(
     q: Tensor,
@@ -53,17 +77,10 @@ def attention_forward(
     dropout_p: float,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    problem = Problem(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window=window,
-        key_bounds=key_bounds,
-        query_bounds=query_bounds,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-        deterministic=deterministic,
-        blocks=tuple(blocks),
-    )
+    problem = _problem(
+        key_bounds, query_bounds, dropout_seed, blocks, softmax_scale, causal, window, dropout_p,
+        deterministic,
+    )  # fmt: skip
     return run(problem, q, k, v, lambda module: module.attention_forward(problem, q, k, v))
 
 
@@ -86,25 +103,16 @@ def attention_backward(
     dropout_p: float,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    problem = Problem(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window=window,
-        key_bounds=key_bounds,
-        query_bounds=query_bounds,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-        deterministic=deterministic,
-        blocks=tuple(blocks),
-    )
+    problem = _problem(
+        key_bounds, query_bounds, dropout_seed, blocks, softmax_scale, causal, window, dropout_p,
+        deterministic,
+    )  # fmt: skip
     dout = with_tokens_in_memory(dout)
-    return run(
-        problem,
-        q,
-        k,
-        v,
-        lambda module: module.attention_backward(problem, dout, dlse, q, k, v, out, lse),
-    )
+
+    def backward(module):
+        return module.attention_backward(problem, dout, dlse, q, k, v, out, lse)
+
+    return run(problem, q, k, v, backward)
 
 
 def _save_for_backward(ctx, inputs, output):
@@ -177,19 +185,9 @@ def implementation_table(device: torch.device | str) -> str:
         "deterministic": {"deterministic": True},
         "block mask": {"causal": False, "blocks": tuple(block_masks.causal(128, device=device).tensors())},
     }
-    defaults = {
-        "softmax_scale": 1.0,
-        "causal": True,
-        "window": None,
-        "key_bounds": None,
-        "query_bounds": None,
-        "dropout_p": 0.0,
-        "dropout_seed": None,
-        "deterministic": False,
-    }
     for dtype, head_dim, (kind, options) in product(TABLE_DTYPES, TABLE_HEAD_DIMS, kinds.items()):
         x = torch.empty(1, 128, 1, head_dim, dtype=dtype, device=device)
-        problem = Problem(**defaults | options)
+        problem = Problem(**{"softmax_scale": 1.0, "causal": True} | options)
         name, reason = choose_implementation(problem, x, x, x)
         lines.append(f"{str(dtype).removeprefix('torch.'):9} D {head_dim:3} {kind:13} {name:9} {reason}")
     return "\n".join(lines)

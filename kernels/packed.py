@@ -55,13 +55,11 @@ def packed_attention_backward(
     q, k, v = qkv.unbind(2)
     dqkv = torch.empty_like(qkv)
     dout, gradients = with_tokens_in_memory(dout), dqkv.unbind(2)
-    run(
-        problem,
-        q,
-        k,
-        v,
-        lambda module: module.attention_backward(problem, dout, None, q, k, v, out, lse, gradients=gradients),
-    )
+
+    def backward(module):
+        module.attention_backward(problem, dout, None, q, k, v, out, lse, gradients=gradients)
+
+    run(problem, q, k, v, backward)
     return dqkv
 
 
@@ -84,11 +82,8 @@ def _problem(key_bounds, query_bounds, softmax_scale: float, causal: bool, deter
     return Problem(
         softmax_scale=softmax_scale,
         causal=causal,
-        window=None,
         key_bounds=key_bounds,
         query_bounds=query_bounds,
-        dropout_p=0.0,
-        dropout_seed=None,
         deterministic=deterministic,
     )
 

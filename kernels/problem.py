@@ -23,12 +23,12 @@ class Problem:
 
     softmax_scale: float
     causal: bool
-    window: int | None
-    key_bounds: Tensor | None
-    query_bounds: Tensor | None
-    dropout_p: float
-    dropout_seed: Tensor | None
-    deterministic: bool
+    window: int | None = None
+    key_bounds: Tensor | None = None
+    query_bounds: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None
+    deterministic: bool = False
     # of a BlockMask, as BlockMask.tensors gives them: lists of rows and of columns, tiles, transposed tiles
     blocks: tuple[Tensor, ...] = ()
 

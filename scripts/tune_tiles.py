@@ -174,11 +174,8 @@ def launcher(
         softmax_scale=head_dim**-0.5,
         causal=causal and arguments.pattern is None,
         window=arguments.window if causal else None,
-        key_bounds=None,
-        query_bounds=None,
         dropout_p=arguments.dropout_p,
         dropout_seed=torch.tensor([1], device="cuda") if arguments.dropout_p else None,
-        deterministic=False,
         blocks=() if arguments.pattern is None else tuple(block_mask(arguments, seq_len).tensors()),
     )
 

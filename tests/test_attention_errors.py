@@ -119,10 +119,7 @@ def test_masks_made_in_inference_mode_are_checked_too():
 def test_more_queries_than_the_backward_pass_can_number_are_refused():
     # an expanded number: none of this is ever in memory
     x = torch.zeros(1, dtype=torch.float16, device=DEVICE).expand(2**22, 100, 4, 8)
-    problem = Problem(
-        softmax_scale=1.0, causal=True, window=None, key_bounds=None, query_bounds=None,
-        dropout_p=0.0, dropout_seed=None, deterministic=True,
-    )  # fmt: skip
+    problem = Problem(softmax_scale=1.0, causal=True, deterministic=True)
     with pytest.raises(ValueError, match=r"q must have fewer than 2\*\*31 .*128.*16777216 heads of 100"):
         attention_backward(problem, x, None, x, x, x, x, torch.zeros(1, device=DEVICE))
 

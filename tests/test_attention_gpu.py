@@ -31,6 +31,15 @@ def documents(n_documents: int, batch: int, seq_len: int) -> torch.Tensor:
     return torch.randint(n_documents, (batch, seq_len), device="cuda").sort(dim=1).values.int()
 
 
+def with_documents(options: dict, seq_q: int, seq_k: int) -> dict:
+    """The options of a test of two sequences, so many documents drawn as document_ids names."""
+    if "document_ids" not in options:
+        return options
+    if seq_q > seq_k:
+        pytest.skip("documents need as many keys as queries")
+    return options | {"document_ids": documents(options["document_ids"], 2, seq_k)}
+
+
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
 def test_every_head_dim(head_dim, dtype, device):
@@ -65,11 +74,7 @@ def test_tensors_need_not_be_on_the_current_gpu():
     ids=str,
 )
 def test_every_mask_with_dropout_and_grouped_heads(options, seq_q, seq_k, head_dim, dtype, device):
-    options = dict(options)
-    if "document_ids" in options:
-        if seq_q > seq_k:
-            pytest.skip("documents need as many keys as queries")
-        options["document_ids"] = documents(options["document_ids"], 2, seq_k)
+    options = with_documents(options, seq_q, seq_k)
     q, k, v = random_qkv(2, seq_q, seq_k, 6, 2, head_dim, dtype, device)
     assert_as_accurate_as_torch(flash_attention, q, k, v, **options)
 
@@ -97,11 +102,7 @@ def test_dropout_of_narrow_and_wide_heads(causal, head_dim, dtype, device):
 )
 def test_hopper_agrees_with_portable(options, seq_q, seq_k, head_dim, dtype, device):
     """Apart by no more than one of them may be from the truth, and in lse by float32's roundings."""
-    options = dict(options)
-    if "document_ids" in options:
-        if seq_q > seq_k:
-            pytest.skip("documents need as many keys as queries")
-        options["document_ids"] = documents(options["document_ids"], 2, seq_k)
+    options = with_documents(options, seq_q, seq_k)
     q, k, v = random_qkv(2, seq_q, seq_k, 6, 2, head_dim, dtype, device)
     dout, dlse = torch.randn_like(q), torch.randn(2, 6, seq_q, device=device)
     hopper = run(flash_attention, q, k, v, dout, dlse, **options)

@@ -68,17 +68,9 @@ class KeyTiles:
 
 @gluon.jit
 def make_key_tiles(
-    mask,
-    group,
-    padded,
-    n_batch,
-    n_kv_head,
-    section,
-    by_section_tiles,
-    by_section,
-    by_last_section,
+    mask, group, padded, n_batch, n_kv_head, section, by_section_tiles, by_section, by_last_section,
     by_n_kv_head,
-):
+):  # fmt: skip
     """The tiles of all heads of k and v, as arguments of the two kernels describe them."""
     order = TileOrder(
         n_batch * n_kv_head, gl.cdiv(mask.seq_k, BLOCK_N), section,

@@ -107,22 +107,9 @@ def walk(
     """Steps start to stop of a tile, whose step 0 is at `last_place`, with buffers number n."""
     for j in range(start, stop):
         p, o, m_i, l_i = step(
-            tiles,
-            q,
-            p,
-            o,
-            m_i,
-            l_i,
-            n + j,
-            j > 1,
-            first,
-            end,
-            last_place - j,
-            scale_log2,
-            shift,
-            MASKED,
-            INDEX,
-        )
+            tiles, q, p, o, m_i, l_i, n + j, j > 1, first, end, last_place - j, scale_log2, shift,
+            MASKED, INDEX
+        )  # fmt: skip
     return p, o, m_i, l_i
 
 

@@ -139,7 +139,7 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
                 words = words_at(tiles, own_end - 1, key_first, nothing)
             else:
                 key_first, key_end = tiles.mask.keys_of(batch, rows)
-            shift = shift_of(rows, BLOCK_SIZE if KIND == "blocks" else key_end - key_first)
+            shift = shift_of(rows, tiles.q.dtype)
             q = tiles.q.index(q_stage * tiles.CONSUMERS + part).reshape([ROWS, tiles.HEAD_DIM])
 
             # where nothing is pending, o becomes a product of anything, and is not stored

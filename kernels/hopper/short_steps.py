@@ -8,7 +8,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
-from kernels.hopper.block_lists import BLOCK_SIZE, hide_unseen
+from kernels.hopper.block_lists import hide_unseen
 from kernels.hopper.query_tiles import ROWS, locate, places, skip, words_at
 from kernels.hopper.softmax import LOWEST, hide, partial_sum, shift_of, softmax
 from kernels.hopper.steps import scores_of_nothing, store
@@ -70,7 +70,7 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             if row < 0:
                 own_begin = begin
                 own_end = begin
-        shift = shift_of(gl.maximum(row, 0) + lines, BLOCK_SIZE if LISTED else key_end - first)
+        shift = shift_of(row + lines, tiles.q.dtype)
         q_stage = tiles.q_ring.take(turn)
         q = tiles.q.index(q_stage * tiles.CONSUMERS + INDEX).reshape([ROWS, tiles.HEAD_DIM])
         o = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, O_LAYOUT)

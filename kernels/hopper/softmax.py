@@ -11,13 +11,29 @@ LOWEST = gl.constexpr(-1.0e30)
 
 # multiples of the golden ratio fill [0, 1) evenly, whichever rows are looked at
 GOLDEN_RATIO = gl.constexpr(0.6180339887498949)
+# what the largest probability of each row is rounded to
+PEAK = gl.constexpr(0.75)
 
 
 @gluon.jit
-def shift_of(rows, n_keys):
-    """(ROWS,) in [0, 1): what each row's maximum is raised by, as in portable/forward.py, which tells why."""
-    shift = rows * GOLDEN_RATIO
-    return gl.where(n_keys > 2, shift - gl.floor(shift), 0.0)
+def peak_of(rows, dtype: gl.constexpr):
+    """(ROWS,): each row's largest probability, next to PEAK, as in portable/forward.py, which tells why."""
+    unit: gl.constexpr = 2.0**-8 if dtype == gl.bfloat16 else 2.0**-11
+    multiple = rows * GOLDEN_RATIO
+    return (multiple - gl.floor(multiple) - 0.5) * (0.9 * unit) + PEAK
+
+
+@gluon.jit
+def shift_of(rows, dtype: gl.constexpr):
+    """(ROWS,): what each row's maximum is raised by."""
+    return -gl.log2(peak_of(rows, dtype))
+
+
+@gluon.jit
+def rounded_sum(l_i, rows, dtype: gl.constexpr):
+    """(ROWS,): l, with the peak as rounded where l is less than two: one key outweighs all others there."""
+    peak = peak_of(rows, dtype)
+    return gl.where(l_i < 1.9 * peak, l_i - (peak - PEAK), l_i)
 
 
 @gluon.jit

@@ -23,7 +23,7 @@ from kernels.hopper.primitives import (
 )
 from kernels.hopper.query_tiles import ROWS, words_at
 from kernels.hopper.schedule import quotient
-from kernels.hopper.softmax import hide, softmax
+from kernels.hopper.softmax import hide, rounded_sum, softmax
 
 LN2 = gl.constexpr(0.6931471805599453)
 TURN_BARRIER = gl.constexpr(9)
@@ -141,7 +141,8 @@ def store(tiles, out_desc, lse_ptr, o, m_i, l_i, head, row, INDEX: gl.constexpr)
     """
     l_i = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
     empty = l_i == 0.0
-    inverse = gl.where(empty, 0.0, 1.0 / l_i)
+    rows = row + gl.arange(0, ROWS, layout=l_i.type.layout)
+    inverse = gl.where(empty, 0.0, 1.0 / rounded_sum(l_i, rows, tiles.q.dtype))
     o = o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout)), 1)
     buffer = tiles.out.index(INDEX)
     # the copy of the tile before must have left the buffer
@@ -154,5 +155,4 @@ def store(tiles, out_desc, lse_ptr, o, m_i, l_i, head, row, INDEX: gl.constexpr)
     tma.async_copy_shared_to_global(out_desc, [batch, head - batch * tiles.n_head, row, 0], buffer)
 
     lse = gl.where(empty, float("-inf"), (m_i + gl.log2(l_i)) * LN2)
-    rows = row + gl.arange(0, ROWS, layout=l_i.type.layout)
     gl.store(lse_ptr + head.to(gl.int64) * tiles.mask.seq_q + rows, lse, mask=rows < tiles.mask.seq_q)

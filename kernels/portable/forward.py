@@ -8,11 +8,11 @@ the reference m of the exponent, the sum l of the probabilities and the unnormal
     l = l 2^(m - m') + sum_j p_j           acc = acc 2^(m - m') + p v
     out = acc / l                          lse = (m + log2 l) ln 2
 
-`shift` is a number in [0, 1) that differs from row to row. In exact arithmetic it cancels. In bf16 it keeps
-the largest probabilities from being exactly 1: when several keys tie for the maximum, p v is a plain sum of
-rounded values, whose own rounding is biased the same way in every such row (Qiu and Yao, arXiv:2510.04212,
-who shift the maximum of the tied rows alone). Rows of one or two keys are not shifted: they would lose the
-accuracy of a probability that is exactly 1, and are too few to bias anything.
+`shift` differs from row to row. In exact arithmetic it cancels. In 16 bits it keeps the largest probabilities
+from being exactly 1: when several keys tie for the maximum, p v is a plain sum of rounded values, whose own
+rounding is biased the same way in every such row (Qiu and Yao, arXiv:2510.04212, who shift the maximum of the
+tied rows alone). Here p at the maximum is a little more or less than 3/4, and p v takes it as 3/4. Where one
+key outweighs all others, that error would be the row's; the division by l takes it back.
 
 Source: Dao, FlashAttention-2, arXiv:2307.08691, algorithm 1.
 """
@@ -52,6 +52,16 @@ LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.0e38)
 # multiples of the golden ratio fill [0, 1) evenly, whichever rows are looked at
 GOLDEN_RATIO = tl.constexpr(0.6180339887498949)
+# what the largest probability of each row is rounded to in 16 bits
+PEAK = tl.constexpr(0.75)
+
+
+@triton.jit
+def peak_of(rows, dtype: tl.constexpr):
+    """(BLOCK_M,): the largest probability of each row, up to 0.45 units in the last place from PEAK."""
+    unit: tl.constexpr = 2.0**-8 if dtype == tl.bfloat16 else 2.0**-11
+    multiple = rows * GOLDEN_RATIO
+    return (multiple - tl.floor(multiple) - 0.5) * (0.9 * unit) + PEAK
 
 
 @triton.jit
@@ -143,8 +153,7 @@ def forward_kernel(
     span = find_span(first_a, end_a, first_b, end_b, listed, entries_ptr, MASK, BLOCK_SIZE, BLOCK_N)
     shift = tl.zeros([BLOCK_M], tl.float32)
     if q.dtype != tl.float32:
-        shift = rows * GOLDEN_RATIO
-        shift = tl.where(end_key - first_key > 2, shift - tl.floor(shift), 0.0)
+        shift = -tl.log2(peak_of(rows, q.dtype))
     m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -163,7 +172,12 @@ def forward_kernel(
     # a row that sees nothing: out 0 and lse -inf
     sees_nothing = l_i == 0.0
     l_safe = tl.where(sees_nothing, 1.0, l_i)
-    acc = acc * (keep_scale / l_safe)[:, None]
+    total = l_safe
+    if q.dtype != tl.float32:
+        # less than two peaks: one key outweighs all others
+        peak = peak_of(rows, q.dtype)
+        total = tl.where(l_safe < 1.9 * peak, l_safe - (peak - PEAK), l_safe)
+    acc = acc * (keep_scale / total)[:, None]
     store_tile(out_ptr, acc, first_row, seq_q, stride_ot, 1, HEAD_DIM, BLOCK_M, BLOCK_D)
     lse = tl.where(sees_nothing, float("-inf"), (m_i + tl.log2(l_safe)) * LN2)
     tl.store(lse_ptr + head_of_batch.to(tl.int64) * seq_q + rows, lse, mask=rows < seq_q)

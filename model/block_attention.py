@@ -89,13 +89,18 @@ def _options(mask: Mask, softmax_scale: float) -> dict:
 
 
 def reference_forward(q, k, v, mask: Mask, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    dtype = q.dtype
+    q, k, v = map(_accurate, (q, k, v))
     group = q.shape[2] // k.shape[2]
     scores = reference_scores(q, k, mask, softmax_scale)
     lse = scores.logsumexp(-1)  # (B, H, Tq)
-    return torch.einsum("bhqk,bkhd->bqhd", probabilities(scores, lse), v.repeat_interleave(group, 2)), lse
+    out = torch.einsum("bhqk,bkhd->bqhd", probabilities(scores, lse), v.repeat_interleave(group, 2))
+    return out.to(dtype), lse
 
 
 def reference_backward(dout, q, k, v, out, lse, mask: Mask, softmax_scale: float) -> tuple[Tensor, ...]:
+    dtype = q.dtype
+    dout, q, k, v, out = map(_accurate, (dout, q, k, v, out))
     n_kv_head, group = k.shape[2], q.shape[2] // k.shape[2]
     p = probabilities(reference_scores(q, k, mask, softmax_scale), lse)
     delta = torch.einsum("bqhd,bqhd->bhq", dout, out)
@@ -104,7 +109,12 @@ def reference_backward(dout, q, k, v, out, lse, mask: Mask, softmax_scale: float
     dq = torch.einsum("bhqk,bkhd->bqhd", ds, k.repeat_interleave(group, 2))
     dk = torch.einsum("bhqk,bqhd->bkhd", ds, q).unflatten(2, (n_kv_head, group)).sum(3)
     dv = torch.einsum("bhqk,bqhd->bkhd", p, dout).unflatten(2, (n_kv_head, group)).sum(3)
-    return dq, dk, dv
+    return tuple(x.to(dtype) for x in (dq, dk, dv))
+
+
+def _accurate(x: Tensor) -> Tensor:
+    """x in float32, or as it is if that is float64: lse is so too, whatever the dtype of q."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def reference_scores(q: Tensor, k: Tensor, mask: Mask, softmax_scale: float) -> Tensor:

@@ -40,8 +40,10 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
-def seed():
+def same_beginning():
     torch.manual_seed(0)
+    # training chooses TF32 for its process, which here is that of other tests too
+    torch.set_float32_matmul_precision("highest")
 
 
 @pytest.fixture

@@ -41,7 +41,10 @@ CONFIGS = {
 )
 @pytest.mark.parametrize("name", CONFIGS)
 def test_hugging_face_models_are_as_accurate_as_with_sdpa(name, padding, dtype, device):
-    """Logits and all gradients by the one rule: sdpa in the same dtype, and in float64 as the truth."""
+    """Logits and all gradients by the one rule: sdpa in the same dtype, and in float64 as the truth.
+
+    The gradients as one, each tensor next to 1: alone, a bias of a few numbers may be exact by luck in sdpa.
+    """
     hugging_face.register()
     tokens = torch.randint(32, (2, 40), device=device)
     inputs, real = {}, torch.ones(2, 40, dtype=torch.bool, device=device)
@@ -66,10 +69,12 @@ def test_hugging_face_models_are_as_accurate_as_with_sdpa(name, padding, dtype, 
         logits.square().sum().backward()
         named = ((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
         results.append({"logits": logits.detach()} | dict(named))
-    ours, pt, truth = results
+    ours, _, truth = results
     assert ours.keys() == truth.keys()
-    for name in truth:
-        assert_within_rule(name, ours[name], pt[name], truth[name])
+    assert_within_rule("logits", *(x.pop("logits") for x in results))
+    scales = {name: 2.0 ** -x.abs().max().log2().ceil() for name, x in truth.items()}
+    joined = (torch.cat([(x[name] * scales[name]).flatten() for name in truth]) for x in results)
+    assert_within_rule("gradients", *joined)
 
 
 @pytest.mark.parametrize("n_target", [6, 24, 30])

@@ -129,24 +129,28 @@ def test_heads_of_a_gradient_may_begin_behind_two_billion_elements():
     prepare_kernel[(1, n_head)](
         out, dout, lse, lse, minus_lse, minus_delta, dq_sum, counts,
         *out.stride()[:3], *dout.stride()[:3], n_head, seq_len, 128, n_head, n_head, 0.125,
-        HEAD_DIM=head_dim, BLOCK_M=128, COUNTS=4, HAS_DLSE=False,
+        HEAD_DIM=head_dim, WIDTH=64, BLOCK_M=128, COUNTS=4, HAS_DLSE=False,
     )  # fmt: skip
     expected = -(out.float() * dout.float()).sum(-1)[0].T
     torch.testing.assert_close(minus_delta[:, :seq_len], expected)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's test")
-def test_sums_are_zeroed_and_counts_begin_at_zero_for_the_first_sections_alone():
-    (batch, seq_len, n_head, head_dim), n_sums, n_sections = (2, 70, 3, 64), 4, 3
+@pytest.mark.parametrize(("head_dim", "width"), [(64, 64), (40, 64), (96, 128)])
+def test_sums_are_zeroed_and_counts_begin_at_zero_for_the_first_sections_alone(head_dim, width):
+    (batch, seq_len, n_head), n_sums, n_sections = (2, 70, 3), 4, 3
+    # behind the last channel of a head other heads have theirs
     out = torch.randn(batch, seq_len, n_head, head_dim).half()
     minus_lse, minus_delta = torch.empty(2, batch * n_head * 128)
     # what is not asked for stays as it is: there is no memory for it
-    sums, counts = torch.full((6, 128, head_dim), 7.0), torch.full((6, 4), 7, dtype=torch.int32)
+    sums, counts = torch.full((6, 128, width), 7.0), torch.full((6, 4), 7, dtype=torch.int32)
     prepare_kernel[(1, batch * n_head)](
         out, out, torch.randn(batch, n_head, seq_len), out, minus_lse, minus_delta, sums, counts,
         *out.stride()[:3], *out.stride()[:3], n_head, seq_len, 128, n_sums, n_sections, 0.125,
-        HEAD_DIM=head_dim, BLOCK_M=128, COUNTS=4, HAS_DLSE=False,
+        HEAD_DIM=head_dim, WIDTH=width, BLOCK_M=128, COUNTS=4, HAS_DLSE=False,
     )  # fmt: skip
+    expected = -out.float().square().sum(-1).transpose(1, 2)
+    torch.testing.assert_close(minus_delta.view(batch, n_head, 128)[..., :seq_len], expected)
     assert (sums[:n_sums] == 0).all()
     assert (sums[n_sums:] == 7).all()
     assert (counts[:n_sections] == 0).all()
@@ -154,23 +158,23 @@ def test_sums_are_zeroed_and_counts_begin_at_zero_for_the_first_sections_alone()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's test")
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_heads_of_the_last_section_are_rounded_from_its_slot(head_dim):
+@pytest.mark.parametrize(("head_dim", "width"), [(64, 64), (128, 128), (56, 64), (72, 128)])
+def test_the_heads_of_the_last_section_are_rounded_from_its_slot(head_dim, width):
     batch, seq_len, n_head, padded = 2, 150, 3, 256
     # of six heads the last two, whose sums are the second and third of three
     first_head, first_sum = 4, 1
-    expected = torch.randn(6, padded, head_dim)
+    expected = torch.randn(6, padded, width)
     # squares of 64 queries x 64 of D, transposed, in the order of primitives.fragments
-    squares = expected[first_head:].view(2, padded // 64, 64, head_dim // 64, 64).permute(0, 1, 3, 4, 2)
+    squares = expected[first_head:].view(2, padded // 64, 64, width // 64, 64).permute(0, 1, 3, 4, 2)
     squares = squares.reshape(-1, 4, 2, 8, 8, 4, 2).permute(0, 4, 1, 3, 5, 2, 6)
-    sums = torch.cat([torch.zeros(1, padded, head_dim), squares.reshape(2, padded, head_dim)])
+    sums = torch.cat([torch.zeros(1, padded, width), squares.reshape(2, padded, width)])
     dq = torch.zeros(batch, seq_len, n_head, head_dim, dtype=torch.float16)
     round_kernel[(padded // 128, 2)](
         sums, dq, *dq.stride()[:3], n_head, first_head, first_sum, seq_len, padded, 0.125,
-        HEAD_DIM=head_dim, BLOCK_M=128,
+        HEAD_DIM=head_dim, WIDTH=width, BLOCK_M=128,
     )  # fmt: skip
     dq = dq.transpose(1, 2).flatten(0, 1)
-    assert torch.equal(dq[first_head:], (expected[first_head:, :seq_len] * 0.125).half())
+    assert torch.equal(dq[first_head:], (expected[first_head:, :seq_len, :head_dim] * 0.125).half())
     assert (dq[:first_head] == 0).all()
 
 
@@ -268,7 +272,7 @@ def test_what_fails_on_a_card_is_no_failure_to_compile(monkeypatch):
     ("change", "shape", "dtype", "words"),
     [
         ({"dropout_p": 0.1}, (1, 8, 2, 64), torch.bfloat16, "dropout"),
-        ({}, (1, 8, 2, 96), torch.bfloat16, "head_dim"),
+        ({}, (1, 8, 2, 136), torch.bfloat16, "heads of 40 to 128"),
         ({}, (1, 8, 2, 64), torch.float32, "dtype"),
         ({"softmax_scale": 0.0}, (1, 8, 2, 64), torch.bfloat16, "softmax_scale"),
         ({"blocks": lists(block_size=64), "causal": False}, (1, 8, 2, 64), torch.bfloat16, "not of 64"),
@@ -292,6 +296,24 @@ def test_refuses_each_feature_by_name(change, shape, dtype, words):
 def test_is_as_accurate_as_torch_at_any_length(seq_len, head_dim, causal, dtype, deterministic):
     q, k, v = random_qkv(2, seq_len, seq_len, 3, 3, head_dim, dtype, "cuda")
     assert_as_accurate_as_torch(hopper_attention, q, k, v, causal=causal, deterministic=deterministic)
+
+
+@pytest.mark.gpu
+@on_hopper
+@either_order
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "documents", "blocks"])
+@pytest.mark.parametrize("head_dim", range(40, 128, 8))
+def test_narrower_heads_are_exact_and_their_neighbours_are_left_alone(head_dim, mask, deterministic):
+    options = {"causal": mask not in ("full", "blocks"), "deterministic": deterministic}
+    if mask == "window":
+        options["window"] = 90
+    if mask == "documents":
+        options["document_ids"] = (torch.rand(2, 777, device="cuda") < 0.02).cumsum(1).int()
+    if mask == "blocks":
+        options["block_mask"] = block_masks.from_dense(torch.rand(777, 777, device="cuda") < 0.9)
+    # rows of heads that follow each other: what is copied out too wide is a neighbour's
+    q, k, v = random_qkv(2, 777, 777, 6, 3, head_dim, torch.bfloat16, "cuda")
+    assert_as_accurate_as_torch(hopper_attention, q, k, v, **options)
 
 
 @pytest.mark.gpu

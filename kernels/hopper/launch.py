@@ -27,6 +27,7 @@ from kernels.hopper.tiles import (
     order_arguments,
     section_heads,
     sum_pays,
+    tile_width,
     turn_heads,
     turns_pay,
 )
@@ -61,11 +62,11 @@ def blocks_per_line(problem: Problem) -> float:
     return len(entries) / spans.shape[:3].numel()
 
 
-def has_dq_kernel(problem: Problem, head_dim: int) -> bool:
+def has_dq_kernel(problem: Problem, width: int) -> bool:
     """Whether dq.py makes dq: for the same bits in every run, and where lists are short."""
     if problem.deterministic or not problem.blocks:
         return problem.deterministic
-    return not sum_pays(head_dim, blocks_per_line(problem))
+    return not sum_pays(width, blocks_per_line(problem))
 
 
 def keys_per_query(problem: Problem, seq_q: int, seq_k: int) -> float:
@@ -85,7 +86,8 @@ def attention_forward(
     """out (B, Tq, H, D) in q's dtype and lse (B, H, Tq) float32, in one launch."""
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
-    tile = tile or forward_tile(head_dim, mask_kind(problem), keys_per_query(problem, seq_q, seq_k))
+    width = tile_width(head_dim)
+    tile = tile or forward_tile(width, mask_kind(problem), keys_per_query(problem, seq_q, seq_k))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, n_head, seq_q, dtype=torch.float32, device=q.device)
     group = n_head // n_kv_head
@@ -111,7 +113,7 @@ def attention_forward(
         problem.softmax_scale * LOG2E,
         MASK=mask_kind(problem),
         BLOCK_N=tile.block_n,
-        HEAD_DIM=head_dim,
+        HEAD_DIM=width,
         CONSUMERS=tile.consumers,
         Q_STAGES=tile.q_stages,
         STAGES=tile.stages,
@@ -141,11 +143,12 @@ def attention_backward(
     In three launches: lse and delta; the gradients; what is left of dq rounded. Or in two: lse, delta and dq;
     dk and dv.
     """
-    sums_dq = not has_dq_kernel(problem, q.shape[3])
     batch, seq_q, n_head, head_dim = q.shape
+    width = tile_width(head_dim)
+    sums_dq = not has_dq_kernel(problem, width)
     seq_k, n_kv_head = k.shape[1:3]
     group = n_head // n_kv_head
-    tile = tile or backward_tile(head_dim, sums_dq)
+    tile = tile or backward_tile(width, sums_dq)
     # dq.py writes lse and delta of whole blocks: those of a list have 128 rows, those of an interval 64
     rows = PREPARE_ROWS if sums_dq or problem.blocks else ROWS.value
     padded = triton.cdiv(seq_q, rows) * rows
@@ -154,10 +157,11 @@ def attention_backward(
     ).unbind()
     n_heads, n_tiles = batch * n_kv_head, triton.cdiv(seq_k, BLOCK_N.value)
     n_sm = torch.cuda.get_device_properties(q.device).multi_processor_count
-    section = backward_section_heads(seq_q, head_dim, group, n_heads)
+    section = backward_section_heads(seq_q, width, group, n_heads)
     # sections that the kernel rounds itself, and heads that have sums at a time
     rounded_sections, n_sums = 0, batch * n_head
     keys = keys_per_query(problem, seq_q, seq_k)
+    # sums.py rounds rows of 64 alone
     if sums_dq and head_dim == 64 and turns_pay(n_tiles * batch * n_head, n_sm, keys):
         section = turn_heads(n_tiles, n_heads, n_sm)
         rounded_sections = triton.cdiv(n_heads, section) - 1
@@ -167,7 +171,7 @@ def attention_backward(
     # where nothing is summed any tensor stands for the sums
     dq_sum = minus_delta
     if sums_dq:
-        dq_sum = torch.empty(n_sums * padded, head_dim, dtype=torch.float32, device=q.device)
+        dq_sum = torch.empty(n_sums * padded, width, dtype=torch.float32, device=q.device)
     # of tiles handed out, and of those of sums.py
     counts = torch.empty(n_sections, COUNTS.value, dtype=torch.int32, device=q.device)
     if dlse is not None:
@@ -192,6 +196,7 @@ def attention_backward(
             n_sections,
             problem.softmax_scale,
             HEAD_DIM=head_dim,
+            WIDTH=width,
             BLOCK_M=PREPARE_ROWS,
             COUNTS=COUNTS.value,
             HAS_DLSE=dlse is not None,
@@ -200,7 +205,7 @@ def attention_backward(
     else:
         launch_dq(
             problem, dout, dlse, q, k, v, out, lse, dq, minus_lse, minus_delta, counts,
-            dq_tile(head_dim, mask_kind(problem))
+            dq_tile(width, mask_kind(problem))
         )  # fmt: skip
     side = BACKWARD_ROWS.value
     squares = dq_sum.view(-1, side)
@@ -209,7 +214,7 @@ def attention_backward(
         head_descriptor(dout, side),
         head_descriptor(k, BLOCK_N.value),
         # with heads of 128 each consumer has rows of its own
-        head_descriptor(v, BLOCK_N.value if head_dim == 64 else side),
+        head_descriptor(v, BLOCK_N.value if width == 64 else side),
         float32_descriptor(minus_lse, [side]),
         float32_descriptor(minus_delta, [side]),
         float32_descriptor(squares, [side, side]),
@@ -219,7 +224,7 @@ def attention_backward(
         *list_arguments(problem.transposed_column_lists, lse),
         counts,
     )
-    if head_dim == 64:
+    if width == 64:
         kernel, sizes = backward_64_kernel, {"DQ_STAGES": tile.dq_stages}
         arguments += (
             float32_descriptor(squares, [PART.value, side]),
@@ -267,6 +272,7 @@ def attention_backward(
             padded,
             problem.softmax_scale,
             HEAD_DIM=head_dim,
+            WIDTH=width,
             BLOCK_M=PREPARE_ROWS,
             num_warps=4,
         )
@@ -323,7 +329,7 @@ def launch_dq(
         MASK=mask_kind(problem),
         HAS_DLSE=dlse is not None,
         BLOCK_N=tile.block_n,
-        HEAD_DIM=head_dim,
+        HEAD_DIM=tile_width(head_dim),
         CONSUMERS=tile.consumers,
         Q_STAGES=tile.q_stages,
         STAGES=tile.stages,

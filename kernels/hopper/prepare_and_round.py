@@ -4,17 +4,28 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def in_memory(inside, columns, HEAD_DIM: tl.constexpr):
+    """Of a tile, what its tensor has: the rows that are inside, and of narrow heads HEAD_DIM columns."""
+    held = inside[:, None]
+    if columns.shape[0] > HEAD_DIM:
+        held = held & (columns < HEAD_DIM)[None, :]
+    return held
+
+
 @triton.jit(do_not_specialize=["n_sums", "n_sections"])
 def prepare_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, dq_sum_ptr, counts_ptr,
     stride_ob, stride_ot, stride_oh, stride_db, stride_dt, stride_dh,
     n_head, seq_q, padded, n_sums, n_sections, softmax_scale,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, COUNTS: tl.constexpr, HAS_DLSE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, COUNTS: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
     """One block of rows: -lse / softmax_scale, dlse - rowsum(out * dout), and zeros for sums.Sums.
 
     A row that does not exist, or sees nothing, gets -inf, and so the probability 0. n_sums: heads that have
-    sums of dq from the beginning; counts_ptr: (n_sections, COUNTS), no more sections than heads.
+    sums of dq from the beginning, of WIDTH channels; counts_ptr: (n_sections, COUNTS), no more sections than
+    heads.
     """
     head = tl.program_id(1)
     if tl.program_id(0) == 0:
@@ -23,18 +34,19 @@ def prepare_kernel(
     b = (head // n_head).to(tl.int64)
     h = (head % n_head).to(tl.int64)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tl.arange(0, HEAD_DIM)
+    columns = tl.arange(0, WIDTH)
     inside = rows < seq_q
+    held = in_memory(inside, columns, HEAD_DIM)
     out = tl.load(
         out_ptr + b * stride_ob + h * stride_oh + rows[:, None].to(tl.int64) * stride_ot + columns[None, :],
-        mask=inside[:, None],
+        mask=held,
         other=0.0,
-    )  # (BLOCK_M, D)
+    )  # (BLOCK_M, WIDTH)
     dout = tl.load(
         dout_ptr + b * stride_db + h * stride_dh + rows[:, None].to(tl.int64) * stride_dt + columns[None, :],
-        mask=inside[:, None],
+        mask=held,
         other=0.0,
-    )  # (BLOCK_M, D)
+    )  # (BLOCK_M, WIDTH)
     minus_delta = -tl.sum(out.to(tl.float32) * dout.to(tl.float32), axis=1)
     line = head.to(tl.int64) * seq_q + rows
     if HAS_DLSE:
@@ -45,30 +57,30 @@ def prepare_kernel(
     tl.store(minus_lse_ptr + padded_line, minus_lse)
     tl.store(minus_delta_ptr + padded_line, minus_delta)
     if head < n_sums:
-        zeros = tl.zeros((BLOCK_M, HEAD_DIM), dtype=tl.float32)
-        tl.store(dq_sum_ptr + padded_line[:, None] * HEAD_DIM + columns[None, :], zeros)
+        zeros = tl.zeros((BLOCK_M, WIDTH), dtype=tl.float32)
+        tl.store(dq_sum_ptr + padded_line[:, None] * WIDTH + columns[None, :], zeros)
 
 
 @triton.jit(do_not_specialize=["first_head", "first_sum"])
 def round_kernel(
     dq_sum_ptr, dq_ptr, stride_b, stride_t, stride_h, n_head, first_head, first_sum, seq_q, padded,
     softmax_scale,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of dq (B, Tq, H, D), of the heads from first_head, from the sums from first_sum.
 
-    A sum is made of transposed blocks, 64 of D x 64 queries, each in the order of primitives.fragments.
+    A sum is made of transposed blocks, 64 of WIDTH x 64 queries, each in the order of primitives.fragments.
     """
     head = first_head + tl.program_id(1)
     b = (head // n_head).to(tl.int64)
     h = (head % n_head).to(tl.int64)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tl.arange(0, HEAD_DIM)
-    first = ((first_sum + tl.program_id(1)).to(tl.int64) * padded + tl.program_id(0) * BLOCK_M) * HEAD_DIM
-    dq = tl.load(dq_sum_ptr + first + tl.arange(0, BLOCK_M * HEAD_DIM)) * softmax_scale
+    columns = tl.arange(0, WIDTH)
+    first = ((first_sum + tl.program_id(1)).to(tl.int64) * padded + tl.program_id(0) * BLOCK_M) * WIDTH
+    dq = tl.load(dq_sum_ptr + first + tl.arange(0, BLOCK_M * WIDTH)) * softmax_scale
     # block of queries, block of D, eight, warp, eighth, pair, half, one
-    dq = tl.reshape(dq.to(dq_ptr.dtype.element_ty), (BLOCK_M // 64, HEAD_DIM // 64, 8, 4, 8, 4, 2, 2))
+    dq = tl.reshape(dq.to(dq_ptr.dtype.element_ty), (BLOCK_M // 64, WIDTH // 64, 8, 4, 8, 4, 2, 2))
     # queries: block, eight, pair, one; D: block, warp, half, eighth
-    dq = tl.reshape(tl.permute(dq, (0, 2, 5, 7, 1, 3, 6, 4)), (BLOCK_M, HEAD_DIM))
+    dq = tl.reshape(tl.permute(dq, (0, 2, 5, 7, 1, 3, 6, 4)), (BLOCK_M, WIDTH))
     dq_ptrs = dq_ptr + b * stride_b + h * stride_h + rows[:, None].to(tl.int64) * stride_t + columns[None, :]
-    tl.store(dq_ptrs, dq, mask=(rows < seq_q)[:, None])
+    tl.store(dq_ptrs, dq, mask=in_memory(rows < seq_q, columns, HEAD_DIM))

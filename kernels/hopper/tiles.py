@@ -37,8 +37,8 @@ class ForwardTile(NamedTuple):
 SHORT = ForwardTile(2, 64, 2, 4, 104, 24, blocks=2)
 
 
-def forward_tile(head_dim: int, mask: str, keys_per_query: float) -> ForwardTile:
-    if head_dim == 128:
+def forward_tile(width: int, mask: str, keys_per_query: float) -> ForwardTile:
+    if width == 128:
         return ForwardTile(2, 128, 2, 2, 240, 24)
     # a list serves 128 queries, so two warpgroups; how long documents are nobody knows here
     if mask in ("blocks", "intervals"):
@@ -67,22 +67,22 @@ class BackwardTile(NamedTuple):
     producer_registers: int
 
 
-def backward_tile(head_dim: int, sums_dq: bool = True) -> BackwardTile:
+def backward_tile(width: int, sums_dq: bool = True) -> BackwardTile:
     # dk and dv alone leave shared memory for more stages
     if not sums_dq:
         return BackwardTile(4, 2, 1, 1, 240, 0, 24)
-    if head_dim == 64:
+    if width == 64:
         return BackwardTile(3, 2, 2, 2, 192, 104, 24)
     return BackwardTile(2, 2, 2, 0, 208, 72, 24)
 
 
-def sum_pays(head_dim: int, blocks_per_line: float) -> bool:
+def sum_pays(width: int, blocks_per_line: float) -> bool:
     """Whether, of a list, dq is summed in float32 beside dk and dv, or made by dq.py.
 
     The sum costs 16 D bytes a query, to zero, add to and round, however few blocks there are; dq.py two
     products more for each block. Where the two are even is measured: see docs/block_sparse.md.
     """
-    return blocks_per_line > (3.5 if head_dim == 64 else 6)
+    return blocks_per_line > (3.5 if width == 64 else 6)
 
 
 class DqTile(NamedTuple):
@@ -96,23 +96,28 @@ class DqTile(NamedTuple):
     producer_registers: int
 
 
-def dq_tile(head_dim: int, mask: str) -> DqTile:
+def dq_tile(width: int, mask: str) -> DqTile:
     # blocks of 64 keys leave registers for a third warpgroup with heads of 64
-    if head_dim == 64 and mask in ("full", "causal"):
+    if width == 64 and mask in ("full", "causal"):
         return DqTile(3, 64, 2, 4, 160, 32)
     # shared memory holds the next tile's queries beside this one's with heads of 64 only
-    return DqTile(2, 128, 2, 4, 240, 24) if head_dim == 64 else DqTile(2, 128, 1, 2, 240, 24)
+    return DqTile(2, 128, 2, 4, 240, 24) if width == 64 else DqTile(2, 128, 1, 2, 240, 24)
 
 
 def float32_descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, block, FLOAT32_LAYOUTS[len(block)])
 
 
+def tile_width(head_dim: int) -> int:
+    """Channels of a head in shared memory: copies fill what its own leave with zeros, or leave it out."""
+    return 64 if head_dim <= 64 else 128
+
+
 def head_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Tiles of `rows` tokens of one head of (B, T, H, D), by strides: T is clipped batch by batch."""
+    """Tiles of `rows` tokens of one head of (B, T, H, D), by strides: T and D are clipped batch by batch."""
     batch, seq, n_head, head_dim = x.shape
     stride_b, stride_t, stride_h = bulk_strides(x)
-    shape, block = [batch, n_head, seq, head_dim], [1, 1, rows, head_dim]
+    shape, block = [batch, n_head, seq, head_dim], [1, 1, rows, tile_width(head_dim)]
     return TensorDescriptor(x, shape, [stride_b, stride_h, stride_t, 1], block, HEAD_LAYOUT)
 
 
@@ -133,11 +138,11 @@ def section_heads(seq: int, head_dim: int, group: int, n_heads: int) -> int:
     return -(-n_kv_heads // n_sections) * group
 
 
-def backward_section_heads(seq_q: int, head_dim: int, group: int, n_kv_heads: int) -> int:
+def backward_section_heads(seq_q: int, width: int, group: int, n_kv_heads: int) -> int:
     """Heads of k and v whose queries, dout and float32 sums of dq stay in L2 together."""
-    bytes_per_head = 8 * seq_q * head_dim * group
+    bytes_per_head = 8 * seq_q * width * group
     heads = SECTION_BYTES // bytes_per_head
-    if head_dim == 128:
+    if width == 128:
         # measured: half of them, but two where two fit
         heads = min(heads, max(2, heads // 2))
     return min(max(1, heads), n_kv_heads)

@@ -27,8 +27,6 @@ from kernels.hopper.key_tiles import (
     NOT_SPECIALIZED,
     ROWS,
     KeyTiles,
-    announce,
-    announced,
     columns,
     copy_queries,
     key_limits,
@@ -40,6 +38,8 @@ from kernels.hopper.key_tiles import (
 )
 from kernels.hopper.primitives import (
     Ring,
+    announce,
+    announced,
     copy_out,
     make_ring,
     opaque,

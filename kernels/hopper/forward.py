@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import BLOCK_SIZE, BlockLists, hide_unseen
-from kernels.hopper.primitives import Ring, make_ring, pack_pairs, record
+from kernels.hopper.primitives import Ring, announce, announced, make_ring, pack_pairs, record
 from kernels.hopper.query_tiles import ROWS, key_block, locate, places, words_at
 from kernels.hopper.schedule import Mask, TileOrder
 from kernels.hopper.short_steps import consume_short
@@ -33,6 +33,7 @@ class Tiles:
     """Shared memory and the work list, as every partition sees them."""
 
     q: gl.shared_memory_descriptor  # (Q_STAGES * CONSUMERS, 1, 1, ROWS, D)
+    number: gl.shared_memory_descriptor  # (Q_STAGES, 1) int32: whose queries those are
     k: gl.shared_memory_descriptor  # (STAGES, 1, 1, BLOCK_N, D)
     v: gl.shared_memory_descriptor
     out: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, D)
@@ -47,25 +48,39 @@ class Tiles:
     HEAD_DIM: gl.constexpr
     CONSUMERS: gl.constexpr
 
+    @gluon.jit
+    def take(self, turn):
+        """The number in order of this block's `turn`-th tile, once its queries have arrived."""
+        return announced(self.number.index(self.q_ring.take(turn)))
+
+    @gluon.jit
+    def queries(self, turn, part):
+        """(ROWS, D), 64 rows of that tile."""
+        buffer = turn % self.q_ring.STAGES * self.CONSUMERS + part
+        return self.q.index(buffer).reshape([ROWS, self.HEAD_DIM])
+
 
 @gluon.jit
-def produce(tiles, q_desc, k_desc, v_desc, group):
-    """Fills the rings as they are emptied: Q of a tile, then each K with the V of the block before."""
-    n_q = 0
+def produce(tiles, q_desc, k_desc, v_desc, group, counter_ptr):
+    """Takes tiles, and fills the rings as they are emptied: Q, then each K with the V of the block before."""
+    n_q = gl.to_tensor(0)
     n = 0
     batch_before = 0
     head_before = 0
     block_before = 0
-    for turn in range(tiles.order.turns()):
-        batch, head, row = locate(tiles, turn)
+    i = tiles.order.next(n_q, counter_ptr)
+    while i < tiles.order.total():
+        head, tile = tiles.order.find(i)
+        batch, head, row = locate(tiles, head, tile)
         begin, _, _, end = places(tiles, batch, head, row, tiles.CONSUMERS * ROWS)
         kv_head = head // group
         stage, full = tiles.q_ring.fill(n_q)
+        announce(tiles.number.index(stage), i)
         mbarrier.expect(full, tiles.CONSUMERS * q_desc.block_type.nbytes)
         for c in gl.static_range(tiles.CONSUMERS):
             buffer = tiles.q.index(stage * tiles.CONSUMERS + c)
             tma.async_copy_global_to_shared(q_desc, [batch, head, row + c * ROWS, 0], full, buffer)
-        n_q += 1  # noqa: SIM113
+        n_q += 1
         for j in range(end - begin):
             block = key_block(tiles, end - 1 - j) * tiles.BLOCK_N
             stage, full = tiles.k_ring.fill(n)
@@ -80,10 +95,16 @@ def produce(tiles, q_desc, k_desc, v_desc, group):
             head_before = kv_head
             block_before = block
             n += 1
+        # not earlier: a block that is behind the others shall find fewer left
+        i = tiles.order.next(n_q, counter_ptr)
     stage, full = tiles.v_ring.fill(n - 1)
     mbarrier.expect(full, v_desc.block_type.nbytes)
     before = [batch_before, head_before, block_before, 0]
     tma.async_copy_global_to_shared(v_desc, before, full, tiles.v.index(stage))
+    # a number behind the last ends the others
+    stage, full = tiles.q_ring.fill(n_q)
+    announce(tiles.number.index(stage), i)
+    mbarrier.arrive(full, count=1)
 
 
 @gluon.jit
@@ -109,8 +130,11 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
     row_before = 0
     if INDEX == tiles.CONSUMERS - 1:
         pass_turn(n, INDEX, tiles.CONSUMERS)
-    for turn in range(tiles.order.turns()):
-        batch, head, row = locate(tiles, turn)
+    turn = gl.to_tensor(0)
+    i = tiles.take(turn)
+    while i < tiles.order.total():
+        head, tile = tiles.order.find(i)
+        batch, head, row = locate(tiles, head, tile)
         begin, whole_begin, whole_end, end = places(tiles, batch, head, row, tiles.CONSUMERS * ROWS)
         own_end = end
         # the last rows of a tile see most under a causal mask: each warpgroup has them in turn
@@ -129,7 +153,6 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
         for skipped in range(n, n_first):
             skip_in_turn(tiles, skipped, INDEX)
         n = n_first
-        q_stage = tiles.q_ring.take(turn)
         if row >= 0:
             rows = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
             if KIND == "blocks":
@@ -140,7 +163,7 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             else:
                 key_first, key_end = tiles.mask.keys_of(batch, rows)
             shift = shift_of(rows, tiles.q.dtype)
-            q = tiles.q.index(q_stage * tiles.CONSUMERS + part).reshape([ROWS, tiles.HEAD_DIM])
+            q = tiles.queries(turn, part)
 
             # where nothing is pending, o becomes a product of anything, and is not stored
             s, o = products(tiles, q, p, o, n, n_before, begun, pending, INDEX)
@@ -184,6 +207,8 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             head_before = batch * tiles.n_head + head
             row_before = row
         tiles.q_ring.release(turn)
+        turn += 1
+        i = tiles.take(turn)
 
     if pending:
         finish(tiles, out_desc, lse_ptr, p, o, m_i, l_i, n_before, begun, head_before, row_before, INDEX)
@@ -210,7 +235,7 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
     ]
 )
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, bounds_ptr,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, counter_ptr, bounds_ptr,
     spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head,
     n_batch, n_head, group, seq_q, seq_k, window, section,
     by_section_tiles, by_section, by_last_section, by_n_head, scale_log2,
@@ -220,9 +245,11 @@ def forward_kernel(
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
+    NUMBER_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lists = BlockLists(spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head)
     tiles = Tiles(
         gl.allocate_shared_memory(dtype, [Q_STAGES * CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout),
+        gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], NUMBER_LAYOUT),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout),
         gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], out_desc.layout),
@@ -251,7 +278,7 @@ def forward_kernel(
             [
                 (consume_short, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(0))),
                 (consume_short, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(1))),
-                (produce, (tiles, q_desc, k_desc, v_desc, group)),
+                (produce, (tiles, q_desc, k_desc, v_desc, group, counter_ptr)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -261,7 +288,7 @@ def forward_kernel(
             [
                 (consume, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(0))),
                 (consume, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(1))),
-                (produce, (tiles, q_desc, k_desc, v_desc, group)),
+                (produce, (tiles, q_desc, k_desc, v_desc, group, counter_ptr)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -272,7 +299,7 @@ def forward_kernel(
                 (consume, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(0))),
                 (consume, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(1))),
                 (consume, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(2))),
-                (produce, (tiles, q_desc, k_desc, v_desc, group)),
+                (produce, (tiles, q_desc, k_desc, v_desc, group, counter_ptr)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],

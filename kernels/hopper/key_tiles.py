@@ -80,19 +80,6 @@ def make_key_tiles(
 
 
 @gluon.jit
-def announce(number, i):
-    """Writes the number of a tile beside its keys, before their barrier is armed."""
-    number.store(gl.full([1], i, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    thread_barrier()
-
-
-@gluon.jit
-def announced(number):
-    """The number beside keys that have arrived."""
-    return gl.max(number.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
 def copy_queries(tiles, q_desc, dout_desc, minus_lse_desc, minus_delta_desc, batch, head, line, place, n):
     """Fills the n-th buffer of the ring of queries with those at a place of a head."""
     row = query_block(tiles.work.mask, place) * ROWS

@@ -12,6 +12,7 @@ from kernels.hopper.key_tiles import BLOCK_N, CONSUMERS
 from kernels.hopper.key_tiles import ROWS as BACKWARD_ROWS
 from kernels.hopper.prepare_and_round import prepare_kernel, round_kernel
 from kernels.hopper.query_tiles import ROWS
+from kernels.hopper.schedule import DEALT
 from kernels.hopper.sums import COUNTS, PART, SLOTS, STRETCH
 from kernels.hopper.tiles import (
     BackwardTile,
@@ -83,7 +84,10 @@ def keys_per_query(problem: Problem, seq_q: int, seq_k: int) -> float:
 def attention_forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, tile: ForwardTile | None = None
 ) -> tuple[Tensor, Tensor]:
-    """out (B, Tq, H, D) in q's dtype and lse (B, H, Tq) float32, in one launch."""
+    """out (B, Tq, H, D) in q's dtype and lse (B, H, Tq) float32.
+
+    In one launch, behind one that clears a counter where blocks have more than the tiles that they are dealt.
+    """
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
     width = tile_width(head_dim)
@@ -94,12 +98,15 @@ def attention_forward(
     n_tiles = triton.cdiv(seq_q, tile.consumers * ROWS.value)
     section = section_heads(seq_k, head_dim, group, batch * n_head)
     n_sm = torch.cuda.get_device_properties(q.device).multi_processor_count
-    forward_kernel[(min(batch * n_head * n_tiles, n_sm * tile.blocks),)](
+    n_blocks = min(batch * n_head * n_tiles, n_sm * tile.blocks)
+    counter = torch.empty if batch * n_head * n_tiles <= DEALT.value * n_blocks else torch.zeros
+    forward_kernel[(n_blocks,)](
         head_descriptor(q, ROWS.value),
         head_descriptor(k, tile.block_n),
         head_descriptor(v, tile.block_n),
         head_descriptor(out, ROWS.value),
         lse,
+        counter(1, dtype=torch.int32, device=q.device),
         lse if problem.key_bounds is None else problem.key_bounds,
         *list_arguments(problem.row_lists, lse),
         batch,

@@ -200,6 +200,19 @@ class Ring:
 
 
 @gluon.jit
+def announce(number, i):
+    """Writes the number of a tile beside its rows, before their barrier is armed."""
+    number.store(gl.full([1], i, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    thread_barrier()
+
+
+@gluon.jit
+def announced(number):
+    """The number beside rows that have arrived."""
+    return gl.max(number.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
 def make_ring(STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PRODUCERS: gl.constexpr = 1):
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

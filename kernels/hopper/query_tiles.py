@@ -14,9 +14,8 @@ ROWS = gl.constexpr(64)
 
 
 @gluon.jit
-def locate(tiles, turn):
-    """Batch, head and first row of this block's `turn`-th tile."""
-    head, tile = tiles.order.deal(turn)
+def locate(tiles, head, tile):
+    """Batch, head in it and first row of a tile of a head over all batches."""
     batch = quotient(head, tiles.by_n_head)
     head -= batch * tiles.n_head
     if tiles.mask.KIND == "blocks":

@@ -6,6 +6,9 @@ from triton.experimental import gluon
 from kernels.hopper.block_lists import BlockLists
 from kernels.hopper.primitives import record
 
+# tiles that a block has without asking a counter
+DEALT = gl.constexpr(2)
+
 
 @gluon.jit
 def quotient(n, division):
@@ -78,6 +81,18 @@ class TileOrder:
         if self.LAST_FIRST:
             block = gl.where(turn % 2 == 0, block, n_blocks - 1 - block)
         return turn * n_blocks + block
+
+    @gluon.jit
+    def next(self, turn, counter_ptr):
+        """The place in order of this block's `turn`-th tile: the first are dealt, others whoever asks takes.
+
+        A long tile and a short one for every block make few tiles even; many are so by who is done first.
+        """
+        if turn < DEALT:
+            i = self.number(turn)
+        else:
+            i = DEALT * gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        return i
 
     @gluon.jit
     def deal(self, turn):

@@ -49,8 +49,11 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
     # a list serves all rows of a tile; of an interval each warpgroup's rows have a part
     LISTED: gl.constexpr = tiles.mask.KIND == "blocks"
     n = gl.to_tensor(0)
-    for turn in range(tiles.order.turns()):
-        batch, head, row = locate(tiles, turn)
+    turn = 0
+    i = tiles.take(turn)
+    while i < tiles.order.total():
+        head, tile = tiles.order.find(i)
+        batch, head, row = locate(tiles, head, tile)
         begin, whole_begin, whole_end, end = places(tiles, batch, head, row, tiles.CONSUMERS * ROWS)
         own_begin = begin
         own_end = end
@@ -71,8 +74,7 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
                 own_begin = begin
                 own_end = begin
         shift = shift_of(row + lines, tiles.q.dtype)
-        q_stage = tiles.q_ring.take(turn)
-        q = tiles.q.index(q_stage * tiles.CONSUMERS + INDEX).reshape([ROWS, tiles.HEAD_DIM])
+        q = tiles.queries(turn, INDEX)
         o = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
         m_i = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
         l_i = partial_sum(scores_of_nothing(tiles))
@@ -94,4 +96,6 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             n += own_begin - begin
         if LISTED or row >= 0:
             store(tiles, out_desc, lse_ptr, o, m_i, l_i, batch * tiles.n_head + head, row, INDEX)
+        turn += 1
+        i = tiles.take(turn)
     tma.store_wait(0)

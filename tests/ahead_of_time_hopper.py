@@ -52,6 +52,7 @@ def forward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int) -> t
         "Q_STAGES": tile.q_stages,
         "STAGES": tile.stages,
         "BLOCKS": tile.blocks,
+        "DEALT": tile.dealt,
         "CONSUMER_REGISTERS": tile.consumer_registers,
         "PRODUCER_REGISTERS": tile.producer_registers,
     }

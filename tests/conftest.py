@@ -49,3 +49,14 @@ def same_beginning():
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def fresh_memory_is_nan(monkeypatch):
+    """What is read before it is written is nan, of integers the largest."""
+    # building a run, as other tests do, turns it off
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)

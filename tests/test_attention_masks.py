@@ -95,16 +95,6 @@ def test_rows_that_see_nothing_give_exactly_zero_and_no_gradient(mask, dropout_p
     assert not dv[:, unseen].any()
 
 
-@pytest.fixture
-def fresh_memory_is_nan(monkeypatch):
-    # building a run, as other tests do, turns it off
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(1).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("mask", [*MASKS, "full", "blocks"])
 @pytest.mark.usefixtures("fresh_memory_is_nan")

@@ -17,7 +17,7 @@ from kernels.hopper.tiles import division, forward_tile, turn_heads
 from kernels.operators import use_implementation
 from kernels.problem import CannotBuildError, Problem
 from kernels.reference import visible_keys
-from tests.accuracy import assert_as_accurate_as_torch, random_qkv
+from tests.accuracy import assert_as_accurate_as_torch, random_qkv, run
 from tests.compile_apart import compile_apart, each_triton
 from tests.sanitize_hopper import run_random_problem
 
@@ -296,6 +296,38 @@ def test_refuses_each_feature_by_name(change, shape, dtype, words):
 def test_is_as_accurate_as_torch_at_any_length(seq_len, head_dim, causal, dtype, deterministic):
     q, k, v = random_qkv(2, seq_len, seq_len, 3, 3, head_dim, dtype, "cuda")
     assert_as_accurate_as_torch(hopper_attention, q, k, v, causal=causal, deterministic=deterministic)
+
+
+@pytest.mark.gpu
+@on_hopper
+@either_order
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "documents", "blocks"])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+# tiles that blocks are dealt alone, and more than those
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.usefixtures("fresh_memory_is_nan")
+def test_nothing_is_read_or_left_unwritten(batch, head_dim, mask, deterministic):
+    options = {"causal": mask not in ("full", "blocks"), "deterministic": deterministic}
+    if mask == "window":
+        options["window"] = 90
+    if mask == "documents":
+        options["document_ids"] = (
+            (torch.arange(777, device="cuda") // 50).int().expand(batch, -1).contiguous()
+        )
+    if mask == "blocks":
+        options["block_mask"] = block_masks.window(777, 200, device="cuda")
+    q, k, v = random_qkv(batch, 777, 777, 6, 3, head_dim, torch.bfloat16, "cuda")
+    for _ in range(3):
+        ours = run(
+            hopper_attention,
+            q,
+            k,
+            v,
+            torch.randn_like(q),
+            torch.randn(batch, 6, 777, device="cuda"),
+            **options,
+        )
+        assert all(x.isfinite().all() for x in ours)
 
 
 @pytest.mark.gpu

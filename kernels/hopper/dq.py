@@ -68,7 +68,7 @@ def produce(tiles, q_desc, dout_desc, out_desc, k_desc, v_desc, group):
     PARTS: gl.constexpr = tiles.BLOCK_N // ROWS
     n = 0
     for turn in range(tiles.order.turns()):
-        head, tile = tiles.order.deal(turn)
+        head, tile = tiles.order.find(tiles.order.dealt(turn))
         batch, head, row = locate(tiles, head, tile)
         begin, _, _, end = places(tiles, batch, head, row, tiles.CONSUMERS * ROWS)
         kv_head = head // group
@@ -167,7 +167,7 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
     KIND: gl.constexpr = tiles.mask.KIND
     n = gl.to_tensor(0)
     for turn in range(tiles.order.turns()):
-        head, tile = tiles.order.deal(turn)
+        head, tile = tiles.order.find(tiles.order.dealt(turn))
         batch, head, row = locate(tiles, head, tile)
         begin, whole_begin, whole_end, end = places(tiles, batch, head, row, tiles.CONSUMERS * ROWS)
         own_end = end

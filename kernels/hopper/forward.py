@@ -47,6 +47,7 @@ class Tiles:
     BLOCK_N: gl.constexpr
     HEAD_DIM: gl.constexpr
     CONSUMERS: gl.constexpr
+    DEALT: gl.constexpr
 
     @gluon.jit
     def take(self, turn):
@@ -61,14 +62,14 @@ class Tiles:
 
 
 @gluon.jit
-def produce(tiles, q_desc, k_desc, v_desc, group, counter_ptr):
+def produce(tiles, q_desc, k_desc, v_desc, group, counter_ptr, BLOCKS: gl.constexpr):
     """Takes tiles, and fills the rings as they are emptied: Q, then each K with the V of the block before."""
     n_q = gl.to_tensor(0)
     n = 0
     batch_before = 0
     head_before = 0
     block_before = 0
-    i = tiles.order.next(n_q, counter_ptr)
+    i = tiles.order.dealt(n_q)
     while i < tiles.order.total():
         head, tile = tiles.order.find(i)
         batch, head, row = locate(tiles, head, tile)
@@ -81,6 +82,9 @@ def produce(tiles, q_desc, k_desc, v_desc, group, counter_ptr):
             buffer = tiles.q.index(stage * tiles.CONSUMERS + c)
             tma.async_copy_global_to_shared(q_desc, [batch, head, row + c * ROWS, 0], full, buffer)
         n_q += 1
+        # alone on its multiprocessor a block would wait for the answer
+        if BLOCKS == 1:
+            i = tiles.order.next(n_q, counter_ptr, tiles.DEALT)
         for j in range(end - begin):
             block = key_block(tiles, end - 1 - j) * tiles.BLOCK_N
             stage, full = tiles.k_ring.fill(n)
@@ -95,8 +99,8 @@ def produce(tiles, q_desc, k_desc, v_desc, group, counter_ptr):
             head_before = kv_head
             block_before = block
             n += 1
-        # not earlier: a block that is behind the others shall find fewer left
-        i = tiles.order.next(n_q, counter_ptr)
+        if BLOCKS == 2:
+            i = tiles.order.next(n_q, counter_ptr, tiles.DEALT)
     stage, full = tiles.v_ring.fill(n - 1)
     mbarrier.expect(full, v_desc.block_type.nbytes)
     before = [batch_before, head_before, block_before, 0]
@@ -241,7 +245,7 @@ def forward_kernel(
     by_section_tiles, by_section, by_last_section, by_n_head, scale_log2,
     MASK: gl.constexpr,
     BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr,
-    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr,
+    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr, DEALT: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
@@ -271,6 +275,7 @@ def forward_kernel(
         BLOCK_N,
         HEAD_DIM,
         CONSUMERS,
+        DEALT,
     )
     fence_async_shared()
     if BLOCKS == 2:
@@ -278,7 +283,7 @@ def forward_kernel(
             [
                 (consume_short, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(0))),
                 (consume_short, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(1))),
-                (produce, (tiles, q_desc, k_desc, v_desc, group, counter_ptr)),
+                (produce, (tiles, q_desc, k_desc, v_desc, group, counter_ptr, BLOCKS)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -288,7 +293,7 @@ def forward_kernel(
             [
                 (consume, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(0))),
                 (consume, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(1))),
-                (produce, (tiles, q_desc, k_desc, v_desc, group, counter_ptr)),
+                (produce, (tiles, q_desc, k_desc, v_desc, group, counter_ptr, BLOCKS)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -299,7 +304,7 @@ def forward_kernel(
                 (consume, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(0))),
                 (consume, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(1))),
                 (consume, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(2))),
-                (produce, (tiles, q_desc, k_desc, v_desc, group, counter_ptr)),
+                (produce, (tiles, q_desc, k_desc, v_desc, group, counter_ptr, BLOCKS)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -12,7 +12,6 @@ from kernels.hopper.key_tiles import BLOCK_N, CONSUMERS
 from kernels.hopper.key_tiles import ROWS as BACKWARD_ROWS
 from kernels.hopper.prepare_and_round import prepare_kernel, round_kernel
 from kernels.hopper.query_tiles import ROWS
-from kernels.hopper.schedule import DEALT
 from kernels.hopper.sums import COUNTS, PART, SLOTS, STRETCH
 from kernels.hopper.tiles import (
     BackwardTile,
@@ -86,7 +85,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """out (B, Tq, H, D) in q's dtype and lse (B, H, Tq) float32.
 
-    In one launch, behind one that clears a counter where blocks have more than the tiles that they are dealt.
+    In one launch, behind one that clears a counter where there are more tiles than blocks are dealt.
     """
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
@@ -99,7 +98,7 @@ def attention_forward(
     section = section_heads(seq_k, head_dim, group, batch * n_head)
     n_sm = torch.cuda.get_device_properties(q.device).multi_processor_count
     n_blocks = min(batch * n_head * n_tiles, n_sm * tile.blocks)
-    counter = torch.empty if batch * n_head * n_tiles <= DEALT.value * n_blocks else torch.zeros
+    counter = torch.zeros if batch * n_head * n_tiles > tile.dealt * n_blocks else torch.empty
     forward_kernel[(n_blocks,)](
         head_descriptor(q, ROWS.value),
         head_descriptor(k, tile.block_n),
@@ -125,6 +124,7 @@ def attention_forward(
         Q_STAGES=tile.q_stages,
         STAGES=tile.stages,
         BLOCKS=tile.blocks,
+        DEALT=tile.dealt,
         CONSUMER_REGISTERS=tile.consumer_registers,
         PRODUCER_REGISTERS=tile.producer_registers,
         num_warps=4,

@@ -22,8 +22,9 @@ def quotient(n, division):
 class TileOrder:
     """All tiles of all heads, in sections of heads that share L2, see tiles.section_heads and below it.
 
-    In a section the tile index is the slow one: neighbours in time read the same heads. LAST_FIRST begins
-    with the last tile of each head, the longest under a causal mask, so that short ones fill the end.
+    In a section the tile index is the slow one: neighbours in time read the same heads. LAST_FIRST runs from
+    the last tiles, the longest under a causal mask, to the first in one section and back in the next, ending
+    with the first: short ones fill the end.
     """
 
     n_heads: gl.tensor  # of all batches
@@ -42,9 +43,11 @@ class TileOrder:
     @gluon.jit
     def find(self, i):
         """Head over all batches, and tile in it, of the i-th in order."""
-        head, tile, _ = self.place(i)
+        head, tile, section = self.place(i)
         if self.LAST_FIRST:
-            tile = self.n_tiles - 1 - tile
+            last_section = (self.n_heads - 1) // self.section
+            if (last_section - section) % 2 == 0:
+                tile = self.n_tiles - 1 - tile
         return head, tile
 
     @gluon.jit
@@ -68,14 +71,17 @@ class TileOrder:
 
     @gluon.jit
     def turns(self):
-        """How many tiles `deal` gives this block."""
-        n_blocks = gl.num_programs(0)
-        whole = self.total() // n_blocks
-        return whole + (self.number(whole) < self.total()).to(gl.int32)
+        """How many tiles a block is dealt where all are."""
+        whole = self.total() // gl.num_programs(0)
+        return whole + (self.dealt(whole) < self.total()).to(gl.int32)
 
     @gluon.jit
-    def number(self, turn):
-        """The place in order of this block's `turn`-th tile: turns go from first to last block and back."""
+    def dealt(self, turn):
+        """The place in order of the `turn`-th tile that this block is dealt.
+
+        Turns go from the first block to the last and back: so every block gets as much work as any other,
+        which a stride misses by 15% with few heads.
+        """
         block = gl.program_id(0)
         n_blocks = gl.num_programs(0)
         if self.LAST_FIRST:
@@ -83,30 +89,15 @@ class TileOrder:
         return turn * n_blocks + block
 
     @gluon.jit
-    def next(self, turn, counter_ptr):
-        """The place in order of this block's `turn`-th tile: the first are dealt, others whoever asks takes.
-
-        A long tile and a short one for every block make few tiles even; many are so by who is done first.
-        """
-        if turn < DEALT:
-            i = self.number(turn)
-        else:
-            i = DEALT * gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    def next(self, turn, counter_ptr, DEALT: gl.constexpr):
+        """The same where the first DEALT tiles of a block are dealt, and others taken by who asks."""
+        i = self.dealt(turn)
+        if turn >= DEALT:
+            i = DEALT * gl.num_programs(0)
+            # where all are dealt the counter is no counter
+            if i < self.total():
+                i += gl.atomic_add(counter_ptr, 1, sem="relaxed")
         return i
-
-    @gluon.jit
-    def deal(self, turn):
-        """Head over all batches, and tile in it, of this block's `turn`-th tile.
-
-        LAST_FIRST runs from the last tiles to the first in one section and back in the next, ending with the
-        first: so every block gets as much work as any other, which a stride misses by 15% with few heads.
-        """
-        head, tile, section = self.place(self.number(turn))
-        if self.LAST_FIRST:
-            last_section = (self.n_heads - 1) // self.section
-            if (last_section - section) % 2 == 0:
-                tile = self.n_tiles - 1 - tile
-        return head, tile
 
 
 @record

@@ -21,7 +21,7 @@ FLOAT32_LAYOUTS = {
 class ForwardTile(NamedTuple):
     """consumers: warpgroups of 64 query rows; stages: buffers in the rings of Q, and of K and V.
 
-    blocks: on one multiprocessor at a time.
+    blocks: on one multiprocessor at a time. dealt: tiles that a block has before it asks a counter for more.
     """
 
     consumers: int
@@ -31,8 +31,10 @@ class ForwardTile(NamedTuple):
     consumer_registers: int
     producer_registers: int
     blocks: int = 1
+    dealt: int = 2
 
 
+EVERY = 2**31 - 1
 # another block fills the gaps of two warpgroups, and small blocks of keys leave little to a mask's edges
 SHORT = ForwardTile(2, 64, 2, 4, 104, 24, blocks=2)
 
@@ -52,7 +54,7 @@ def forward_tile(width: int, mask: str, keys_per_query: float) -> ForwardTile:
     # a third warpgroup fills the gaps of two, but lacks the registers for both edges of a window
     if mask == "window":
         return ForwardTile(2, 128, 2, 3, 240, 24)
-    return ForwardTile(3, 128, 2, 3, 160, 32)
+    return ForwardTile(3, 128, 2, 3, 160, 32, dealt=EVERY)
 
 
 class BackwardTile(NamedTuple):

@@ -1,0 +1,96 @@
+"""Who computes which tile, by the kernels' own functions, run as plain Python for every block of a grid."""
+
+import random
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from kernels.hopper import schedule
+from kernels.hopper.tiles import EVERY
+
+
+class Order:
+    """A TileOrder of numbers, as block `block` of n_blocks sees it."""
+
+    def __init__(self, grid, n_heads, n_tiles, section, last_first):
+        self.grid = grid
+        self.n_heads, self.n_tiles, self.section, self.LAST_FIRST = n_heads, n_tiles, section, last_first
+        # divisors themselves, see the fixture
+        self.by_section_tiles, self.by_section = section * n_tiles, section
+        self.by_last_section = n_heads % section or section
+
+    def __getattr__(self, name):
+        return partial(getattr(schedule.TileOrder, name).fn, self)
+
+
+class Counter:
+    def __init__(self, value):
+        self.value = value
+
+    def add(self, n, sem):
+        self.value += n
+        return self.value - n
+
+
+@pytest.fixture
+def grid(monkeypatch):
+    """The block that is running, and how many there are."""
+    grid = SimpleNamespace(block=0, n_blocks=1)
+    language = SimpleNamespace(
+        program_id=lambda axis: grid.block,
+        num_programs=lambda axis: grid.n_blocks,
+        where=lambda condition, a, b: a if condition else b,
+        atomic_add=lambda counter, n, sem: counter.add(n, sem),
+    )
+    monkeypatch.setattr(schedule, "gl", language)
+    monkeypatch.setattr(schedule, "quotient", lambda n, divisor: n // divisor)
+    return grid
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+@pytest.mark.parametrize("dealt", [1, 2, EVERY])
+@pytest.mark.parametrize(
+    ("n_heads", "n_tiles", "section", "n_blocks"),
+    [
+        (1, 1, 1, 1),
+        (5, 7, 2, 35),
+        (5, 7, 2, 18),
+        (5, 7, 2, 17),
+        (12, 22, 12, 132),
+        (64, 6, 24, 132),
+        (3, 50, 1, 7),
+    ],
+)
+def test_every_tile_is_taken_once(grid, n_heads, n_tiles, section, n_blocks, dealt, last_first):
+    generator = random.Random(0)
+    order = Order(grid, n_heads, n_tiles, section, last_first)
+    # where every tile is dealt nobody has cleared the counter
+    counter = Counter(-9 if n_heads * n_tiles <= dealt * n_blocks else 0)
+    grid.n_blocks = n_blocks
+    turns = [0] * n_blocks
+    taken, running = [], list(range(n_blocks))
+    while running:
+        grid.block = generator.choice(running)
+        turn = turns[grid.block]
+        i = order.next(turn, counter, dealt) if turn else order.dealt(turn)
+        turns[grid.block] += 1
+        if i < order.total():
+            taken.append(order.find(i))
+        else:
+            running.remove(grid.block)
+    assert sorted(taken) == [(head, tile) for head in range(n_heads) for tile in range(n_tiles)]
+
+
+def test_blocks_that_are_dealt_all_tiles_of_a_causal_mask_get_as_much_work(grid):
+    # four sections of heads with tiles of 1 to 22 blocks of keys
+    order = Order(grid, 128, 22, 32, True)
+    grid.n_blocks = 132
+    loads = []
+    for block in range(grid.n_blocks):
+        grid.block = block
+        turn, load = 0, 0
+        while (i := order.dealt(turn)) < order.total():
+            turn, load = turn + 1, load + 1 + order.find(i)[1]
+        loads.append(load)
+    assert max(loads) < 1.03 * sum(loads) / len(loads)

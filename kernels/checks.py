@@ -92,8 +92,9 @@ def check_options(
         raise ValueError("softmax_scale must be a float, got a tensor: multiply q by it, gradients flow then")
     if softmax_scale is not None and not 0.0 < softmax_scale < float("inf"):
         raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale}: negate q instead")
-    for name, x in (("window", window), ("dropout_seed", dropout_seed)):
-        if not isinstance(x, (int, torch.SymInt, Tensor, NoneType)):
+    seed = None if isinstance(dropout_seed, Tensor) else dropout_seed
+    for name, x in (("window", window), ("dropout_seed", seed)):
+        if not isinstance(x, (int, torch.SymInt, NoneType)):
             raise ValueError(f"{name} must be an int, got {type(x).__name__} {x}: int() makes one")
     if window is not None:
         if not 1 <= window < MOST_TOKENS:

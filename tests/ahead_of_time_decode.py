@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.decode import decode_kernel, with_rows
+from kernels.portable.decode import decode_kernel, with_rows
 from kernels.tiles import find_tile, padded_head_dim
 from tests.ahead_of_time import DTYPES, POINTERS, SHARED_MEMORY
 from tests.assembler import report_of

@@ -31,6 +31,7 @@ X = torch.zeros(2, 8, 4, 16, device=DEVICE)
         ({"softmax_scale": 0.0}, "softmax_scale must be positive.*0.0"),
         ({"softmax_scale": torch.tensor(0.5)}, "softmax_scale must be a float, got a tensor"),
         ({"window": 3.5}, "window must be an int, got float 3.5"),
+        ({"window": torch.tensor(3)}, "window must be an int, got Tensor"),
         ({"dropout_p": 0.1, "dropout_seed": 1.5}, "dropout_seed must be an int, got float 1.5"),
         ({"window": 0}, "window must be at least 1.*got 0"),
         ({"window": 2**31 - 1}, "window must be .* below 1073741824, got 2147483647"),

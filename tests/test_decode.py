@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kernels import block_masks
-from kernels.decode import append_and_decode, choose_splits, decode_attention
+from kernels.decode import append_and_decode, decode_attention
+from kernels.portable.decode import choose_splits
 from kernels.reference import decode_reference
 from model.rope import RotaryConfig, rotate, rotation
 from tests.accuracy import assert_within_rule

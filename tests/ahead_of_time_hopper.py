@@ -151,7 +151,8 @@ def machine_code_of(compiled: triton.compiler.CompiledKernel) -> dict:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
         binary.write(compiled.asm["cubin"])
         binary.flush()
-        command = [disassembler, "-c", binary.name]
+        # without the analysis of where indirect branches lead
+        command = [disassembler, "-ndf", "-c", binary.name]
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return report_of(compiled) | {"hgmma": code.count("HGMMA"), "overwritten": overwritten_operands(code)}
 

@@ -10,6 +10,7 @@ from torch import Tensor
 WORD_BITS = 32
 # of a table: everything is visible
 FULL = 0
+ROWS_AT_ONCE = 4096
 
 
 def full_tile(block_size: int, device) -> Tensor:
@@ -66,7 +67,9 @@ def distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
     # sorting sums with random weights is faster than sorting the rows, and equal sums are checked
     generator = torch.Generator().manual_seed(0)
     weights = torch.randint(2**62, (rows.shape[1],), generator=generator).to(rows.device)
-    sums, which = (rows * weights).sum(1).unique(return_inverse=True)
+    # a part at a time: the products take twice the memory of the rows
+    sums = [(part * weights).sum(1) for part in rows.split(ROWS_AT_ONCE)]
+    sums, which = torch.cat(sums).unique(return_inverse=True)
     every = torch.arange(len(rows), device=rows.device)
     first = every.new_full((len(sums),), len(rows)).scatter_reduce(0, which, every, "amin")
     if not torch.equal(rows[first][which], rows):

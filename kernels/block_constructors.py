@@ -50,14 +50,14 @@ def from_intervals(
     n_rows, n_columns = n_blocks(seq_q, block_size), n_blocks(seq_k, block_size)
     place = torch.arange(n_rows * block_size, device=first.device).clamp(max=seq_q - 1)
     first, end = (x[:, place].view(-1, block_size) for x in (first, end))  # (B n_rows, block_size)
-    start = first[:, 0] // block_size
-    count = ((end[:, -1] + block_size - 1) // block_size - start).clamp(min=0)
+    start = first[:, 0].long() // block_size
+    count = ((end[:, -1].long() + block_size - 1) // block_size - start).clamp(min=0)
     row, step = places(count)
     column = start[row] + step
 
     partial = (column * block_size < first[row, -1]) | ((column + 1) * block_size > end[row, 0])
-    origin = (column[partial] * block_size)[:, None]
-    edges = torch.cat([(x[row[partial]] - origin).clamp(0, block_size).int() for x in (first, end)], 1)
+    origin = (column[partial] * block_size)[:, None].to(first.dtype)
+    edges = torch.cat([(x[row[partial]] - origin).clamp_(0, block_size).int() for x in (first, end)], 1)
     which, same = distinct(edges)
     bits = torch.cat([full_tile(block_size, edges.device), interval_tiles(*edges[which].chunk(2, 1))])
     tiles = torch.full_like(column, FULL).masked_scatter(partial, 1 + same)
@@ -112,7 +112,7 @@ def listed_blocks(
 
 def check_causal(first: Tensor, end: Tensor, seq_k: int) -> None:
     """Raises ValueError if intervals (B, Tq) let a query see ahead; the last one stands at the last key."""
-    own = torch.arange(seq_k - first.shape[1], seq_k, device=first.device)
+    own = torch.arange(seq_k - first.shape[1], seq_k, dtype=end.dtype, device=first.device)
     ahead = ((end > own + 1) & (end > first)).nonzero()
     if len(ahead):
         batch, query = ahead[0].tolist()

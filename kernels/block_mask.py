@@ -60,9 +60,14 @@ class BlockMask:
         self.n_batch, self.n_head, self.causal = n_batch, n_head, causal
         self.n_rows, self.n_columns = n_blocks(seq_q, block_size), n_blocks(seq_k, block_size)
         self.keys, self.tiles, self.bits = keys, tiles, bits
-        head, row, column = self.coordinates()
-        self.rows = self._lists(head, row, column, self.n_rows)
-        self.columns = self._lists(head, column, row, self.n_columns)
+        # arrays of a number for each block are large: each goes when the next is made
+        self.rows = self._lists(keys // self.n_columns, keys % self.n_columns, self.n_rows)
+        head = keys // (self.n_rows * self.n_columns)
+        self.columns = self._lists(
+            head.mul_(self.n_columns).add_(keys % self.n_columns),
+            keys // self.n_columns % self.n_rows,
+            self.n_columns,
+        )
         self.transposed_bits = transpose(bits)
 
     @classmethod
@@ -80,12 +85,14 @@ class BlockMask:
     ) -> "BlockMask":
         """As the class, from distinct blocks in any order and any tiles; cuts them at Tq and Tk."""
         n_rows, n_columns = n_blocks(seq_q, block_size), n_blocks(seq_k, block_size)
-        rest_q = seq_q - keys // n_columns % n_rows * block_size
-        rest_k = seq_k - keys % n_columns * block_size
-        cut = ((rest_q < block_size) | (rest_k < block_size)).nonzero().flatten()
+        in_cut_row = keys // n_columns % n_rows == seq_q // block_size
+        in_cut_column = keys % n_columns == seq_k // block_size
+        cut = (in_cut_row | in_cut_column).nonzero().flatten()
         if len(cut):
+            rest_q = seq_q - keys[cut] // n_columns % n_rows * block_size
+            rest_k = seq_k - keys[cut] % n_columns * block_size
             lane = torch.arange(block_size, device=keys.device)
-            inside = (lane[:, None] < rest_q[cut, None, None]) & (lane < rest_k[cut, None, None])
+            inside = (lane[:, None] < rest_q[:, None, None]) & (lane < rest_k[:, None, None])
             bits, n_tiles = torch.cat([bits, bits[tiles[cut]] & pack(inside)]), len(bits)
             tiles = tiles.index_copy(0, cut, n_tiles + torch.arange(len(cut), device=keys.device))
         visible = (bits != 0).flatten(1).any(1)[tiles]
@@ -260,16 +267,20 @@ class BlockMask:
     def _like(self, n_batch: int, n_head: int, *blocks) -> "BlockMask":
         return BlockMask.build(self.seq_q, self.seq_k, self.block_size, n_batch, n_head, *blocks)
 
-    def _lists(self, head: Tensor, line: Tensor, block: Tensor, n_lines: int) -> BlockLists:
+    def _lists(self, line: Tensor, block: Tensor, n_lines: int) -> BlockLists:
+        """line: (n,), counted over all heads, of n_lines each; block: (n,), of the other side."""
         partial = self.tiles != FULL
-        line = head * n_lines + line
-        order = ((2 * line + partial) * max(self.n_rows, self.n_columns) + block).argsort()
         n_all = self.n_batch * self.n_head * n_lines
         counts, n_partial = (torch.bincount(x, minlength=n_all) for x in (line, line[partial]))
         end = counts.cumsum(0)
         longest = counts.view(-1, n_lines).argsort(dim=1, descending=True, stable=True).flatten()
         spans = torch.stack([end - counts, end - n_partial, end, longest], 1).int()
-        entries = torch.stack([block, self.tiles], 1)[order].int()
+        place = line.mul(2).add_(partial).mul_(max(self.n_rows, self.n_columns)).add_(block)
+        order = place.argsort()
+        del place
+        entries = torch.empty(len(block), 2, dtype=torch.int32, device=block.device)
+        for i, x in enumerate((block, self.tiles)):
+            entries[:, i] = x[order]
         return BlockLists(spans.view(self.n_batch, self.n_head, n_lines, 4), entries)
 
 

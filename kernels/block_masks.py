@@ -66,7 +66,7 @@ def window(seq_len: int, n: int, *, block_size: int = 128, device="cpu") -> Bloc
     .+#+....
     """
     check_sizes(block_size, seq_len=seq_len, n=n)
-    i = torch.arange(seq_len, device=device)
+    i = torch.arange(seq_len, dtype=torch.int32, device=device)
     return from_intervals((i + 1 - n).clamp(min=0), i + 1, seq_len, block_size=block_size, causal=True)
 
 
@@ -79,7 +79,7 @@ def sinks(seq_len: int, n: int, *, block_size: int = 128, device="cpu") -> Block
     +.......
     """
     check_sizes(block_size, seq_len=seq_len, n=n)
-    i = torch.arange(seq_len, device=device)
+    i = torch.arange(seq_len, dtype=torch.int32, device=device)
     return from_intervals(
         torch.zeros_like(i), (i + 1).clamp(max=n), seq_len, block_size=block_size, causal=True
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 WORD_BITS = 32
 # of a table: everything is visible
 FULL = 0
+# that `distinct` multiplies
 ROWS_AT_ONCE = 4096
 
 

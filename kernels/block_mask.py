@@ -62,12 +62,8 @@ class BlockMask:
         self.keys, self.tiles, self.bits = keys, tiles, bits
         # arrays of a number for each block are large: each goes when the next is made
         self.rows = self._lists(keys // self.n_columns, keys % self.n_columns, self.n_rows)
-        head = keys // (self.n_rows * self.n_columns)
-        self.columns = self._lists(
-            head.mul_(self.n_columns).add_(keys % self.n_columns),
-            keys // self.n_columns % self.n_rows,
-            self.n_columns,
-        )
+        column_of_head = keys // (self.n_rows * self.n_columns) * self.n_columns + keys % self.n_columns
+        self.columns = self._lists(column_of_head, keys // self.n_columns % self.n_rows, self.n_columns)
         self.transposed_bits = transpose(bits)
 
     @classmethod

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from kernels import checks
 from kernels.block_mask import BlockMask
-from kernels.portable.decode import MAX_ROWS, launch_decode
+from kernels.portable.decode import MAX_ROWS, can_overlap, launch_decode
 from kernels.problem import MOST_HEADS
 from kernels.registration import on_its_gpu
+
+__all__ = ["append_and_decode", "can_overlap", "decode_attention", "split_heads"]
 
 
 def decode_attention(

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.portable.decode import can_overlap
+from kernels.decode import can_overlap
 from model.attention import layer_masks, window_of
 from model.cache import LayerCache
 from model.gpt import GPT

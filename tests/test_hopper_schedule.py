@@ -11,10 +11,9 @@ from kernels.hopper.tiles import EVERY
 
 
 class Order:
-    """A TileOrder of numbers, as block `block` of n_blocks sees it."""
+    """A TileOrder of numbers, as the block of the fixture sees it."""
 
-    def __init__(self, grid, n_heads, n_tiles, section, last_first):
-        self.grid = grid
+    def __init__(self, n_heads, n_tiles, section, last_first):
         self.n_heads, self.n_tiles, self.section, self.LAST_FIRST = n_heads, n_tiles, section, last_first
         # divisors themselves, see the fixture
         self.by_section_tiles, self.by_section = section * n_tiles, section
@@ -64,7 +63,7 @@ def grid(monkeypatch):
 )
 def test_every_tile_is_taken_once(grid, n_heads, n_tiles, section, n_blocks, dealt, last_first):
     generator = random.Random(0)
-    order = Order(grid, n_heads, n_tiles, section, last_first)
+    order = Order(n_heads, n_tiles, section, last_first)
     # where every tile is dealt nobody has cleared the counter
     counter = Counter(-9 if n_heads * n_tiles <= dealt * n_blocks else 0)
     grid.n_blocks = n_blocks
@@ -84,7 +83,7 @@ def test_every_tile_is_taken_once(grid, n_heads, n_tiles, section, n_blocks, dea
 
 def test_blocks_that_are_dealt_all_tiles_of_a_causal_mask_get_as_much_work(grid):
     # four sections of heads with tiles of 1 to 22 blocks of keys
-    order = Order(grid, 128, 22, 32, True)
+    order = Order(128, 22, 32, True)
     grid.n_blocks = 132
     loads = []
     for block in range(grid.n_blocks):

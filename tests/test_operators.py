@@ -34,13 +34,8 @@ def test_on_hopper_all_but_dropout_of_16_bit_heads_of_40_to_128_runs_on_its_kern
             assert (name, reason) == ("hopper", "the fastest that takes this problem")
         else:
             assert name == "portable"
-            words = (
-                "dtype"
-                if dtype == "float32"
-                else "dropout"
-                if 40 <= head_dim <= 128
-                else "heads of 40 to 128"
-            )
+            of_head_or_kind = "dropout" if 40 <= head_dim <= 128 else "heads of 40 to 128"
+            words = "dtype" if dtype == "float32" else of_head_or_kind
             assert reason.startswith("hopper ")
             assert words in reason
 

@@ -177,10 +177,14 @@ def test_an_implementation_without_an_lse_is_refused():
     ],
     ids=str,
 )
-@pytest.mark.parametrize("implementation", ["flash", "reference"])
-def test_the_steps_of_all_ranks_add_up_to_the_whole_attention(implementation, masks, in_documents, device):
-    # the interpreter knows no bf16
-    dtype = torch.float32 if device.type == "cpu" and implementation == "flash" else torch.bfloat16
+@pytest.mark.parametrize(
+    ("implementation", "in_16_bits"), [("flash", False), ("reference", False), ("reference", True)]
+)
+def test_the_steps_of_all_ranks_add_up_to_the_whole_attention(
+    implementation, in_16_bits, masks, in_documents, device
+):
+    # flash in 16 bits on a GPU: the interpreter knows no bf16
+    dtype = torch.bfloat16 if in_16_bits or device.type == "cuda" else torch.float32
     seq_len, ids = SEQ_LEN, documents() if in_documents else None
     if isinstance(masks, str):
         seq_len, ids = 256, long_documents()[:, :256].contiguous() if in_documents else None

@@ -1,4 +1,4 @@
-"""Gluon for sm_90, the fast path for 16-bit heads of up to 128. Importing it needs no GPU and no Gluon."""
+"""Gluon for sm_90, the fast path for 16-bit heads of 40 to 128. Importing it needs no GPU and no Gluon."""
 
 import warnings
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from kernels.layouts import bulk_readable
 from kernels.problem import MOST_HEADS, CannotBuildError, Problem
 
-# tiles have 64 or 128 channels; narrower heads than these run faster on kernels/portable
+# tiles have 64 or 128 channels; how fast narrower heads than these would be is not measured
 HEAD_DIMS = range(40, 129, 8)
 DTYPES = (torch.bfloat16, torch.float16)
 # row and tile numbers are int32 in the kernels

@@ -41,6 +41,7 @@ from kernels.hopper.primitives import (
     announce,
     announced,
     copy_out,
+    make_numbers,
     make_ring,
     opaque,
     pack_pairs,
@@ -263,7 +264,6 @@ def backward_128_kernel(
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    NUMBER_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     # a tile's last step waits for the next tile's k and first queries while it holds its own
     gl.static_assert(KV_STAGES > 1)
     gl.static_assert(STAGES > 1)
@@ -275,7 +275,7 @@ def backward_128_kernel(
     tiles = Tiles(
         gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout),
         gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], v_desc.layout),
-        gl.allocate_shared_memory(gl.int32, [KV_STAGES, 1], NUMBER_LAYOUT),
+        make_numbers(KV_STAGES),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, HEAD_DIM], q_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, HEAD_DIM], dout_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], minus_lse_desc.layout),

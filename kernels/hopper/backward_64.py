@@ -43,6 +43,7 @@ from kernels.hopper.primitives import (
     announce,
     announced,
     copy_out,
+    make_numbers,
     make_ring,
     record,
     reduce_add_to_global,
@@ -243,7 +244,6 @@ def backward_64_kernel(
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    NUMBER_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lists = BlockLists(spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head)
     work = make_key_tiles(
         Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK), group, padded, n_batch, n_kv_head, section,
@@ -252,7 +252,7 @@ def backward_64_kernel(
     tiles = Tiles(
         gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout),
         gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout),
-        gl.allocate_shared_memory(gl.int32, [KV_STAGES, 1], NUMBER_LAYOUT),
+        make_numbers(KV_STAGES),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, HEAD_DIM], q_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, HEAD_DIM], dout_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], minus_lse_desc.layout),

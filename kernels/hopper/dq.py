@@ -68,8 +68,7 @@ def produce(tiles, q_desc, dout_desc, out_desc, k_desc, v_desc, group):
     PARTS: gl.constexpr = tiles.BLOCK_N // ROWS
     n = 0
     for turn in range(tiles.order.turns()):
-        head, tile = tiles.order.find(tiles.order.dealt(turn))
-        batch, head, row = locate(tiles, head, tile)
+        batch, head, row = locate(tiles, tiles.order.dealt(turn))
         begin, _, _, end = places(tiles, batch, head, row, tiles.CONSUMERS * ROWS)
         kv_head = head // group
         for i in gl.static_range(tiles.OUT_STAGES):
@@ -167,8 +166,7 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
     KIND: gl.constexpr = tiles.mask.KIND
     n = gl.to_tensor(0)
     for turn in range(tiles.order.turns()):
-        head, tile = tiles.order.find(tiles.order.dealt(turn))
-        batch, head, row = locate(tiles, head, tile)
+        batch, head, row = locate(tiles, tiles.order.dealt(turn))
         begin, whole_begin, whole_end, end = places(tiles, batch, head, row, tiles.CONSUMERS * ROWS)
         own_end = end
         # as in forward.py, under a causal mask alone: each warpgroup has the rows that see most in turn

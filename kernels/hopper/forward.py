@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import BLOCK_SIZE, BlockLists, hide_unseen
-from kernels.hopper.primitives import Ring, announce, announced, make_ring, pack_pairs, record
+from kernels.hopper.primitives import Ring, announce, announced, make_numbers, make_ring, pack_pairs, record
 from kernels.hopper.query_tiles import ROWS, key_block, locate, places, words_at
 from kernels.hopper.schedule import Mask, TileOrder
 from kernels.hopper.short_steps import consume_short
@@ -47,7 +47,6 @@ class Tiles:
     BLOCK_N: gl.constexpr
     HEAD_DIM: gl.constexpr
     CONSUMERS: gl.constexpr
-    DEALT: gl.constexpr
 
     @gluon.jit
     def take(self, turn):
@@ -62,7 +61,9 @@ class Tiles:
 
 
 @gluon.jit
-def produce(tiles, q_desc, k_desc, v_desc, group, counter_ptr, BLOCKS: gl.constexpr):
+def produce(
+    tiles, q_desc, k_desc, v_desc, group, counter_ptr, BLOCKS: gl.constexpr, DEALT: gl.constexpr
+):  # fmt: skip
     """Takes tiles, and fills the rings as they are emptied: Q, then each K with the V of the block before."""
     n_q = gl.to_tensor(0)
     n = 0
@@ -71,8 +72,7 @@ def produce(tiles, q_desc, k_desc, v_desc, group, counter_ptr, BLOCKS: gl.conste
     block_before = 0
     i = tiles.order.dealt(n_q)
     while i < tiles.order.total():
-        head, tile = tiles.order.find(i)
-        batch, head, row = locate(tiles, head, tile)
+        batch, head, row = locate(tiles, i)
         begin, _, _, end = places(tiles, batch, head, row, tiles.CONSUMERS * ROWS)
         kv_head = head // group
         stage, full = tiles.q_ring.fill(n_q)
@@ -84,7 +84,7 @@ def produce(tiles, q_desc, k_desc, v_desc, group, counter_ptr, BLOCKS: gl.conste
         n_q += 1
         # alone on its multiprocessor a block would wait for the answer
         if BLOCKS == 1:
-            i = tiles.order.next(n_q, counter_ptr, tiles.DEALT)
+            i = tiles.order.next(n_q, counter_ptr, DEALT)
         for j in range(end - begin):
             block = key_block(tiles, end - 1 - j) * tiles.BLOCK_N
             stage, full = tiles.k_ring.fill(n)
@@ -100,7 +100,7 @@ def produce(tiles, q_desc, k_desc, v_desc, group, counter_ptr, BLOCKS: gl.conste
             block_before = block
             n += 1
         if BLOCKS == 2:
-            i = tiles.order.next(n_q, counter_ptr, tiles.DEALT)
+            i = tiles.order.next(n_q, counter_ptr, DEALT)
     stage, full = tiles.v_ring.fill(n - 1)
     mbarrier.expect(full, v_desc.block_type.nbytes)
     before = [batch_before, head_before, block_before, 0]
@@ -137,8 +137,7 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
     turn = gl.to_tensor(0)
     i = tiles.take(turn)
     while i < tiles.order.total():
-        head, tile = tiles.order.find(i)
-        batch, head, row = locate(tiles, head, tile)
+        batch, head, row = locate(tiles, i)
         begin, whole_begin, whole_end, end = places(tiles, batch, head, row, tiles.CONSUMERS * ROWS)
         own_end = end
         # the last rows of a tile see most under a causal mask: each warpgroup has them in turn
@@ -249,11 +248,10 @@ def forward_kernel(
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
-    NUMBER_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lists = BlockLists(spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head)
     tiles = Tiles(
         gl.allocate_shared_memory(dtype, [Q_STAGES * CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout),
-        gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], NUMBER_LAYOUT),
+        make_numbers(Q_STAGES),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout),
         gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], out_desc.layout),
@@ -275,15 +273,15 @@ def forward_kernel(
         BLOCK_N,
         HEAD_DIM,
         CONSUMERS,
-        DEALT,
     )
     fence_async_shared()
+    copies = (tiles, q_desc, k_desc, v_desc, group, counter_ptr, BLOCKS, DEALT)
     if BLOCKS == 2:
         gl.warp_specialize(
             [
                 (consume_short, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(0))),
                 (consume_short, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(1))),
-                (produce, (tiles, q_desc, k_desc, v_desc, group, counter_ptr, BLOCKS)),
+                (produce, copies),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -293,7 +291,7 @@ def forward_kernel(
             [
                 (consume, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(0))),
                 (consume, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(1))),
-                (produce, (tiles, q_desc, k_desc, v_desc, group, counter_ptr, BLOCKS)),
+                (produce, copies),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -304,7 +302,7 @@ def forward_kernel(
                 (consume, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(0))),
                 (consume, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(1))),
                 (consume, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(2))),
-                (produce, (tiles, q_desc, k_desc, v_desc, group, counter_ptr, BLOCKS)),
+                (produce, copies),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -98,14 +98,14 @@ def attention_forward(
     section = section_heads(seq_k, head_dim, group, batch * n_head)
     n_sm = torch.cuda.get_device_properties(q.device).multi_processor_count
     n_blocks = min(batch * n_head * n_tiles, n_sm * tile.blocks)
-    counter = torch.zeros if batch * n_head * n_tiles > tile.dealt * n_blocks else torch.empty
+    allocate = torch.zeros if batch * n_head * n_tiles > tile.dealt * n_blocks else torch.empty
     forward_kernel[(n_blocks,)](
         head_descriptor(q, ROWS.value),
         head_descriptor(k, tile.block_n),
         head_descriptor(v, tile.block_n),
         head_descriptor(out, ROWS.value),
         lse,
-        counter(1, dtype=torch.int32, device=q.device),
+        allocate(1, dtype=torch.int32, device=q.device),
         lse if problem.key_bounds is None else problem.key_bounds,
         *list_arguments(problem.row_lists, lse),
         batch,

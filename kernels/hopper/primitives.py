@@ -200,6 +200,13 @@ class Ring:
 
 
 @gluon.jit
+def make_numbers(STAGES: gl.constexpr):
+    """Memory for the number of a tile beside each of its buffers: (STAGES, 1) int32."""
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return gl.allocate_shared_memory(gl.int32, [STAGES, 1], LAYOUT)
+
+
+@gluon.jit
 def announce(number, i):
     """Writes the number of a tile beside its rows, before their barrier is armed."""
     number.store(gl.full([1], i, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))

@@ -14,8 +14,9 @@ ROWS = gl.constexpr(64)
 
 
 @gluon.jit
-def locate(tiles, head, tile):
-    """Batch, head in it and first row of a tile of a head over all batches."""
+def locate(tiles, i):
+    """Batch, head in it and first row of the i-th tile in order."""
+    head, tile = tiles.order.find(i)
     batch = quotient(head, tiles.by_n_head)
     head -= batch * tiles.n_head
     if tiles.mask.KIND == "blocks":

@@ -43,16 +43,6 @@ class TileOrder:
     @gluon.jit
     def find(self, i):
         """Head over all batches, and tile in it, of the i-th in order."""
-        head, tile, section = self.place(i)
-        if self.LAST_FIRST:
-            last_section = (self.n_heads - 1) // self.section
-            if (last_section - section) % 2 == 0:
-                tile = self.n_tiles - 1 - tile
-        return head, tile
-
-    @gluon.jit
-    def place(self, i):
-        """The same with the tiles of a head in their own order, and the section."""
         section = self.section_of(i)
         first_head = section * self.section
         i -= first_head * self.n_tiles
@@ -62,7 +52,12 @@ class TileOrder:
         else:
             heads = self.n_heads - first_head
             tile = quotient(i, self.by_last_section)
-        return first_head + i - tile * heads, tile, section
+        head = first_head + i - tile * heads
+        if self.LAST_FIRST:
+            last_section = (self.n_heads - 1) // self.section
+            if (last_section - section) % 2 == 0:
+                tile = self.n_tiles - 1 - tile
+        return head, tile
 
     @gluon.jit
     def section_of(self, i):

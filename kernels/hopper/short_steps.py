@@ -52,8 +52,7 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
     turn = 0
     i = tiles.take(turn)
     while i < tiles.order.total():
-        head, tile = tiles.order.find(i)
-        batch, head, row = locate(tiles, head, tile)
+        batch, head, row = locate(tiles, i)
         begin, whole_begin, whole_end, end = places(tiles, batch, head, row, tiles.CONSUMERS * ROWS)
         own_begin = begin
         own_end = end

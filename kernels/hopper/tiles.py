@@ -34,12 +34,12 @@ class ForwardTile(NamedTuple):
     dealt: int = 2
 
 
+# of dealt: no counter is asked
 EVERY = 2**31 - 1
+
 # another block fills the gaps of two warpgroups, and small blocks of keys leave little to a mask's edges
 SHORT = ForwardTile(2, 64, 2, 4, 104, 24, blocks=2)
-
-
-# measured: up to how many keys a query, on average, they are the faster ones
+# measured: up to how many keys a query, on average, SHORT is the faster one
 SHORT_ROWS = {"full": 400, "causal": 520, "window": 1024}
 
 

@@ -11,6 +11,8 @@ if not torch.cuda.is_available():
 # no test reaches a network, and none writes to an account
 os.environ["WANDB_MODE"] = "offline"
 os.environ["HF_HUB_OFFLINE"] = "1"
+# of the pools of compiling processes beside pytest-xdist's one lost a kernel: its test waited in vain
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
 def pytest_configure(config):

@@ -23,7 +23,7 @@ IMPLEMENTATIONS = ("hopper", "portable")
 
 # the rows of implementation_table
 TABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-TABLE_HEAD_DIMS = (32, 64, 96, 128, 256)
+TABLE_HEAD_DIMS = (16, 32, 64, 128, 256)
 
 # set by use_implementation; of the whole process, because autograd runs backward passes in threads of its own
 forced: str | None = None

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.bit_tiles import FULL, distinct, full_tile, interval_tiles, pack
-from kernels.block_mask import BLOCK_SIZES, BlockMask, n_blocks
+from kernels.block_mask import BLOCK_SIZES, BlockMask, key_dtype, n_blocks
 
 LARGEST = torch.iinfo(torch.int32).max
 
@@ -102,11 +102,12 @@ def listed_blocks(
     """Full blocks; with causal (and Tq = Tk, and none behind the diagonal) those on it see up to it."""
     assert not causal or bool((column <= row).all())
     n_rows, n_columns = n_blocks(seq_q, block_size), n_blocks(seq_k, block_size)
-    keys = ((head * n_rows + row) * n_columns + column).unique()
+    dtype = key_dtype(n_batch * n_head * n_rows * n_columns)
+    keys = ((head.to(dtype) * n_rows + row.to(dtype)) * n_columns + column.to(dtype)).unique()
     diagonal = torch.ones(1, block_size, block_size, dtype=torch.bool, device=row.device).tril()
     bits = torch.cat([full_tile(block_size, row.device), pack(diagonal)])
     on_diagonal = keys // n_columns % n_rows == keys % n_columns
-    tiles = (on_diagonal & causal).long()
+    tiles = (on_diagonal & causal).int()
     return BlockMask.build(seq_q, seq_k, block_size, n_batch, n_head, keys, tiles, bits, causal)
 
 
@@ -123,9 +124,10 @@ def check_causal(first: Tensor, end: Tensor, seq_k: int) -> None:
 
 
 def places(count: Tensor) -> tuple[Tensor, Tensor]:
-    """Of rows with count (n,) blocks: the row of every block, and its place among those of its row."""
-    row = torch.arange(len(count), device=count.device).repeat_interleave(count)
-    return row, torch.arange(len(row), device=count.device) - (count.cumsum(0) - count)[row]
+    """Of rows with count (n,) blocks: the row of every block, and its place among those of its row, int32."""
+    n_before = (count.cumsum(0) - count).int()
+    row = torch.arange(len(count), dtype=torch.int32, device=count.device).repeat_interleave(count)
+    return row, torch.arange(len(row), dtype=torch.int32, device=count.device) - n_before[row]
 
 
 def check_sizes(block_size: int, **sizes: int) -> None:

@@ -37,11 +37,11 @@ class BlockLists:
 class BlockMask:
     """Query i of batch b and head h sees key j where the mask has a block there whose tile has that bit.
 
-    seq_q, seq_k: Tq, Tk. n_batch, n_head: 1 where one mask serves all. keys: (n,) int64, the stored blocks,
-    sorted: ((b n_head + h) n_rows + row) n_columns + column. tiles: (n,) int64, their tiles. bits: (n_tiles,
-    block_size, block_size / 32) int32, tile 0 all ones; bit c % 32 of word c // 32 of row r: query r of the
-    block sees key c. causal: that no query sees a key behind it, the last query standing at the last key;
-    from_intervals checks it and from_dense finds it out, here and in `build` it is believed.
+    seq_q, seq_k: Tq, Tk. n_batch, n_head: 1 where one mask serves all. keys: (n,) `key_dtype`, the stored
+    blocks, sorted: ((b n_head + h) n_rows + row) n_columns + column. tiles: (n,) int32, their tiles. bits:
+    (n_tiles, block_size, block_size / 32) int32, tile 0 all ones; bit c % 32 of word c // 32 of row r: query
+    r of the block sees key c. causal: that no query sees a key behind it, the last query standing at the last
+    key; from_intervals checks it and from_dense finds it out, here and in `build` it is believed.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class BlockMask:
         self.seq_q, self.seq_k, self.block_size = seq_q, seq_k, block_size
         self.n_batch, self.n_head, self.causal = n_batch, n_head, causal
         self.n_rows, self.n_columns = n_blocks(seq_q, block_size), n_blocks(seq_k, block_size)
-        self.keys, self.tiles, self.bits = keys, tiles, bits
+        keys = keys.to(key_dtype(n_batch * n_head * self.n_rows * self.n_columns))
+        self.keys, self.tiles, self.bits = keys, tiles.int(), bits
         # arrays of a number for each block are large: each goes when the next is made
         self.rows = self._lists(keys // self.n_columns, keys % self.n_columns, self.n_rows)
         column_of_head = keys // (self.n_rows * self.n_columns) * self.n_columns + keys % self.n_columns
@@ -79,8 +80,9 @@ class BlockMask:
         bits: Tensor,
         causal: bool,
     ) -> "BlockMask":
-        """As the class, from distinct blocks in any order and any tiles; cuts them at Tq and Tk."""
+        """As the class, from distinct blocks in any order, int32 or int64; cuts them at Tq and Tk."""
         n_rows, n_columns = n_blocks(seq_q, block_size), n_blocks(seq_k, block_size)
+        keys, tiles = keys.to(key_dtype(n_batch * n_head * n_rows * n_columns)), tiles.int()
         in_cut_row = keys // n_columns % n_rows == seq_q // block_size
         in_cut_column = keys % n_columns == seq_k // block_size
         cut = (in_cut_row | in_cut_column).nonzero().flatten()
@@ -90,15 +92,16 @@ class BlockMask:
             lane = torch.arange(block_size, device=keys.device)
             inside = (lane[:, None] < rest_q[:, None, None]) & (lane < rest_k[:, None, None])
             bits, n_tiles = torch.cat([bits, bits[tiles[cut]] & pack(inside)]), len(bits)
-            tiles = tiles.index_copy(0, cut, n_tiles + torch.arange(len(cut), device=keys.device))
+            new = torch.arange(n_tiles, len(bits), dtype=tiles.dtype, device=keys.device)
+            tiles = tiles.index_copy(0, cut, new)
         visible = (bits != 0).flatten(1).any(1)[tiles]
         keys, order = keys[visible].sort()
         tiles = tiles[visible][order]
-
+        del visible, order
         partial = (bits != -1).flatten(1).any(1)[tiles]
         used, which = tiles[partial].unique(return_inverse=True)
         first, same = distinct(bits[used].flatten(1))
-        tiles = torch.full_like(tiles, FULL).masked_scatter(partial, 1 + same[which])
+        tiles = torch.full_like(tiles, FULL).masked_scatter(partial, (1 + same[which]).to(tiles.dtype))
         bits = torch.cat([bits.new_full((1, *bits.shape[1:]), -1), bits[used[first]]])
         return cls(seq_q, seq_k, block_size, n_batch, n_head, keys, tiles, bits, causal)
 
@@ -165,8 +168,8 @@ class BlockMask:
 
     def coordinates(self) -> tuple[Tensor, Tensor, Tensor]:
         """b n_head + h, the row and the column of every stored block."""
-        row = self.keys // self.n_columns
-        return row // self.n_rows, row % self.n_rows, self.keys % self.n_columns
+        row = self.keys.long() // self.n_columns
+        return row // self.n_rows, row % self.n_rows, self.keys.long() % self.n_columns
 
     def to_dense(self) -> Tensor:
         """(B or 1, H or 1, Tq, Tk) bool, for tests, the reference and short sequences."""
@@ -247,7 +250,11 @@ class BlockMask:
     def _combine(self, other: "BlockMask", keys: Tensor, operation, causal: bool) -> "BlockMask":
         """The blocks at keys, by an operation on the bits; where a mask has no block, its bits are 0."""
         mine, others = self._find(keys), other._find(keys)
-        pairs, tiles = (mine * (len(other.bits) + 1) + others).unique(return_inverse=True)
+        n_pairs = (len(self.bits) + 1) * (len(other.bits) + 1)
+        pairs = mine.to(key_dtype(n_pairs)).mul_(len(other.bits) + 1).add_(others)
+        del mine, others
+        pairs, tiles = pairs.unique(return_inverse=True)
+        tiles = tiles.int()
         nothing = self.bits.new_zeros(1, *self.bits.shape[1:])
         a = torch.cat([self.bits, nothing])[pairs // (len(other.bits) + 1)]
         b = torch.cat([other.bits, nothing])[pairs % (len(other.bits) + 1)]
@@ -255,10 +262,12 @@ class BlockMask:
 
     def _find(self, keys: Tensor) -> Tensor:
         """The tile at each of keys, or the number of tiles where there is no block."""
-        place = torch.searchsorted(self.keys, keys)
-        padded = torch.cat([self.keys, self.keys.new_full((1,), -1)])
-        tiles = torch.cat([self.tiles, self.tiles.new_full((1,), len(self.bits))])
-        return torch.where(padded[place] == keys, tiles[place], len(self.bits))
+        keys = keys.to(self.keys.dtype)
+        place = torch.searchsorted(self.keys, keys, out_int32=True)
+        # behind the last one nothing is found
+        found = torch.cat([self.keys, self.keys.new_full((1,), -1)])[place] == keys
+        tiles = torch.cat([self.tiles, self.tiles.new_full((1,), len(self.bits))])[place]
+        return tiles.masked_fill_(~found, len(self.bits))
 
     def _like(self, n_batch: int, n_head: int, *blocks) -> "BlockMask":
         return BlockMask.build(self.seq_q, self.seq_k, self.block_size, n_batch, n_head, *blocks)
@@ -271,12 +280,14 @@ class BlockMask:
         end = counts.cumsum(0)
         longest = counts.view(-1, n_lines).argsort(dim=1, descending=True, stable=True).flatten()
         spans = torch.stack([end - counts, end - n_partial, end, longest], 1).int()
-        place = line.mul(2).add_(partial).mul_(max(self.n_rows, self.n_columns)).add_(block)
-        order = place.argsort()
+        n_others = self.n_rows * self.n_columns // n_lines
+        place = line.mul(2).add_(partial).mul_(n_others).add_(block)
+        del line, block
+        place, order = place.sort()
+        entries = torch.empty(len(order), 2, dtype=torch.int32, device=order.device)
+        entries[:, 0] = place.remainder_(n_others)
         del place
-        entries = torch.empty(len(block), 2, dtype=torch.int32, device=block.device)
-        for i, x in enumerate((block, self.tiles)):
-            entries[:, i] = x[order]
+        entries[:, 1] = self.tiles[order]
         return BlockLists(spans.view(self.n_batch, self.n_head, n_lines, 4), entries)
 
 
@@ -318,3 +329,8 @@ def reach(masks: Sequence[BlockMask]) -> float:
 
 def n_blocks(seq_len: int, block_size: int) -> int:
     return (seq_len + block_size - 1) // block_size
+
+
+def key_dtype(n: int) -> torch.dtype:
+    """int32 where it holds the numbers of twice n blocks, by which `_lists` sorts; else int64."""
+    return torch.int32 if 2 * n <= torch.iinfo(torch.int32).max else torch.int64

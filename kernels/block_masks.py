@@ -286,12 +286,13 @@ def _causal_steps(seq_len: int, steps: Tensor, block_size: int) -> BlockMask:
     """Each block of queries with the blocks that lie so many steps back; steps: (n,), ascending from 0."""
     i = torch.arange(n_blocks(seq_len, block_size), device=steps.device)
     row, place = places(torch.searchsorted(steps, i, right=True))
-    return _causal_blocks(seq_len, row, row - steps[place], block_size)
+    return _causal_blocks(seq_len, row, row - steps.int()[place], block_size)
 
 
 def _causal_blocks(seq_len: int, row: Tensor, column: Tensor, block_size: int) -> BlockMask:
     """The blocks (row[x], column[x]), none behind its queries; those on the diagonal see up to it."""
-    return listed_blocks(seq_len, seq_len, block_size, 1, 1, torch.zeros_like(row), row, column, True)
+    head = row.new_zeros(1)
+    return listed_blocks(seq_len, seq_len, block_size, 1, 1, head, row, column, True)
 
 
 def _block_means(x: Tensor, block_size: int) -> Tensor:

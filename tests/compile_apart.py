@@ -33,6 +33,8 @@ each_triton = pytest.mark.parametrize(
 def compiler(version: str) -> subprocess.Popen:
     """The process that has the Triton of that version; it ends with this one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # an eighth of the time, and no instruction, is for the lines of a debugger
+    environment["TRITON_DISABLE_LINE_INFO"] = "1"
     if version != "pinned":
         environment["PYTHONPATH"] = OLDER
     command = [sys.executable, "-m", "tests.compile_apart"]

@@ -1,36 +1,60 @@
 """Every kernel compiles for every GPU that has tiles, without the GPU: it fits, and spills nothing.
 
-Here that is every tile of the tables, at the widest of the heads that share it, under a causal mask. `make
-compile` compiles all heads under all masks, with dropout and without, and with block masks.
+Here that is every tile of the tables, at the widest of the heads that share it, under the mask that it is for
+(a causal one, where it is for all). `make compile` compiles all heads under all masks, with dropout and
+without, and with block masks.
 """
 
 import re
-from itertools import product
 
 import pytest
 
-from kernels.tiles import find_tile
-from tests.ahead_of_time import DTYPES, EVERYTHING, KERNELS, SHARED_MEMORY, exceeds
+from kernels.tiles import tile_table
+from tests.ahead_of_time import KERNELS, SHARED_MEMORY, exceeds
 from tests.compile_apart import compile_apart, each_triton
 
+DTYPES = {2: "bf16", 4: "fp32"}
+# what is compiled for a variant of kernels.tiles.variant_of
+VARIANTS = {
+    "": (),
+    "full": ("mask=full",),
+    "window": ("mask=window",),
+    "small blocks": ("block_size=64",),
+    "blocks": ("block_size=128",),
+    "dropout": ("dropout=1",),
+    "dropout blocks": ("dropout=1", "block_size=128"),
+}
 
-def widest_heads(arch: str, kernel: str, dtype: str) -> list[str]:
-    """Of the head sizes that share a tile the widest."""
+
+def distinct_rows(arch: str) -> dict[tuple[str, ...], list[str]]:
+    """Of each tile of the table the widest head: what names the kernel, and the head sizes."""
+    variants = list(VARIANTS)
+    # of block sizes, and of dropout with blocks and without, that share a tile, the one that asks for more
+    hardest = {}
+    for (name, itemsize, width), tile in tile_table(arch).items():
+        kernel, _, variant = name.partition(" ")
+        alike = (kernel, itemsize, tile, width, variant.removeprefix("small ").removesuffix(" blocks"))
+        hardest[alike] = max(hardest.get(alike, ""), variant, key=variants.index)
     widest = {}
-    for head_dim in EVERYTHING["head_dim"]:
-        widest[find_tile(arch, kernel, int(head_dim), DTYPES[dtype].itemsize, "causal")] = head_dim
-    return list(widest.values())
+    for (kernel, itemsize, tile, width, _), variant in hardest.items():
+        if kernel in KERNELS:
+            shared = (kernel, itemsize, tile, variant)
+            widest[shared] = max(widest.get(shared, 0), width)
+    rows = {}
+    for (kernel, itemsize, _, variant), width in widest.items():
+        given = (f"arch={arch}", f"kernel={kernel}", f"dtype={DTYPES[itemsize]}", *VARIANTS[variant])
+        rows.setdefault(given, []).append(str(width))
+    return rows
 
 
 @each_triton
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
-def test_every_kernel_in_every_tile_fits_its_gpu_and_spills_nothing(arch, version):
-    for kernel, dtype in product(KERNELS, EVERYTHING["dtype"]):
-        heads = widest_heads(arch, kernel, dtype)
-        assert "256" in heads
-        given = [f"arch={arch}", f"kernel={kernel}", f"dtype={dtype}", f"head_dim={','.join(heads)}"]
-        rows = compile_apart("tests.ahead_of_time", version, *given)
-        assert len(rows) == len(heads)
+def test_every_tile_of_the_tables_fits_its_gpu_and_spills_nothing(arch, version):
+    table = distinct_rows(arch)
+    assert {kernel for given in table for kernel in KERNELS if f"kernel={kernel}" in given} == KERNELS.keys()
+    for given, widths in table.items():
+        rows = compile_apart("tests.ahead_of_time", version, *given, f"head_dim={','.join(widths)}")
+        assert len(rows) == len(widths)
         assert not [row for row in rows if exceeds(row)]
 
 

@@ -4,9 +4,11 @@ With the pinned Triton; `make compile` does it with Triton 3.6 too. Apart from t
 another process runs them beside it: each takes minutes.
 """
 
+from math import prod
+
 import pytest
 
-from tests.ahead_of_time import SHARED_MEMORY, exceeds
+from tests.ahead_of_time import exceeds
 from tests.compile_apart import compile_apart
 
 
@@ -22,18 +24,18 @@ def test_no_mask_spills_nor_the_most_general_one_under_dropout_and_in_blocks(mas
     assert not [row for row in rows if exceeds(row)]
 
 
-def test_dropout_spills_nothing_under_a_causal_mask():
-    # sm_120 has the tiles of sm_89, gfx942 none for dropout
-    given = ["arch=sm_80,sm_89,sm_90,sm_100", "head_dim=64,128", "dtype=bf16", "dropout=1"]
-    rows = compile_apart("tests.ahead_of_time", "pinned", *given)
-    assert len(rows) == 24
-    assert not [row for row in rows if exceeds(row)]
-
-
-def test_float32_spills_nothing_under_dropout_with_block_masks():
-    float32 = ["arch=sm_90", "head_dim=32,64,128,256", "dtype=fp32", "dropout=1", "block_size=64"]
-    rows = compile_apart("tests.ahead_of_time", "pinned", *float32)
-    assert len(rows) == 12
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("arch=sm_80,sm_89,sm_100", "kernel=dq,dkdv", "head_dim=128", "dtype=bf16", "block_size=0"),
+        ("arch=sm_80,sm_100,gfx942", "kernel=forward", "head_dim=256", "dtype=bf16", "block_size=128"),
+        ("arch=gfx942", "kernel=dq", "head_dim=256", "dtype=bf16", "block_size=128"),
+        ("arch=sm_90", "kernel=dq,dkdv", "head_dim=64,128", "dtype=fp32", "block_size=64"),
+    ],
+)
+def test_dropout_fits_and_spills_nothing_where_it_has_no_tile_of_its_own(given):
+    rows = compile_apart("tests.ahead_of_time", "pinned", *given, "dropout=1")
+    assert len(rows) == prod(len(values.split(",")) for values in given)
     assert not [row for row in rows if exceeds(row)]
 
 
@@ -41,18 +43,4 @@ def test_dk_and_dv_of_the_widest_heads_spill_nothing():
     widest = ["arch=sm_90", "kernel=dkdv", "head_dim=256", "dtype=bf16"]
     rows = compile_apart("tests.ahead_of_time", "pinned", *widest, "mask=causal,intervals", "dropout=0,1")
     assert len(rows) == 4
-    assert not [row for row in rows if exceeds(row)]
-
-
-def test_the_widest_heads_fit_other_gpus_under_dropout_with_block_masks():
-    # a kernel that asks for more shared memory than there is does not start
-    others = [
-        f"arch={','.join(sorted(SHARED_MEMORY.keys() - {'sm_90'}))}",
-        "kernel=forward,dq",
-        "head_dim=256",
-    ]
-    rows = compile_apart(
-        "tests.ahead_of_time", "pinned", *others, "dtype=bf16", "dropout=1", "block_size=128"
-    )
-    assert len(rows) == 2 * (len(SHARED_MEMORY) - 1)
     assert not [row for row in rows if exceeds(row)]

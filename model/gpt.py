@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels import epilogues
 from kernels.cross_entropy import CHUNK, linear_cross_entropy
+from kernels.gelu_mlp import fuses, gelu_mlp
 from model.attention import AttentionConfig, SelfAttention, layer_masks
 from model.cache import LayerCache
 from model.config import ModelConfig
@@ -23,17 +25,23 @@ LOGIT_ROWS = CHUNK
 
 
 class MLP(nn.Module):
-    """Two linear layers with GELU between, or gated by SiLU, (B, T, C) -> (B, T, C)."""
+    """Two linear layers with GELU between, or gated by SiLU, (B, T, C) -> (B, T, C).
 
-    def __init__(self, config: ModelConfig):
+    fused_gelu: in training in 16 bits, GELU and its gradient in the epilogues of the products beside them.
+    """
+
+    def __init__(self, config: ModelConfig, fused_gelu: bool = False):
         super().__init__()
         self.is_gated = config.mlp == "swiglu"
+        self.fused_gelu = fused_gelu and not self.is_gated
         bias = config.bias == "all"
         self.expand = nn.Linear(config.n_embd, config.mlp_width * (2 if self.is_gated else 1), bias)
         self.projection = nn.Linear(config.mlp_width, config.n_embd, bias)
         self.residual_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._fuses(x):
+            return self.residual_dropout(self._fused(x))
         x = self.expand(x)
         if self.is_gated:
             gate, x = x.chunk(2, dim=-1)
@@ -41,6 +49,19 @@ class MLP(nn.Module):
         else:
             x = gelu(x)
         return self.residual_dropout(self.projection(x))
+
+    def _fuses(self, x: Tensor) -> bool:
+        # without gradients nobody needs GELU's input; adapters put more than a product beside it
+        layers = (self.expand, self.projection)
+        is_plain = all(type(layer) is nn.Linear for layer in layers)
+        sizes = self.expand.in_features, self.expand.out_features
+        wanted = self.fused_gelu and x.is_cuda and torch.is_grad_enabled()
+        return wanted and is_plain and fuses(compute_dtype(x), *sizes)
+
+    def _fused(self, x: Tensor) -> Tensor:
+        dtype = compute_dtype(x)
+        parameters = (self.expand.weight, self.expand.bias, self.projection.weight, self.projection.bias)
+        return gelu_mlp(x.to(dtype), *(None if p is None else p.to(dtype) for p in parameters))
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -56,16 +77,23 @@ def gelu(x: Tensor) -> Tensor:
     return (wide * torch.sigmoid(twice_u)).to(x.dtype)
 
 
+def check_fused_gelu() -> None:
+    """Raises ValueError if a GPU's fused_gelu=true has no library here."""
+    if not epilogues.is_installed():
+        raise ValueError(f"fused_gelu=true needs nvmath-python: {epilogues.WAYS_OUT}")
+
+
 class Block(nn.Module):
     """One transformer layer: attention, then the MLP, each added to the residual stream (B, T, C)."""
 
-    def __init__(self, config: ModelConfig, attention: AttentionConfig, recompute: str):
+    def __init__(self, config: ModelConfig, attention: AttentionConfig, recompute: str, fused_gelu: bool):
         super().__init__()
         self.recompute = recompute
         self.attention_norm = build_norm(config)
         self.attention = SelfAttention(config, attention.implementation)
         self.mlp_norm = build_norm(config)
-        self.mlp = MLP(config)
+        # what is made again would be the products too
+        self.mlp = MLP(config, fused_gelu and recompute == "none")
 
     def forward(self, x: Tensor, **attention_inputs) -> Tensor:
         return recomputed(self._layer, self.recompute)(x, **attention_inputs)
@@ -85,6 +113,7 @@ class GPT(nn.Module):
 
     Parameters are float32; lower precision is autocast's business (see train/step.py).
     fused_loss: the loss by kernels/cross_entropy.py, on a GPU; never are all logits in memory.
+    fused_gelu: GELU inside of the matrix products beside it, on a GPU, where `recompute` is none.
     low_precision_residual: under autocast the stream between the blocks, and its gradient, are in autocast's
     dtype, which halves what every norm and every sum reads and writes; else they are float32.
     recompute: what of each block the backward pass makes again instead of keeping it: none, selective (all
@@ -97,6 +126,7 @@ class GPT(nn.Module):
         attention: AttentionConfig,
         *,
         fused_loss: bool = False,
+        fused_gelu: bool = False,
         low_precision_residual: bool = False,
         recompute: str = "none",
     ):
@@ -110,7 +140,9 @@ class GPT(nn.Module):
         if config.rotary is None:
             self.position_embedding = nn.Embedding(config.max_seq_len, config.n_embd)
         self.embedding_dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, attention, recompute) for _ in range(config.n_layer))
+        self.blocks = nn.ModuleList(
+            Block(config, attention, recompute, fused_gelu) for _ in range(config.n_layer)
+        )
         self.final_norm = build_norm(config)
         if not config.tied_head:
             self.head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)

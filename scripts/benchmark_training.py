@@ -64,6 +64,7 @@ class Arguments:
     precision: str = argument("bf16", "bf16, fp16 or fp32")
     compile: bool = argument(True, "torch.compile the model")
     fused_loss: bool = argument(True, "the head and its loss by our kernel")
+    fused_gelu: bool = argument(True, "GELU inside of the products beside it")
     low_precision_residual: bool = argument(True, "the residual stream in `precision`, not in float32")
     recompute: list[str] = argument(["none"], "what the backward pass makes again: none, selective, full")
     device: str = argument("cuda", "cuda or cpu")
@@ -84,6 +85,7 @@ class Step:
     precision: str
     compile: bool
     fused_loss: bool
+    fused_gelu: bool
     low_precision_residual: bool
     recompute: str
 
@@ -112,7 +114,13 @@ JOBS = (
 OF_JOBS = ("models", "seq_lens", "tokens_per_microbatch", "tokens_per_step")
 
 PLAIN = Step(
-    "reference", "fp32", compile=False, fused_loss=False, low_precision_residual=False, recompute="none"
+    "reference",
+    "fp32",
+    compile=False,
+    fused_loss=False,
+    fused_gelu=False,
+    low_precision_residual=False,
+    recompute="none",
 )
 # each rung keeps what the ones before it switched on
 LADDER = (
@@ -122,9 +130,18 @@ LADDER = (
     ("torch.compile", {"compile": True}),
     ("fused head and loss", {"fused_loss": True}),
     ("bf16 residual stream", {"low_precision_residual": True}),
+    ("GELU inside of products", {"fused_gelu": True}),
 )
 # the arguments that it sets
-RUNGS = ("implementations", "precision", "compile", "fused_loss", "low_precision_residual", "recompute")
+RUNGS = (
+    "implementations",
+    "precision",
+    "compile",
+    "fused_loss",
+    "fused_gelu",
+    "low_precision_residual",
+    "recompute",
+)
 
 
 def main(arguments: Arguments) -> None:
@@ -210,6 +227,7 @@ def jobs(arguments: Arguments):
                     arguments.precision,
                     arguments.compile,
                     arguments.fused_loss,
+                    arguments.fused_gelu,
                     arguments.low_precision_residual,
                     recompute,
                 )
@@ -252,6 +270,7 @@ def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
             config,
             AttentionConfig(implementation=step.implementation),
             fused_loss=step.fused_loss,
+            fused_gelu=step.fused_gelu,
             low_precision_residual=step.low_precision_residual,
             recompute=step.recompute,
         ).to(device)

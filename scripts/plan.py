@@ -167,8 +167,8 @@ def measured(files: list[str]) -> list[tuple[dict, Config]]:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file} is no result file of scripts.benchmark_training") from error
         for row in rows:
-            # older rows are of the models as they are, made before there was recomputation
-            recompute = row.get("recompute", "none")
+            # older rows are of the models as they are, made before there were these two
+            row = {"recompute": "none", "fused_gelu": False, **row}
             given = [
                 f"{key}={row[key]}"
                 for key in (
@@ -177,10 +177,12 @@ def measured(files: list[str]) -> list[tuple[dict, Config]]:
                     "tokens_per_step",
                     "precision",
                     "fused_loss",
+                    "fused_gelu",
                     "low_precision_residual",
+                    "recompute",
                 )
             ]
-            given += [f"tokens_per_microbatch={row['batch'] * row['seq_len']}", f"recompute={recompute}"]
+            given += [f"tokens_per_microbatch={row['batch'] * row['seq_len']}"]
             given += [f"++model.bias={row['bias']}"] if "bias" in row else []
             found.append(({**row, "source": Path(file).name}, composed(given)))
     if not found:
@@ -193,7 +195,15 @@ def measured(files: list[str]) -> list[tuple[dict, Config]]:
 
 def compare(row: dict, config: Config, rates: Rates, chunk: int) -> dict:
     memory, seconds = peak_bytes(config, chunk=chunk), step_seconds(config, rates)
-    keys = ("model", "seq_len", "batch", "tokens_per_step", "fused_loss", "low_precision_residual")
+    keys = (
+        "model",
+        "seq_len",
+        "batch",
+        "tokens_per_step",
+        "fused_loss",
+        "fused_gelu",
+        "low_precision_residual",
+    )
     return {
         **{key: row[key] for key in keys},
         "bias": config.model.bias,

@@ -2,9 +2,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from kernels import epilogues
 from model import GPT, AttentionConfig, ModelConfig
 from model.pretrained import export_pretrained
 from train.config import check_machine, parse, write_config
@@ -208,6 +210,13 @@ def test_the_fused_loss_without_a_gpu_is_refused_with_the_change_to_make():
     config = parse(composed("experiment=laptop", "fused_loss=true"))
     with pytest.raises(ValueError, match="fused_loss=true runs on a GPU, got device=cpu: use fused_loss=fal"):
         check_machine(config)
+
+
+def test_gelu_inside_of_products_without_its_library_is_refused_with_the_ways_out(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(epilogues, "is_installed", lambda: False)
+    with pytest.raises(ValueError, match=r"fused_gelu=true needs nvmath-python: .* use fused_gelu=false"):
+        check_machine(parse(composed("device=cuda")))
 
 
 def test_a_model_for_another_vocabulary_is_refused():

@@ -59,6 +59,7 @@ def build_weights(config: Config, device: torch.device, start: str | None = None
         config.model,
         config.attention,
         fused_loss=config.fused_loss,
+        fused_gelu=config.fused_gelu,
         low_precision_residual=config.low_precision_residual,
         recompute=config.recompute,
     )

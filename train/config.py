@@ -11,6 +11,7 @@ from data.prepare import DataConfig
 from data.tokenizer import is_tokenizer, load_tokenizer, same_tokens
 from model import AttentionConfig, ModelConfig
 from model.families import family_of
+from model.gpt import check_fused_gelu
 from model.recompute import RECOMPUTE
 from train.bad_steps import BAD_STEP_ACTIONS, SpikeConfig
 from train.checkpoint import CheckpointConfig
@@ -42,6 +43,8 @@ class Config:
     compile: bool
     # the head and its loss by our kernel, which never holds all logits; false: by PyTorch
     fused_loss: bool
+    # in 16 bits on a GPU, GELU and its gradient inside of the matrix products beside them; false: apart
+    fused_gelu: bool
     # the residual stream in `precision`, with half the traffic; false: in float32
     low_precision_residual: bool
     # what the backward pass makes again instead of keeping it: none; selective: norms, GELU and sums; full:
@@ -254,6 +257,8 @@ def check_machine(config: Config) -> None:
         )
     if config.fused_loss and config.device != "cuda":
         raise ValueError(f"fused_loss=true runs on a GPU, got device={config.device}: use fused_loss=false")
+    if config.fused_gelu and config.device == "cuda":
+        check_fused_gelu()
     if config.precision == "fp16" and config.device == "cpu":
         raise ValueError("precision=fp16 needs a GPU, got device=cpu: use precision=fp32 or bf16")
     if config.export:

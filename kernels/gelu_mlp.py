@@ -1,0 +1,103 @@
+"""The MLP of a GPT, gelu(x W1^T + b1) W2^T + b2, whose GELU and its gradient need no kernels of their own.
+
+Both run in the epilogues of the products beside them (epilogues.py): the forward pass writes what GELU is of
+next to what it gives, and the gradient passes GELU where the product makes it.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import epilogues
+from kernels.operators import save_nothing
+from kernels.registration import differentiate, operator
+
+
+def _fake_forward(x, w1, b1, w2, b2):
+    return x.new_empty(x.shape[0], w2.shape[0]), *(x.new_empty(x.shape[0], w1.shape[0]) for _ in range(2))
+
+
+def _fake_gradient(dout, w2, inner):
+    return torch.empty_like(inner)
+
+
+@operator(fake=_fake_forward)
+def gelu_mlp_forward(
+    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, (N, C), and what GELU is of and gives, (N, F) each."""
+    if x.is_cuda:
+        hidden, inner = epilogues.mm_gelu(x, w1.T, b1)
+    else:
+        inner = F.linear(x, w1, b1)
+        hidden = F.gelu(inner, approximate="tanh")
+    return F.linear(hidden, w2, b2), inner, hidden
+
+
+@operator(fake=_fake_gradient)
+def gelu_gradient(dout: Tensor, w2: Tensor, inner: Tensor) -> Tensor:
+    """By what GELU is of, (N, F), given dout (N, C) by the MLP's result."""
+    if dout.is_cuda:
+        return epilogues.mm_gelu_gradient(dout.contiguous(), w2, inner)
+    return torch.ops.aten.gelu_backward(dout @ w2, inner, approximate="tanh")
+
+
+def _save_for_backward(ctx, inputs, output):
+    x, w1, _, w2, _ = inputs
+    ctx.save_for_backward(x, w1, w2, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dout, *_):
+    x, w1, w2, inner, hidden = ctx.saved_tensors
+    of_x, of_w1, of_b1, of_w2, of_b2 = ctx.needs_input_grad
+    dinner = gelu_gradient(dout, w2, inner)
+    return (
+        dinner @ w1 if of_x else None,
+        dinner.T @ x if of_w1 else None,
+        dinner.sum(0) if of_b1 else None,
+        dout.T @ hidden if of_w2 else None,
+        dout.sum(0) if of_b2 else None,
+    )
+
+
+def _refuse_second_derivative(ctx, *gradients):
+    raise NotImplementedError(
+        "gelu_mlp has no second derivative: use fused_gelu=false where you need one "
+        "(double backward, gradient penalties), or leave out create_graph=True"
+    )
+
+
+differentiate(gelu_mlp_forward, _save_for_backward, _backward)
+differentiate(gelu_gradient, save_nothing, _refuse_second_derivative)
+
+
+def gelu_mlp(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> Tensor:
+    """gelu(x w1^T + b1) w2^T + b2, (..., C), GELU in its tanh form.
+
+    x: (..., C); w1: (F, C); w2: (C, F); biases: (F,) and (C,) or None; of one dtype, on a GPU bf16 or fp16,
+    with C and F multiples of 8. Raises ValueError for others, and on a GPU without nvmath-python.
+    """
+    given = {"x": x, "w1": w1, "b1": b1, "w2": w2, "b2": b2}
+    for name, tensor in given.items():
+        if tensor is not None and (tensor.dtype, tensor.device) != (x.dtype, x.device):
+            raise ValueError(
+                f"{name} must be {x.dtype} on {x.device}, as x is, got {tensor.dtype} on {tensor.device}"
+            )
+    channels, width = x.shape[-1], w1.shape[0]
+    shapes = {"w1": (width, channels), "b1": (width,), "w2": (channels, width), "b2": (channels,)}
+    for name, shape in shapes.items():
+        if given[name] is not None and given[name].shape != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(given[name].shape)}")
+    if x.is_cuda and not fuses(x.dtype, channels, width):
+        raise ValueError(
+            "x must be bfloat16 or float16 with channels in multiples of 8 on both sides of GELU, got "
+            f"{x.dtype}, {channels} and {width}: use PyTorch's F.linear and F.gelu"
+        )
+    return gelu_mlp_forward(x.flatten(0, -2), w1, b1, w2, b2)[0].unflatten(0, x.shape[:-1])
+
+
+def fuses(dtype: torch.dtype, channels: int, width: int) -> bool:
+    """Whether cuBLASLt has GELU in the epilogue of products of this dtype and these sizes."""
+    return dtype in (torch.bfloat16, torch.float16) and channels % 8 == 0 and width % 8 == 0

@@ -1,0 +1,196 @@
+"""The MLP with GELU inside of its products, against PyTorch's layers one by one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels import epilogues
+from kernels.gelu_mlp import fuses, gelu_gradient, gelu_mlp, gelu_mlp_forward
+from model import GPT, AttentionConfig, ModelConfig
+from model.gpt import MLP
+
+on_nvidia = pytest.mark.skipif(not epilogues.is_installed(), reason="needs nvmath-python")
+
+
+def plain(x, w1, b1, w2, b2):
+    return F.linear(F.gelu(F.linear(x, w1, b1), approximate="tanh"), w2, b2)
+
+
+def inputs(device, rows=(3, 37), channels=64, width=256, bias=True, dtype=torch.float64):
+    shapes = (*rows, channels), (width, channels), (width,), (channels, width), (channels,)
+    scales = 1.0, channels**-0.5, 1.0, width**-0.5, 1.0
+    tensors = [
+        (scale * torch.randn(shape, device=device)).to(dtype)
+        for shape, scale in zip(shapes, scales, strict=True)
+    ]
+    return [None if i in (2, 4) and not bias else x.requires_grad_() for i, x in enumerate(tensors)]
+
+
+def result_and_gradients(function, tensors, dout, dtype):
+    tensors = [None if x is None else x.detach().to(dtype).requires_grad_() for x in tensors]
+    out = function(*tensors)
+    return out.detach(), *torch.autograd.grad(out, [x for x in tensors if x is not None], dout.to(dtype))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_result_and_gradients_are_those_of_the_layers_one_by_one(bias, compiled):
+    tensors = inputs("cpu", bias=bias)
+    ours = torch.compile(gelu_mlp, backend="aot_eager", fullgraph=True) if compiled else gelu_mlp
+    dout = torch.randn_like(tensors[0])
+    expected = result_and_gradients(plain, tensors, dout, torch.float64)
+    torch.testing.assert_close(result_and_gradients(ours, tensors, dout, torch.float64), expected)
+
+
+@on_nvidia
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "channels", "width"),
+    [((1,), 8, 24), ((3, 37), 64, 256), ((2, 1024), 768, 3072), ((2000,), 1600, 6400)],
+)
+def test_on_a_gpu_it_is_as_accurate_as_torch(dtype, bias, rows, channels, width):
+    tensors = inputs("cuda", rows, channels, width, bias, dtype)
+    # expanded, as behind a sum, and as it comes from a norm
+    for dout in (
+        torch.randn_like(tensors[0]),
+        torch.ones((), device="cuda", dtype=dtype).expand(*rows, channels),
+    ):
+        truths = result_and_gradients(plain, tensors, dout, torch.float64)
+        torchs = result_and_gradients(plain, tensors, dout, dtype)
+        ours = result_and_gradients(gelu_mlp, tensors, dout, dtype)
+        for x, pt, ref in zip(ours, torchs, truths, strict=True):
+            # as tests/accuracy.py has it
+            unit = ((ref.to(dtype) + 0.3 - 0.3).double() - ref).abs().max()
+            assert (x.double() - ref).abs().max() <= 2 * (pt.double() - ref).abs().max() + 2 * unit
+
+
+@on_nvidia
+@pytest.mark.gpu
+def test_on_a_gpu_the_same_bits_come_again():
+    tensors = inputs("cuda", (4096,), 768, 3072, dtype=torch.bfloat16)
+    dout = torch.randn_like(tensors[0])
+    first = result_and_gradients(gelu_mlp, tensors, dout, torch.bfloat16)
+    for _ in range(20):
+        again = result_and_gradients(gelu_mlp, tensors, dout, torch.bfloat16)
+        assert all(map(torch.equal, first, again))
+
+
+@on_nvidia
+@pytest.mark.gpu
+def test_on_a_gpu_graphs_replay_it_with_new_numbers():
+    x, *weights = (t.detach() for t in inputs("cuda", (512,), dtype=torch.bfloat16))
+    gelu_mlp(x, *weights)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = gelu_mlp(x, *weights)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert torch.equal(out, gelu_mlp(x, *weights))
+
+
+@on_nvidia
+@pytest.mark.gpu
+def test_rows_at_odd_places_are_refused_by_the_operator():
+    _, *weights = inputs("cuda", (64,), dtype=torch.bfloat16)
+    shifted = torch.empty(64 * 64 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(64, 64)
+    with pytest.raises(ValueError, match=r"a must have rows .* multiples of 16 bytes"):
+        gelu_mlp(shifted, *weights)
+
+
+@pytest.mark.parametrize("frozen", range(5))
+def test_what_is_frozen_has_no_gradient(frozen):
+    tensors = inputs("cpu")
+    tensors[frozen].requires_grad_(False)
+    gelu_mlp(*tensors).sum().backward()
+    assert [x.grad is None for x in tensors] == [index == frozen for index in range(5)]
+
+
+def test_a_second_derivative_is_refused():
+    tensors = inputs("cpu")
+    (dx,) = torch.autograd.grad(gelu_mlp(*tensors).sum(), tensors[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="fused_gelu=false"):
+        dx.sum().backward()
+
+
+def test_the_operators_keep_pytorchs_rules():
+    x, *weights = inputs("cpu", rows=(5,), channels=8, width=16)
+    torch.library.opcheck(gelu_mlp_forward, (x, *weights))
+    torch.library.opcheck(gelu_gradient, (x.detach(), weights[2].detach(), torch.randn(5, 16).double()))
+
+
+@pytest.mark.parametrize(
+    ("index", "change", "message"),
+    [
+        (1, lambda w1: w1[:, :8], r"w1 must have shape \(256, 64\), got \(256, 8\)"),
+        (2, lambda b1: b1[1:], r"b1 must have shape \(256,\), got \(255,\)"),
+        (3, lambda w2: w2[:8], r"w2 must have shape \(64, 256\), got \(8, 256\)"),
+        (4, lambda b2: b2.float(), "b2 must be torch.float64 on cpu, as x is, got torch.float32 on cpu"),
+    ],
+)
+def test_what_does_not_fit_is_named(index, change, message):
+    tensors = inputs("cpu")
+    tensors[index] = change(tensors[index])
+    with pytest.raises(ValueError, match=message):
+        gelu_mlp(*tensors)
+
+
+def test_sixteen_bits_and_multiples_of_eight_are_fused():
+    assert fuses(torch.bfloat16, 768, 3072)
+    assert fuses(torch.float16, 8, 24)
+    assert not fuses(torch.float32, 768, 3072)
+    assert not fuses(torch.bfloat16, 100, 3072)
+    assert not fuses(torch.bfloat16, 768, 100)
+
+
+def test_the_named_version_is_the_pinned_one():
+    pinned = Path(__file__).parent.parent / "requirements.txt"
+    assert f"nvmath-python=={epilogues.VERSION};" in pinned.read_text()
+
+
+def model_config(**changes) -> ModelConfig:
+    values = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 300, "max_seq_len": 64, "dropout": 0.0}
+    return ModelConfig(**{**values, **changes})
+
+
+@on_nvidia
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("bias", ["all", "none"])
+def test_a_model_with_it_trains_as_one_without(compiled, bias):
+    build = {"attention": AttentionConfig(implementation="sdpa")}
+    models = [GPT(model_config(bias=bias), **build, fused_gelu=on).cuda() for on in (False, True)]
+    models[1].load_state_dict(models[0].state_dict())
+    assert [m.blocks[0].mlp._fuses(torch.zeros(1, 32, device="cuda").bfloat16()) for m in models] == [
+        False,
+        True,
+    ]
+    tokens = torch.randint(300, (2, 50), device="cuda")
+    gradients = []
+    for model in models:
+        run = torch.compile(model, fullgraph=True) if compiled else model
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = run(tokens[:, :-1], tokens[:, 1:])
+        gradients.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    for one, other in zip(*gradients, strict=True):
+        assert (one - other).norm() <= 0.02 * one.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["gated", "recompute", "float32", "no gradients", "adapters", "odd width"])
+def test_a_model_without_a_place_for_it_keeps_its_layers(case):
+    config = model_config(
+        mlp="swiglu" if case == "gated" else "gelu", mlp_width=100 if case == "odd width" else None
+    )
+    recompute = "full" if case == "recompute" else "none"
+    gpt = GPT(config, AttentionConfig(implementation="sdpa"), fused_gelu=True, recompute=recompute).cuda()
+    mlp: MLP = gpt.blocks[0].mlp
+    if case == "adapters":
+        mlp.expand = torch.nn.Sequential(mlp.expand)
+    x = torch.zeros(1, 32, device="cuda", dtype=torch.float32 if case == "float32" else torch.bfloat16)
+    with torch.set_grad_enabled(case != "no gradients"):
+        assert not mlp._fuses(x)

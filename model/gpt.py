@@ -51,12 +51,12 @@ class MLP(nn.Module):
         return self.residual_dropout(self.projection(x))
 
     def _fuses(self, x: Tensor) -> bool:
-        # without gradients nobody needs GELU's input; adapters put more than a product beside it
-        layers = (self.expand, self.projection)
-        is_plain = all(type(layer) is nn.Linear for layer in layers)
-        sizes = self.expand.in_features, self.expand.out_features
-        wanted = self.fused_gelu and x.is_cuda and torch.is_grad_enabled()
-        return wanted and is_plain and fuses(compute_dtype(x), *sizes)
+        # without gradients nobody needs what GELU is of
+        if not (self.fused_gelu and x.is_cuda and torch.is_grad_enabled()):
+            return False
+        # adapters put more than a product beside it
+        is_plain = all(type(layer) is nn.Linear for layer in (self.expand, self.projection))
+        return is_plain and fuses(compute_dtype(x), *self.expand.weight.shape)
 
     def _fused(self, x: Tensor) -> Tensor:
         dtype = compute_dtype(x)

@@ -11,6 +11,8 @@ columns (dk, dv). They are tensors of run time: another mask, length or batch co
 
 import warnings
 from collections.abc import Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +21,17 @@ from torch import Tensor
 from kernels.bit_tiles import FULL, distinct, pack, transpose, unpack
 
 BLOCK_SIZES = (64, 128)
+_makes_lists = ContextVar("_makes_lists", default=True)
+
+
+@contextmanager
+def without_lists():
+    """Masks that are made inside are for combining: without lists, which are most of a mask's memory."""
+    token = _makes_lists.set(False)
+    try:
+        yield
+    finally:
+        _makes_lists.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +74,19 @@ class BlockMask:
         self.n_rows, self.n_columns = n_blocks(seq_q, block_size), n_blocks(seq_k, block_size)
         keys = keys.to(key_dtype(n_batch * n_head * self.n_rows * self.n_columns))
         self.keys, self.tiles, self.bits = keys, tiles.int(), bits
-        # arrays of a number for each block are large: each goes when the next is made
-        self.rows = self._lists(keys // self.n_columns, keys % self.n_columns, self.n_rows)
-        column_of_head = keys // (self.n_rows * self.n_columns) * self.n_columns + keys % self.n_columns
-        self.columns = self._lists(column_of_head, keys // self.n_columns % self.n_rows, self.n_columns)
-        self.transposed_bits = transpose(bits)
+        if _makes_lists.get():
+            self.make_lists()
+
+    def make_lists(self) -> None:
+        """Sets what the kernels read: rows, columns and transposed_bits."""
+        # an array of a number for each block is large: without a name here, each goes when the next is made
+        self.rows = self._lists(self.keys // self.n_columns, self.keys % self.n_columns, self.n_rows)
+        self.columns = self._lists(
+            self.keys // (self.n_rows * self.n_columns) * self.n_columns + self.keys % self.n_columns,
+            self.keys // self.n_columns % self.n_rows,
+            self.n_columns,
+        )
+        self.transposed_bits = transpose(self.bits)
 
     @classmethod
     def build(
@@ -95,9 +116,12 @@ class BlockMask:
             new = torch.arange(n_tiles, len(bits), dtype=tiles.dtype, device=keys.device)
             tiles = tiles.index_copy(0, cut, new)
         visible = (bits != 0).flatten(1).any(1)[tiles]
-        keys, order = keys[visible].sort()
-        tiles = tiles[visible][order]
-        del visible, order
+        keys, tiles = keys[visible], tiles[visible]
+        del visible
+        if bool((keys.diff() < 0).any()):
+            keys, order = keys.sort()
+            tiles = tiles[order]
+            del order
         partial = (bits != -1).flatten(1).any(1)[tiles]
         used, which = tiles[partial].unique(return_inverse=True)
         first, same = distinct(bits[used].flatten(1))

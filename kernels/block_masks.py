@@ -22,7 +22,7 @@ from kernels.block_constructors import (
     listed_blocks,
     places,
 )
-from kernels.block_mask import BlockMask, n_blocks
+from kernels.block_mask import BlockMask, n_blocks, without_lists
 from kernels.checks import check_order
 from kernels.intervals import document_bounds
 
@@ -277,9 +277,12 @@ def parse(text: str, seq_len: int, *, block_size: int = 128, device="cpu") -> Bl
         )
 
     try:
-        return value(ast.parse(text, mode="eval").body)
+        with without_lists():
+            mask = value(ast.parse(text, mode="eval").body)
     except (SyntaxError, TypeError) as error:
         raise ValueError(f"pattern {text!r}: {error}") from error
+    mask.make_lists()
+    return mask
 
 
 def _causal_steps(seq_len: int, steps: Tensor, block_size: int) -> BlockMask:

@@ -132,6 +132,8 @@ class Plan:
             1, found.ctypes.data, count.ctypes.data,
         )  # fmt: skip
         self.lt.matmul_preference_destroy(preference)
+        if not count[0]:
+            raise ValueError("cuBLASLt has no GELU inside of products on this GPU: use fused_gelu=false")
         return found
 
 

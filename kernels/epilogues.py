@@ -1,58 +1,91 @@
-"""Matrix products with GELU, or its gradient, in their epilogue, by cuBLASLt.
+"""Matrix products with GELU, or its gradient, in their epilogue, by quack, the GEMM kernels of Dao-AILab.
 
 The epilogue works on a tile of the product while it is in registers: GELU then costs no pass of its own over
-(N, F). PyTorch asks cuBLASLt for GELU without what it is of, which the backward pass needs, and never for the
-gradient. NVIDIA's nvmath-python gives Python all of cuBLASLt.
+(N, F). On Hopper two warpgroups take turns, one multiplies while the other is in its epilogue. PyTorch has no
+product that keeps what the backward pass needs, and those of cuBLASLt do not take turns
+(docs/training_speed.md).
 
-cuBLASLt names columns first: what is (rows, columns) in row-major order is (columns, rows) to it, and a
-product is asked for as out^T = b^T a^T.
+Imported when a GPU first needs it: quack brings a compiler of CuTe kernels, whose import takes seconds.
 """
 
-from functools import cache
-from importlib.util import find_spec
-from threading import Lock
+import math
 
-import numpy as np
-import torch
+from quack.activation import tanh
+from quack.epilogue.frontend import gemm_epilogue
+from quack.epilogue.math import F2
+from quack.epilogue.ops import RowVecLoad, RowVecReduce
 from torch import Tensor
 
-# bytes: what cuBLAS recommends for Hopper
-WORKSPACE = 32 << 20
-# bytes: what the epilogues ask of where rows begin, and the most that any kernel of cuBLASLt asks for
-ALIGNMENT, BEST_ALIGNMENT = 16, 256
-ONE, ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
-# of nvmath-python, as the tests run with
-VERSION = "1.0.0"
-WAYS_OUT = f"on an NVIDIA GPU pip install nvmath-python=={VERSION}, elsewhere use fused_gelu=false"
+# bytes: rows begin at multiples of it, so that TMA can copy tiles
+ALIGNMENT = 16
+# gelu(x) = x (1 + tanh(u)) / 2 with u = x (A + B x^2)
+A = math.sqrt(2 / math.pi)
+B = 0.044715 * A
 
 
-@cache
-def is_installed() -> bool:
-    return find_spec("nvmath") is not None
+def _gelu_and_slope(x):
+    """GELU and its derivative, of a number or, on Blackwell, of a pair."""
+    square = x * x
+    t = tanh(x * (A + B * square))
+    if isinstance(t, tuple):
+        t = F2(*t)
+    half = 0.5 + 0.5 * t
+    hidden = x * half
+    rest = hidden * (2 * A + 6 * B * square)
+    return hidden, half + (rest - half * rest)
+
+
+# To quack acc is an element of the product in float32, c that of a matrix beside it, and "D" what is written
+# in the product's place.
+
+
+@gemm_epilogue(outputs=("hidden",))
+def _gelu(acc):
+    hidden, slope = _gelu_and_slope(acc)
+    return {"D": slope, "hidden": hidden}
+
+
+@gemm_epilogue(outputs=("hidden",), ops={"bias": RowVecLoad("bias")})
+def _bias_gelu(acc, bias):
+    hidden, slope = _gelu_and_slope(acc + bias)
+    return {"D": slope, "hidden": hidden}
+
+
+@gemm_epilogue()
+def _scaled(acc, c):
+    return {"D": acc * c}
+
+
+@gemm_epilogue(reduces={"sum": RowVecReduce("sum")})
+def _scaled_and_sum(acc, c):
+    out = acc * c
+    return {"D": out, "sum": out}
 
 
 def mm_gelu(a: Tensor, b: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """gelu(a b + bias), in its tanh form, and a b + bias, (N, F) each. a: (N, C), b: (C, F), bias: (F,)."""
-    out, inner = (a.new_empty(a.shape[0], b.shape[1]) for _ in range(2))
-    _run("GELU_AUX" if bias is None else "GELU_AUX_BIAS", a, b, out, inner, bias)
-    return out, inner
+    """gelu(a b + bias), in its tanh form, and GELU's derivative there, (N, F) each.
 
-
-def mm_gelu_gradient(a: Tensor, b: Tensor, inner: Tensor) -> Tensor:
-    """a b times the derivative of GELU at inner, (N, F). a: (N, C), b: (C, F), inner: (N, F) contiguous."""
-    out = torch.empty_like(inner)
-    _run("DGELU", a, b, out, inner, None)
-    return out
-
-
-def _run(epilogue: str, a: Tensor, b: Tensor, out: Tensor, inner: Tensor, bias: Tensor | None) -> None:
-    """out = epilogue(a b) in bf16 or fp16, on the current GPU and stream.
-
-    Raises ValueError for rows that cuBLASLt cannot read, and without nvmath-python.
+    a: (N, C), b: (C, F), bias: (F,).
     """
-    if not is_installed():
-        raise ValueError(f"GELU inside of matrix products needs nvmath-python: {WAYS_OUT}")
-    matrices = {"a": a, "b": b, "out": out}
+    _check(a=a, b=b)
+    out = _gelu(a, b, tuned=False) if bias is None else _bias_gelu(a, b, bias=bias[None], tuned=False)
+    return out["hidden"], out["D"]
+
+
+def mm_scaled(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    """a b times scale, element by element, (N, F). a: (N, C), b: (C, F), scale: (N, F)."""
+    _check(a=a, b=b, scale=scale)
+    return _scaled(a, b, scale, tuned=False)["D"]
+
+
+def mm_scaled_and_sum(a: Tensor, b: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """mm_scaled, and its sum over rows in float32, (F,), in the same order in every run."""
+    _check(a=a, b=b, scale=scale)
+    out = _scaled_and_sum(a, b, scale, tuned=False)
+    return out["D"], out["sum"]
+
+
+def _check(**matrices: Tensor) -> None:
     for name, x in matrices.items():
         row = max(x.stride()) * x.element_size()
         if min(x.stride()) != 1 or row % ALIGNMENT or x.data_ptr() % ALIGNMENT:
@@ -61,90 +94,3 @@ def _run(epilogue: str, a: Tensor, b: Tensor, out: Tensor, inner: Tensor, bias: 
                 f"{tuple(x.shape)} with strides {x.stride()} at address {x.data_ptr()}: clone it, or "
                 "choose sizes in multiples of 8"
             )
-    layouts = ((*x.shape, *x.stride()) for x in matrices.values())
-    addresses = (x.data_ptr() for x in matrices.values())
-    alignment = min(BEST_ALIGNMENT, *(address & -address for address in addresses))
-    _plan(a.get_device(), epilogue, a.dtype, alignment, *layouts).run(a, b, out, inner, bias)
-
-
-class Plan:
-    """One product of matrices of these sizes and strides, by the kernel that cuBLASLt thinks the fastest.
-
-    a, b, out: (rows, columns, stride of rows, stride of columns); alignment: of their addresses, in bytes.
-    """
-
-    def __init__(
-        self, handle: int, epilogue: str, dtype: torch.dtype, alignment: int, a: tuple, b: tuple, out: tuple
-    ):
-        from nvmath import CudaDataType
-        from nvmath.bindings import cublas, cublasLt
-
-        self.lt, self.handle = cublasLt, handle
-        # the pointers below belong to one call at a time
-        self.lock = Lock()
-        number = CudaDataType.CUDA_R_16BF if dtype == torch.bfloat16 else CudaDataType.CUDA_R_16F
-        self.description = cublasLt.matmul_desc_create(
-            cublas.ComputeType.COMPUTE_32F, CudaDataType.CUDA_R_32F
-        )
-        self._describe("EPILOGUE", cublasLt.Epilogue[epilogue])
-        self._describe("EPILOGUE_AUX_LD", out[2])
-        # their first operand is b
-        self.layouts = []
-        for attribute, (rows, columns, stride, step) in (("TRANSA", b), ("TRANSB", a), (None, out)):
-            is_transposed = step != 1
-            if is_transposed:
-                rows, columns, stride = columns, rows, step
-            if attribute is not None:
-                self._describe(attribute, is_transposed)
-            self.layouts.append(cublasLt.matrix_layout_create(number, columns, rows, stride))
-        self.algorithm = self._fastest(alignment)
-
-    def run(self, a: Tensor, b: Tensor, out: Tensor, inner: Tensor, bias: Tensor | None) -> None:
-        workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=a.device)
-        of_a, of_b, of_out = self.layouts[1], self.layouts[0], self.layouts[2]
-        with self.lock:
-            self._describe("EPILOGUE_AUX_POINTER", inner.data_ptr())
-            if bias is not None:
-                self._describe("BIAS_POINTER", bias.data_ptr())
-            self.lt.matmul(
-                self.handle, self.description, ONE.ctypes.data,
-                b.data_ptr(), of_b, a.data_ptr(), of_a, ZERO.ctypes.data,
-                out.data_ptr(), of_out, out.data_ptr(), of_out, self.algorithm.ctypes.data,
-                workspace.data_ptr(), WORKSPACE, torch.cuda.current_stream().cuda_stream,
-            )  # fmt: skip
-
-    def _describe(self, attribute: str, value: int) -> None:
-        attribute = self.lt.MatmulDescAttribute[attribute]
-        value = np.array([value], self.lt.get_matmul_desc_attribute_dtype(attribute))
-        self.lt.matmul_desc_set_attribute(self.description, attribute, value.ctypes.data, value.nbytes)
-
-    def _fastest(self, alignment: int) -> np.ndarray:
-        preference = self.lt.matmul_preference_create()
-        limits = {"MAX_WORKSPACE_BYTES": WORKSPACE}
-        limits |= {f"MIN_ALIGNMENT_{matrix}_BYTES": alignment for matrix in "ABCD"}
-        for name, value in limits.items():
-            attribute = self.lt.MatmulPreferenceAttribute[name]
-            value = np.array([value], self.lt.get_matmul_preference_attribute_dtype(attribute))
-            self.lt.matmul_preference_set_attribute(preference, attribute, value.ctypes.data, value.nbytes)
-        found, count = np.zeros(1, self.lt.matmul_heuristic_result_dtype), np.zeros(1, np.int32)
-        self.lt.matmul_algo_get_heuristic(
-            self.handle, self.description, *self.layouts, self.layouts[2], preference,
-            1, found.ctypes.data, count.ctypes.data,
-        )  # fmt: skip
-        self.lt.matmul_preference_destroy(preference)
-        if not count[0]:
-            raise ValueError("cuBLASLt has no GELU inside of products on this GPU: use fused_gelu=false")
-        return found
-
-
-@cache
-def _plan(device_index: int, *problem) -> Plan:
-    return Plan(_handle(device_index), *problem)
-
-
-@cache
-def _handle(device_index: int) -> int:
-    """cuBLASLt's state on the current GPU, whose number this is."""
-    from nvmath.bindings import cublasLt
-
-    return cublasLt.create()

@@ -1,45 +1,69 @@
 """The MLP of a GPT, gelu(x W1^T + b1) W2^T + b2, whose GELU and its gradient need no kernels of their own.
 
-Both run in the epilogues of the products beside them (epilogues.py): the forward pass writes what GELU is of
-next to what it gives, and the gradient passes GELU where the product makes it.
+Both run in the epilogues of the products beside them (epilogues.py): the forward pass writes GELU and its
+derivative, and the backward pass multiplies by that where a product makes the gradient.
 """
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import epilogues
 from kernels.operators import save_nothing
 from kernels.registration import differentiate, operator
+
+# of quack-kernels, as the tests run with
+VERSION = "0.6.5"
+WAYS_OUT = f"on an NVIDIA GPU pip install 'quack-kernels[cu13]=={VERSION}', elsewhere use fused_gelu=false"
+
+
+@cache
+def is_installed() -> bool:
+    return find_spec("quack") is not None
+
+
+def _epilogues() -> ModuleType:
+    if not is_installed():
+        raise ValueError(f"GELU inside of matrix products needs quack-kernels: {WAYS_OUT}")
+    return import_module("kernels.epilogues")
 
 
 def _fake_forward(x, w1, b1, w2, b2):
     return x.new_empty(x.shape[0], w2.shape[0]), *(x.new_empty(x.shape[0], w1.shape[0]) for _ in range(2))
 
 
-def _fake_gradient(dout, w2, inner):
-    return torch.empty_like(inner)
+def _fake_gradient(dout, w2, slope, bias):
+    return torch.empty_like(slope), slope.new_empty(slope.shape[1] if bias else 0)
 
 
 @operator(fake=_fake_forward)
 def gelu_mlp_forward(
     x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, (N, C), and what GELU is of and gives, (N, F) each."""
+    """The result, (N, C), and GELU and its derivative, (N, F) each."""
     if x.is_cuda:
-        hidden, inner = epilogues.mm_gelu(x, w1.T, b1)
-    else:
-        inner = F.linear(x, w1, b1)
-        hidden = F.gelu(inner, approximate="tanh")
-    return F.linear(hidden, w2, b2), inner, hidden
+        hidden, slope = _epilogues().mm_gelu(x, w1.T, b1)
+        return F.linear(hidden, w2, b2), hidden, slope
+    inner = F.linear(x, w1, b1)
+    hidden = F.gelu(inner, approximate="tanh")
+    slope = torch.ops.aten.gelu_backward(torch.ones_like(inner), inner, approximate="tanh")
+    return F.linear(hidden, w2, b2), hidden, slope
 
 
 @operator(fake=_fake_gradient)
-def gelu_gradient(dout: Tensor, w2: Tensor, inner: Tensor) -> Tensor:
-    """By what GELU is of, (N, F), given dout (N, C) by the MLP's result."""
-    if dout.is_cuda:
-        return epilogues.mm_gelu_gradient(dout.contiguous(), w2, inner)
-    return torch.ops.aten.gelu_backward(dout @ w2, inner, approximate="tanh")
+def gelu_gradient(dout: Tensor, w2: Tensor, slope: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
+    """By what GELU is of, (N, F), and by the bias in it, (F,), or (0,) without one, given dout (N, C)."""
+    if not dout.is_cuda:
+        dinner = (dout @ w2) * slope
+        return dinner, dinner.sum(0) if bias else dinner.new_empty(0)
+    if not bias:
+        return _epilogues().mm_scaled(dout.contiguous(), w2, slope), slope.new_empty(0)
+    dinner, dbias = _epilogues().mm_scaled_and_sum(dout.contiguous(), w2, slope)
+    return dinner, dbias.to(slope.dtype)
 
 
 def _save_for_backward(ctx, inputs, output):
@@ -50,13 +74,13 @@ def _save_for_backward(ctx, inputs, output):
 
 
 def _backward(ctx, dout, *_):
-    x, w1, w2, inner, hidden = ctx.saved_tensors
+    x, w1, w2, hidden, slope = ctx.saved_tensors
     of_x, of_w1, of_b1, of_w2, of_b2 = ctx.needs_input_grad
-    dinner = gelu_gradient(dout, w2, inner)
+    dinner, db1 = gelu_gradient(dout, w2, slope, of_b1)
     return (
         dinner @ w1 if of_x else None,
         dinner.T @ x if of_w1 else None,
-        dinner.sum(0) if of_b1 else None,
+        db1 if of_b1 else None,
         dout.T @ hidden if of_w2 else None,
         dout.sum(0) if of_b2 else None,
     )
@@ -77,7 +101,7 @@ def gelu_mlp(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | 
     """gelu(x w1^T + b1) w2^T + b2, (..., C), GELU in its tanh form.
 
     x: (..., C); w1: (F, C); w2: (C, F); biases: (F,) and (C,) or None; of one dtype, on a GPU bf16 or fp16,
-    with C and F multiples of 8. Raises ValueError for others, and on a GPU without nvmath-python.
+    with C and F multiples of 8. Raises ValueError for others, and on a GPU without quack-kernels.
     """
     given = {"x": x, "w1": w1, "b1": b1, "w2": w2, "b2": b2}
     for name, tensor in given.items():
@@ -99,5 +123,5 @@ def gelu_mlp(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | 
 
 
 def fuses(dtype: torch.dtype, channels: int, width: int) -> bool:
-    """Whether cuBLASLt has GELU in the epilogue of products of this dtype and these sizes."""
+    """Whether quack multiplies matrices of this dtype, whose rows have these lengths."""
     return dtype in (torch.bfloat16, torch.float16) and channels % 8 == 0 and width % 8 == 0

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import epilogues
+from kernels import gelu_mlp
 from kernels.cross_entropy import CHUNK, linear_cross_entropy
-from kernels.gelu_mlp import fuses, gelu_mlp
 from model.attention import AttentionConfig, SelfAttention, layer_masks
 from model.cache import LayerCache
 from model.config import ModelConfig
@@ -56,12 +55,12 @@ class MLP(nn.Module):
             return False
         # adapters put more than a product beside it
         is_plain = all(type(layer) is nn.Linear for layer in (self.expand, self.projection))
-        return is_plain and fuses(compute_dtype(x), *self.expand.weight.shape)
+        return is_plain and gelu_mlp.fuses(compute_dtype(x), *self.expand.weight.shape)
 
     def _fused(self, x: Tensor) -> Tensor:
         dtype = compute_dtype(x)
         parameters = (self.expand.weight, self.expand.bias, self.projection.weight, self.projection.bias)
-        return gelu_mlp(x.to(dtype), *(None if p is None else p.to(dtype) for p in parameters))
+        return gelu_mlp.gelu_mlp(x.to(dtype), *(None if p is None else p.to(dtype) for p in parameters))
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -79,8 +78,8 @@ def gelu(x: Tensor) -> Tensor:
 
 def check_fused_gelu() -> None:
     """Raises ValueError if a GPU's fused_gelu=true has no library here."""
-    if not epilogues.is_installed():
-        raise ValueError(f"fused_gelu=true needs nvmath-python: {epilogues.WAYS_OUT}")
+    if not gelu_mlp.is_installed():
+        raise ValueError(f"fused_gelu=true needs quack-kernels: {gelu_mlp.WAYS_OUT}")
 
 
 class Block(nn.Module):

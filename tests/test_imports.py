@@ -24,7 +24,7 @@ CONFINED = {
     "tiktoken_ext": ("data/",),
     "triton": ("kernels/", "scripts/", "train/results.py"),
     "peft": ("train/lora.py",),
-    "nvmath": ("kernels/epilogues.py",),
+    "quack": ("kernels/epilogues.py",),
     "transformers": ("kernels/", "model/pretrained.py", "scripts/"),
 }
 

@@ -3,9 +3,10 @@
 The logits are a step's largest tensor, so one buffer holds CHUNK rows of them, used again by every chunk. A
 kernel turns each row, in place, into the gradient of its loss, softmax(x) - onehot(target), and two matrix
 products make of these rows the gradients of hidden and W, all in the forward pass; the backward only scales
-them. On Hopper a row waits in shared memory between its passes, so that it is read once
-(cross_entropy_hopper.py); elsewhere it is read twice, first for a running maximum and the sum relative to it
-(Milakov and Gimelshein, arXiv:1805.02867).
+them. In bfloat16 on Hopper the product that makes the logits writes their exponentials in their place, and no
+kernel passes over them (cross_entropy_epilogue.py). Otherwise a row waits on Hopper in shared memory between
+its passes, so that it is read once (cross_entropy_hopper.py); elsewhere it is read twice, first for a running
+maximum and the sum relative to it (Milakov and Gimelshein, arXiv:1805.02867).
 """
 
 import torch
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import hopper
+from kernels import cross_entropy_epilogue, hopper
 from kernels.registration import on_its_gpu
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -88,24 +89,38 @@ def linear_cross_entropy_forward(
     chunk: int,
     of_hidden: bool,
     of_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean loss, and the gradients of the losses' sum by hidden and weight, empty if not asked for."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The mean loss, and the gradients of the losses' sum by hidden and weight, empty if not asked for.
+
+    The last tensor, float32, is empty or has a factor for each row by which that of hidden is yet to be
+    multiplied: who reads the gradient next can do so for nothing.
+    """
     n_rows = hidden.shape[0]
     cast, targets = weight.to(hidden.dtype), targets.contiguous()
     losses = torch.empty(n_rows, dtype=torch.float32, device=hidden.device)
-    dhidden, dweight = _gradients(hidden, weight, of_hidden, of_weight)
+    dhidden, dweight, factors = _gradients(hidden, weight, of_hidden, of_weight)
+    in_epilogue = factors.numel() > 0
+    if in_epilogue:
+        hidden = hidden.contiguous()
+        mask = cross_entropy_epilogue.padding_mask(weight.shape[0], vocab_size, hidden.device)
     buffer = torch.empty(min(chunk, n_rows), weight.shape[0], dtype=hidden.dtype, device=hidden.device)
     for start in range(0, n_rows, chunk):
         rows = slice(start, min(start + chunk, n_rows))
-        logits = torch.mm(hidden[rows], cast.T, out=buffer[: rows.stop - start])
-        cross_entropy_(logits, targets[rows], losses[rows], vocab_size, of_hidden or of_weight)
+        logits, part = buffer[: rows.stop - start], hidden[rows]
+        if in_epilogue:
+            part, factors[rows] = cross_entropy_epilogue.losses_and_exponentials(
+                part, cast, targets[rows], mask, losses[rows], logits
+            )
+        else:
+            torch.mm(part, cast.T, out=logits)
+            cross_entropy_(logits, targets[rows], losses[rows], vocab_size, of_hidden or of_weight)
         if of_hidden:
             torch.mm(logits, cast, out=dhidden[rows])
         if of_weight and start == 0:
-            _mm(logits.T, hidden[rows], out=dweight)
+            _mm(logits.T, part, out=dweight)
         elif of_weight:
-            _add_mm(logits.T, hidden[rows], out=dweight)
-    return losses.mean(), dhidden, dweight
+            _add_mm(logits.T, part, out=dweight)
+    return losses.mean(), dhidden, dweight, factors
 
 
 @linear_cross_entropy_forward.register_fake
@@ -113,9 +128,13 @@ def _(hidden, weight, targets, vocab_size, chunk, of_hidden, of_weight):
     return hidden.new_empty((), dtype=torch.float32), *_gradients(hidden, weight, of_hidden, of_weight)
 
 
-def _gradients(hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: bool) -> tuple[Tensor, Tensor]:
+def _gradients(hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: bool) -> tuple[Tensor, ...]:
+    """What the operator returns beside the loss, to be filled."""
     asked = ((hidden, of_hidden), (weight, of_weight))
-    return tuple(torch.empty_like(x) if wanted else x.new_empty(0) for x, wanted in asked)
+    gradients = (torch.empty_like(x) if wanted else x.new_empty(0) for x, wanted in asked)
+    in_epilogue = (of_hidden or of_weight) and cross_entropy_epilogue.fits(hidden, weight)
+    factors = hidden.new_empty(hidden.shape[0] if in_epilogue else 0, dtype=torch.float32)
+    return *gradients, factors
 
 
 def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -147,9 +166,14 @@ def _backward(ctx, dloss, *_):
             "linear_cross_entropy has no second derivative: use F.cross_entropy of the logits where you need "
             "one (double backward, gradient penalties), or leave out create_graph=True"
         )
-    dhidden, dweight = ctx.saved_tensors
+    dhidden, dweight, factors = ctx.saved_tensors
     scale = dloss / ctx.n_rows
-    dhidden = dhidden * scale if ctx.of_hidden else None
+    if not ctx.of_hidden:
+        dhidden = None
+    elif factors.shape[0]:
+        dhidden = (dhidden * (scale * factors)[:, None]).to(dhidden.dtype)
+    else:
+        dhidden = dhidden * scale
     dweight = dweight * scale if ctx.of_weight else None
     return dhidden, dweight, None, None, None, None, None
 

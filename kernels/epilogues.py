@@ -1,19 +1,23 @@
-"""Matrix products with GELU, or its gradient, in their epilogue, by quack, the GEMM kernels of Dao-AILab.
+"""Matrix products with GELU, its gradient or a softmax's exponentials in their epilogue, by quack, the GEMM
+kernels of Dao-AILab.
 
 The epilogue works on a tile of the product while it is in registers: GELU then costs no pass of its own over
-(N, F). On Hopper two warpgroups take turns, one multiplies while the other is in its epilogue. PyTorch has no
-product that keeps what the backward pass needs, and those of cuBLASLt do not take turns
-(docs/training_speed.md).
+(N, F), nor do the exponentials over (N, V). On Hopper two warpgroups take turns, one multiplies while the
+other is in its epilogue. PyTorch has no product that keeps what the backward pass needs, and those of
+cuBLASLt do not take turns (docs/training_speed.md).
 
 Imported when a GPU first needs it: quack brings a compiler of CuTe kernels, whose import takes seconds.
 """
 
 import math
+from dataclasses import replace
 
+import cutlass.cute as cute
 from quack.activation import tanh
 from quack.epilogue.frontend import gemm_epilogue
-from quack.epilogue.math import F2
-from quack.epilogue.ops import RowVecLoad, RowVecReduce
+from quack.epilogue.math import F2, pexp2
+from quack.epilogue.ops import ColVecLoad, ColVecReduce, RowVecLoad, RowVecReduce
+from quack.gemm_config import default_config
 from torch import Tensor
 
 # bytes: rows begin at multiples of it, so that TMA can copy tiles
@@ -21,6 +25,9 @@ ALIGNMENT = 16
 # gelu(x) = x (1 + tanh(u)) / 2 with u = x (A + B x^2)
 A = math.sqrt(2 / math.pi)
 B = 0.044715 * A
+LOG2E = math.log2(math.e)
+# exp2 of more than this is exp2 of this, so that no sum of a row is infinite
+MOST_EXPONENT = 90.0
 
 
 def _gelu_and_slope(x):
@@ -62,6 +69,22 @@ def _scaled_and_sum(acc, c):
     return {"D": out, "sum": out}
 
 
+def _at_most(x, most):
+    """min(x, most), NaN where x is; of a number or, on Blackwell, of a pair."""
+    if isinstance(x, tuple):
+        return F2(*(cute.arch.fmin(lane, most, nan=True) for lane in x))
+    return cute.arch.fmin(x, most, nan=True)
+
+
+@gemm_epilogue(
+    ops={"subtrahend": ColVecLoad("subtrahend"), "mask": RowVecLoad("mask")},
+    reduces={"sum": ColVecReduce("sum")},
+)
+def _exp2_and_sum(acc, subtrahend, mask):
+    e = pexp2(_at_most(acc * LOG2E + (mask - subtrahend), MOST_EXPONENT))
+    return {"D": e, "sum": e}
+
+
 def mm_gelu(a: Tensor, b: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """gelu(a b + bias), in its tanh form, and GELU's derivative there, (N, F) each.
 
@@ -83,6 +106,20 @@ def mm_scaled_and_sum(a: Tensor, b: Tensor, scale: Tensor) -> tuple[Tensor, Tens
     _check(a=a, b=b, scale=scale)
     out = _scaled_and_sum(a, b, scale, tuned=False)
     return out["D"], out["sum"]
+
+
+def mm_exp2_and_sum(
+    a: Tensor, b: Tensor, subtrahend: Tensor, mask: Tensor, out: Tensor, width: int
+) -> Tensor:
+    """out = exp2(log2(e) a b - subtrahend + mask), (N, V), and its sums over columns in float32, (N,).
+
+    a: (N, C), b: (C, V); subtrahend: (N,) and mask: (V,), float32; width: of a tile, divides V, because what
+    a tile has beyond the edge would be summed too. The sums are made in the same order in every run.
+    """
+    _check(a=a, b=b, out=out)
+    config = replace(default_config(a.device), tile_n=width)
+    vectors = {"subtrahend": subtrahend[None], "mask": mask[None]}
+    return _exp2_and_sum(a, b, out={"D": out}, config=config, tuned=False, **vectors)["sum"]
 
 
 def _check(**matrices: Tensor) -> None:

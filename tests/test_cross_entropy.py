@@ -1,9 +1,14 @@
 """The fused head and loss, against PyTorch's cross-entropy of the logits."""
 
+import math
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from kernels import cross_entropy_epilogue
 from kernels.cross_entropy import linear_cross_entropy
 from tests.compile_apart import compile_apart, each_triton
 
@@ -124,3 +129,101 @@ def test_sixteen_bits_are_as_accurate_as_torch(dtype):
     gradients = [torch.autograd.grad(x, (hidden, weight)) for x in (loss, torchs, truth)]
     for ours, theirs, exact in zip(*gradients, strict=True):
         assert (ours - exact).norm() <= 2 * (theirs - exact).norm()
+
+
+def mm_exp2_and_sum(a, b, subtrahend, mask, out, width):
+    """What kernels/epilogues.py says of it, in PyTorch."""
+    exponents = (a.float() @ b.float()) * math.log2(math.e) - subtrahend[:, None] + mask
+    exponentials = exponents.clamp(max=90).exp2()
+    out.copy_(exponentials)
+    return exponentials.sum(1)
+
+
+@pytest.fixture
+def by_exponentials(device, monkeypatch):
+    """bfloat16 takes the way of exponentials, on a CPU with a product in PyTorch."""
+    if device == "cuda":
+        if not cross_entropy_epilogue.fits(torch.empty(1, 8, device=device).bfloat16(), torch.empty(384, 8)):
+            pytest.skip("needs Hopper and quack-kernels")
+    else:
+        epilogues = SimpleNamespace(mm_exp2_and_sum=mm_exp2_and_sum)
+        monkeypatch.setitem(sys.modules, "kernels.epilogues", epilogues)
+        monkeypatch.setattr(cross_entropy_epilogue, "fits", lambda *_: True)
+    return device
+
+
+@pytest.mark.parametrize("chunk", [1000, 16])
+@pytest.mark.parametrize(("vocab_size", "padded"), [(300, 384), (384, 384), (500, 512)])
+def test_exponentials_give_the_loss_and_the_gradients(by_exponentials, vocab_size, padded, chunk):
+    hidden, weight, targets = inputs(
+        by_exponentials, vocab_size=vocab_size, padded=padded, dtype=torch.bfloat16
+    )
+    with torch.no_grad():
+        weight.copy_(weight.bfloat16())
+    loss = linear_cross_entropy(hidden, weight, targets, vocab_size, chunk)
+    truth = expected(hidden, weight, targets, vocab_size)
+    torch.testing.assert_close(loss, truth.float(), rtol=1e-5, atol=1e-5)
+    actual = torch.autograd.grad(loss * 3.0, (hidden, weight))
+    for ours, theirs in zip(actual, torch.autograd.grad(truth * 3.0, (hidden, weight)), strict=True):
+        assert (ours - theirs).norm() <= 0.006 * theirs.norm()
+    assert not actual[1][vocab_size:].any(), "the padding of the vocabulary takes no gradient"
+    again = torch.autograd.grad(
+        linear_cross_entropy(hidden, weight, targets, vocab_size, chunk) * 3.0, (hidden, weight)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(actual, again, strict=True))
+
+
+@pytest.mark.parametrize("nats", [-200, -50, 0, 50, 95])
+def test_exponentials_stand_any_likelihood_of_the_target(by_exponentials, nats):
+    # column 1 is `nats` above the target's, all others 20 below it
+    weight = torch.zeros(384, 16, device=by_exponentials)
+    weight[1:, 0], weight[1, 0] = -20, nats
+    hidden = torch.eye(1, 16, device=by_exponentials).bfloat16().requires_grad_()
+    targets = torch.zeros(1, device=by_exponentials).long()
+    loss = linear_cross_entropy(hidden, weight, targets, 384)
+    truth = expected(hidden, weight, targets, 384)
+    torch.testing.assert_close(loss, truth.float(), rtol=1e-6, atol=1e-6)
+    (ours,), (theirs,) = (torch.autograd.grad(x, hidden) for x in (loss, truth))
+    torch.testing.assert_close(ours, theirs, rtol=0.01, atol=1e-6)
+
+
+def test_exponentials_of_a_target_beyond_their_range_lose_104_nats_and_stay_finite(by_exponentials):
+    weight = torch.zeros(384, 16, device=by_exponentials).requires_grad_()
+    hidden = torch.eye(2, 16, device=by_exponentials).bfloat16().requires_grad_()
+    with torch.no_grad():
+        weight[1:, 0] = 1000
+    targets = torch.zeros(2, device=by_exponentials).long()
+    loss = linear_cross_entropy(hidden, weight, targets, 384)
+    assert 0.5 * 150 * math.log(2) < loss < 0.5 * 160 * math.log(2) + math.log(384)
+    for gradient in torch.autograd.grad(loss, (hidden, weight)):
+        assert gradient.isfinite().all()
+        assert gradient.any()
+
+
+@pytest.mark.parametrize("where", ["hidden", "weight of a target", "weight of another token"])
+def test_exponentials_of_no_number_are_no_number(by_exponentials, where):
+    hidden, weight, targets = inputs(by_exponentials, dtype=torch.bfloat16)
+    with torch.no_grad():
+        targets[3] = 7
+        targets[targets == 8] = 9
+        if where == "hidden":
+            hidden[3, 2] = float("nan")
+        else:
+            weight[7 if where == "weight of a target" else 8, 2] = float("nan")
+    assert linear_cross_entropy(hidden, weight, targets, 300).isnan()
+
+
+def test_vocabularies_in_whole_tiles_on_hopper_have_exponentials(monkeypatch):
+    monkeypatch.setattr(cross_entropy_epilogue.hopper, "is_hopper", lambda device: True)
+    monkeypatch.setattr(cross_entropy_epilogue, "is_installed", lambda: True)
+    bf16 = torch.empty(1, 768, dtype=torch.bfloat16)
+    assert [cross_entropy_epilogue.fits(bf16, torch.empty(n, 1)) for n in (50304, 32000, 50257, 50368)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert not cross_entropy_epilogue.fits(bf16.half(), torch.empty(50304, 1))
+    assert not cross_entropy_epilogue.fits(bf16[:, :766], torch.empty(50304, 1))
+    monkeypatch.setattr(cross_entropy_epilogue, "is_installed", lambda: False)
+    assert not cross_entropy_epilogue.fits(bf16, torch.empty(50304, 1))

@@ -16,7 +16,7 @@ from train.memory import count_weights
 
 # bytes that move for each logit: written by a product, turned into its gradient, read by two products;
 # PyTorch's loss reads them a few times more
-LOGIT_BYTES = {True: 8.0, False: 12.5}
+LOGIT_BYTES = {True: 4.7, False: 12.5}
 # for each weight: AdamW reads weight, gradient and two moments and writes three of these; norm and clipping
 WEIGHT_BYTES = 40.0
 # a stream in float32 costs so many layers' worth of small operations

@@ -14,7 +14,7 @@ from model.flops import attended_pairs
 from train.config import Config
 from train.memory import count_weights
 
-# bytes that move for each logit: written by a product, turned into its gradient, read by two products;
+# bytes that move for each logit beside its products, which write its exponential and read it twice, fitted;
 # PyTorch's loss reads them a few times more
 LOGIT_BYTES = {True: 4.7, False: 12.5}
 # for each weight: AdamW reads weight, gradient and two moments and writes three of these; norm and clipping

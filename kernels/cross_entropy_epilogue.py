@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import hopper
-from kernels.gelu_mlp import is_installed
+from kernels.epilogue_library import epilogues, is_installed
 
 LOG2E = tl.constexpr(1.4426950408889634)
 SHIFT = tl.constexpr(60.0)
@@ -86,9 +86,6 @@ def losses_and_exponentials(
     hidden: (N, C), weight: (V', C), exponentials, for the gradients: (N, V'), bfloat16 and contiguous;
     mask: of padding_mask; losses and the factors: (N,) float32.
     """
-    # brings a compiler, seconds of import
-    from kernels.epilogues import mm_exp2_and_sum
-
     n_rows, n_embd = hidden.shape
     subtrahends, scaled = torch.empty_like(losses), torch.empty_like(hidden)
     block = triton.next_power_of_2(n_embd)
@@ -96,7 +93,7 @@ def losses_and_exponentials(
         hidden, weight, targets, subtrahends, n_embd, BLOCK=block, num_warps=NUM_WARPS
     )
     width = next(width for width in WIDTHS if weight.shape[0] % width == 0)
-    factors = mm_exp2_and_sum(hidden, weight.T, subtrahends, mask, exponentials, width)
+    factors = epilogues().mm_exp2_and_sum(hidden, weight.T, subtrahends, mask, exponentials, width)
     _row_kernel[(n_rows,)](
         exponentials, targets, hidden, subtrahends, factors, losses, scaled,
         exponentials.shape[1], n_embd, BLOCK=block, num_warps=NUM_WARPS,

@@ -4,32 +4,13 @@ Both run in the epilogues of the products beside them (epilogues.py): the forwar
 derivative, and the backward pass multiplies by that where a product makes the gradient.
 """
 
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.epilogue_library import epilogues
 from kernels.operators import save_nothing
 from kernels.registration import differentiate, operator
-
-# of quack-kernels, as the tests run with
-VERSION = "0.6.5"
-WAYS_OUT = f"on an NVIDIA GPU pip install 'quack-kernels[cu13]=={VERSION}', elsewhere use fused_gelu=false"
-
-
-@cache
-def is_installed() -> bool:
-    return find_spec("quack") is not None
-
-
-def _epilogues() -> ModuleType:
-    if not is_installed():
-        raise ValueError(f"GELU inside of matrix products needs quack-kernels: {WAYS_OUT}")
-    return import_module("kernels.epilogues")
 
 
 def _fake_forward(x, w1, b1, w2, b2):
@@ -46,7 +27,7 @@ def gelu_mlp_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result, (N, C), and GELU and its derivative, (N, F) each."""
     if x.is_cuda:
-        hidden, slope = _epilogues().mm_gelu(x, w1.T, b1)
+        hidden, slope = epilogues().mm_gelu(x, w1.T, b1)
         return F.linear(hidden, w2, b2), hidden, slope
     inner = F.linear(x, w1, b1)
     hidden = F.gelu(inner, approximate="tanh")
@@ -61,8 +42,8 @@ def gelu_gradient(dout: Tensor, w2: Tensor, slope: Tensor, bias: bool) -> tuple[
         dinner = (dout @ w2) * slope
         return dinner, dinner.sum(0) if bias else dinner.new_empty(0)
     if not bias:
-        return _epilogues().mm_scaled(dout.contiguous(), w2, slope), slope.new_empty(0)
-    dinner, dbias = _epilogues().mm_scaled_and_sum(dout.contiguous(), w2, slope)
+        return epilogues().mm_scaled(dout.contiguous(), w2, slope), slope.new_empty(0)
+    dinner, dbias = epilogues().mm_scaled_and_sum(dout.contiguous(), w2, slope)
     return dinner, dbias.to(slope.dtype)
 
 
@@ -101,7 +82,7 @@ def gelu_mlp(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | 
     """gelu(x w1^T + b1) w2^T + b2, (..., C), GELU in its tanh form.
 
     x: (..., C); w1: (F, C); w2: (C, F); biases: (F,) and (C,) or None; of one dtype, on a GPU bf16 or fp16,
-    with C and F multiples of 8. Raises ValueError for others, and on a GPU without quack-kernels.
+    with C and F multiples of 8. Raises ValueError for others, and ImportError on a GPU without quack-kernels.
     """
     given = {"x": x, "w1": w1, "b1": b1, "w2": w2, "b2": b2}
     for name, tensor in given.items():

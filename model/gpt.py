@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import gelu_mlp
+from kernels import epilogue_library, gelu_mlp
 from kernels.cross_entropy import CHUNK, linear_cross_entropy
 from model.attention import AttentionConfig, SelfAttention, layer_masks
 from model.cache import LayerCache
@@ -78,8 +78,11 @@ def gelu(x: Tensor) -> Tensor:
 
 def check_fused_gelu() -> None:
     """Raises ValueError if a GPU's fused_gelu=true has no library here."""
-    if not gelu_mlp.is_installed():
-        raise ValueError(f"fused_gelu=true needs quack-kernels: {gelu_mlp.WAYS_OUT}")
+    if not epilogue_library.is_installed():
+        raise ValueError(
+            "fused_gelu=true needs quack-kernels: on an NVIDIA GPU "
+            f"{epilogue_library.INSTALL}, elsewhere use fused_gelu=false"
+        )
 
 
 class Block(nn.Module):

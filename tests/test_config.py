@@ -6,7 +6,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from kernels import gelu_mlp
+from kernels import epilogue_library
 from model import GPT, AttentionConfig, ModelConfig
 from model.pretrained import export_pretrained
 from train.config import check_machine, parse, write_config
@@ -214,7 +214,7 @@ def test_the_fused_loss_without_a_gpu_is_refused_with_the_change_to_make():
 
 def test_gelu_inside_of_products_without_its_library_is_refused_with_the_ways_out(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gelu_mlp, "is_installed", lambda: False)
+    monkeypatch.setattr(epilogue_library, "is_installed", lambda: False)
     with pytest.raises(ValueError, match=r"fused_gelu=true needs quack-kernels: .* use fused_gelu=false"):
         check_machine(parse(composed("device=cuda")))
 

@@ -1,12 +1,14 @@
 """The MLP with GELU inside of its products, against PyTorch's layers one by one."""
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.gelu_mlp import VERSION, fuses, gelu_gradient, gelu_mlp, gelu_mlp_forward, is_installed
+from kernels.epilogue_library import VERSION, epilogues, is_installed
+from kernels.gelu_mlp import fuses, gelu_gradient, gelu_mlp, gelu_mlp_forward
 from model import GPT, AttentionConfig, ModelConfig
 from model.gpt import MLP
 
@@ -165,6 +167,13 @@ def test_sixteen_bits_and_multiples_of_eight_are_fused():
 def test_the_named_version_is_the_pinned_one():
     pinned = Path(__file__).parent.parent / "requirements.txt"
     assert f"quack-kernels[cu13]=={VERSION};" in pinned.read_text()
+
+
+def test_a_library_that_does_not_import_is_named_with_the_ways_out(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kernels.epilogues", None)
+    message = r"cannot be used here \(ModuleNotFoundError: .*pip install 'quack.* and use fused_gelu=false"
+    with pytest.raises(ImportError, match=message):
+        epilogues()
 
 
 def model_config(**changes) -> ModelConfig:

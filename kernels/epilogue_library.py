@@ -1,0 +1,36 @@
+"""quack-kernels, whose products epilogues.py extends: whether it is there, and its import at first use."""
+
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from types import ModuleType
+
+# as the tests run with
+VERSION = "0.6.5"
+INSTALL = f"pip install 'quack-kernels[cu13]=={VERSION}'"
+
+
+@cache
+def is_installed() -> bool:
+    return find_spec("quack") is not None
+
+
+def epilogues() -> ModuleType:
+    """kernels.epilogues. Raises ImportError if quack-kernels is missing or does not work here."""
+    try:
+        return import_module("kernels.epilogues")
+    # an incomplete installation ends in RuntimeError, one outside of a folder site-packages in TypeError
+    except Exception as error:
+        raise ImportError(
+            f"quack-kernels {_installed_version()} cannot be used here ({type(error).__name__}: {error}): "
+            f"{INSTALL} into an environment of its own, or pip uninstall quack-kernels and use "
+            "fused_gelu=false"
+        ) from error
+
+
+def _installed_version() -> str:
+    try:
+        return version("quack-kernels")
+    except PackageNotFoundError:
+        return "(no version)"

@@ -91,7 +91,7 @@ def mm_gelu(a: Tensor, b: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     a: (N, C), b: (C, F), bias: (F,).
     """
     _check(a=a, b=b)
-    out = _gelu(a, b, tuned=False) if bias is None else _bias_gelu(a, b, bias=bias[None], tuned=False)
+    out = _gelu(a, b, tuned=False) if bias is None else _bias_gelu(a, b, bias=bias.unsqueeze(0), tuned=False)
     return out["hidden"], out["D"]
 
 
@@ -118,7 +118,7 @@ def mm_exp2_and_sum(
     """
     _check(a=a, b=b, out=out)
     config = replace(default_config(a.device), tile_n=width)
-    vectors = {"subtrahend": subtrahend[None], "mask": mask[None]}
+    vectors = {"subtrahend": subtrahend.unsqueeze(0), "mask": mask.unsqueeze(0)}
     return _exp2_and_sum(a, b, out={"D": out}, config=config, tuned=False, **vectors)["sum"]
 
 

@@ -1,0 +1,117 @@
+"""Compiles the products of epilogues.py for Hopper without a GPU and prints what they use, a JSON line each.
+
+Run by test_epilogues.py in a process of its own, which asks for Hopper before quack is imported:
+    python -m tests.ahead_of_time_epilogues
+"""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+HOPPER = {"QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a"}
+# of two blocks that run at a time, which only a driver could count
+CLUSTERS = 66
+CUDA = 190
+# GPT-2 124M
+N_ROWS, N_EMBD, WIDTH = 1024, 768, 3072
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, device="cuda", dtype=dtype)
+
+
+def transposed(*shape: int) -> Tensor:
+    return torch.empty_strided(shape, (1, shape[0]), device="cuda", dtype=torch.bfloat16)
+
+
+def products() -> dict[str, Callable[[], object]]:
+    from kernels import epilogues
+
+    def exponentials(n_columns: int, width: int) -> None:
+        epilogues.mm_exp2_and_sum(
+            tensor(N_ROWS, N_EMBD), transposed(N_EMBD, n_columns), tensor(N_ROWS, dtype=torch.float32),
+            tensor(n_columns, dtype=torch.float32), tensor(N_ROWS, n_columns), width,
+        )  # fmt: skip
+
+    x, w1, dout, w2 = (
+        tensor(N_ROWS, N_EMBD),
+        transposed(N_EMBD, WIDTH),
+        tensor(N_ROWS, N_EMBD),
+        tensor(N_EMBD, WIDTH),
+    )
+    slope = tensor(N_ROWS, WIDTH)
+    return {
+        "gelu": lambda: epilogues.mm_gelu(x, w1, None),
+        "gelu with bias": lambda: epilogues.mm_gelu(x, w1, tensor(WIDTH)),
+        "scaled": lambda: epilogues.mm_scaled(dout, w2, slope),
+        "scaled and sum": lambda: epilogues.mm_scaled_and_sum(dout, w2, slope),
+        "exponentials, 192 columns": lambda: exponentials(50304, 192),
+        "exponentials, 128 columns": lambda: exponentials(32000, 128),
+    }
+
+
+def compile_products() -> Iterator[dict]:
+    os.environ.update(HOPPER)
+    import quack.cache
+    import quack.epilogue.frontend as frontend
+    import quack.gemm_runtime.host as host
+
+    from kernels import epilogues
+
+    host.get_max_active_clusters = lambda *arguments, **named: CLUSTERS
+    frontend.run_gemm_epi_plan = lambda *arguments, **named: None
+    # tensors without data have no address
+    epilogues._check = lambda **matrices: None
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for name, product in products().items():
+            with tempfile.TemporaryDirectory() as folder:
+                quack.cache.CACHE_DIR = folder
+                product()
+                (compiled,) = Path(folder).rglob("*.o")
+                yield {"product": name, "triton": triton.__version__} | machine_code_of(compiled)
+
+
+def machine_code_of(compiled: Path) -> dict:
+    """Registers and stack of a thread, and the number of the tensor cores' instructions."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+        binary.write(cubin_in(compiled.read_bytes()))
+        binary.flush()
+        command = [tools / "cuobjdump", "-res-usage", binary.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [tools / "nvdisasm", "-ndf", "-c", binary.name]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = dict(item.split(":") for line in usage.splitlines() if "REG:" in line for item in line.split())
+    return {"registers": int(used["REG"]), "stack": int(used["STACK"]), "hgmma": code.count("HGMMA")}
+
+
+def cubin_in(host_object: bytes) -> bytes:
+    """The ELF file of the GPU in one of the host."""
+    start = host_object.index(b"\x7fELF", 1)
+    machine, programs, sections = (
+        struct.unpack_from(kind, host_object, start + place)[0]
+        for kind, place in (("<H", 18), ("<Q", 32), ("<Q", 40))
+    )
+    assert machine == CUDA, machine
+    program_size, n_programs, section_size, n_sections = struct.unpack_from("<4H", host_object, start + 54)
+    end = max(programs + program_size * n_programs, sections + section_size * n_sections)
+    return host_object[start : start + end]
+
+
+def main(arguments: list[str]) -> None:
+    for row in compile_products():
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

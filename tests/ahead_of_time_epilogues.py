@@ -1,7 +1,7 @@
-"""Compiles the products of epilogues.py for Hopper without a GPU and prints what they use, a JSON line each.
+"""Compiles the products of epilogues.py for a GPU, without one, and prints what they use, a JSON line each.
 
-Run by test_epilogues.py in a process of its own, which asks for Hopper before quack is imported:
-    python -m tests.ahead_of_time_epilogues
+Run by test_epilogues.py in processes of their own, since quack is told of the GPU before it is imported:
+    python -m tests.ahead_of_time_epilogues sm_90a
 """
 
 import json
@@ -18,7 +18,8 @@ import triton
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-HOPPER = {"QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a"}
+# compute capabilities, as quack writes them
+CAPABILITIES = {"sm_90a": "90", "sm_100a": "100", "sm_120a": "120"}
 # of two blocks that run at a time, which only a driver could count
 CLUSTERS = 66
 CUDA = 190
@@ -60,8 +61,8 @@ def products() -> dict[str, Callable[[], object]]:
     }
 
 
-def compile_products() -> Iterator[dict]:
-    os.environ.update(HOPPER)
+def compile_products(architecture: str) -> Iterator[dict]:
+    os.environ.update(QUACK_ARCH=CAPABILITIES[architecture], CUTE_DSL_ARCH=architecture)
     import quack.cache
     import quack.epilogue.frontend as frontend
     import quack.gemm_runtime.host as host
@@ -74,15 +75,17 @@ def compile_products() -> Iterator[dict]:
     epilogues._check = lambda **matrices: None
     with FakeTensorMode(allow_non_fake_inputs=True):
         for name, product in products().items():
+            if name.startswith("exponentials") and architecture != "sm_90a":
+                continue
             with tempfile.TemporaryDirectory() as folder:
                 quack.cache.CACHE_DIR = folder
                 product()
                 (compiled,) = Path(folder).rglob("*.o")
-                yield {"product": name, "triton": triton.__version__} | machine_code_of(compiled)
+                yield {"product": name} | machine_code_of(compiled)
 
 
 def machine_code_of(compiled: Path) -> dict:
-    """Registers and stack of a thread, and the number of the tensor cores' instructions."""
+    """Registers and bytes of stack of a thread, and how many instructions are of Hopper's tensor cores."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
         binary.write(cubin_in(compiled.read_bytes()))
@@ -109,7 +112,7 @@ def cubin_in(host_object: bytes) -> bytes:
 
 
 def main(arguments: list[str]) -> None:
-    for row in compile_products():
+    for row in compile_products(*arguments):
         print(json.dumps(row), flush=True)
 
 

@@ -6,6 +6,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import ModuleType
 
+import torch
+
 # as the tests run with
 VERSION = "0.6.5"
 INSTALL = f"pip install 'quack-kernels[cu13]=={VERSION}'"
@@ -14,6 +16,15 @@ INSTALL = f"pip install 'quack-kernels[cu13]=={VERSION}'"
 @cache
 def is_installed() -> bool:
     return find_spec("quack") is not None
+
+
+def serves(device: torch.device) -> bool:
+    """Whether it has kernels for this device: NVIDIA's GPUs from Hopper on, compute capability 9.0."""
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
 
 
 def epilogues() -> ModuleType:

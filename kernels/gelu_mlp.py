@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.epilogue_library import epilogues
+from kernels.epilogue_library import epilogues, serves
 from kernels.operators import save_nothing
 from kernels.registration import differentiate, operator
 
@@ -81,8 +81,9 @@ differentiate(gelu_gradient, save_nothing, _refuse_second_derivative)
 def gelu_mlp(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> Tensor:
     """gelu(x w1^T + b1) w2^T + b2, (..., C), GELU in its tanh form.
 
-    x: (..., C); w1: (F, C); w2: (C, F); biases: (F,) and (C,) or None; of one dtype, on a GPU bf16 or fp16,
-    with C and F multiples of 8. Raises ValueError for others, and ImportError on a GPU without quack-kernels.
+    x: (..., C); w1: (F, C); w2: (C, F); biases: (F,) and (C,) or None; of one dtype, on a GPU, Hopper or
+    newer, bf16 or fp16 with C and F multiples of 8. Raises ValueError for others, ImportError without
+    quack-kernels there.
     """
     given = {"x": x, "w1": w1, "b1": b1, "w2": w2, "b2": b2}
     for name, tensor in given.items():
@@ -95,6 +96,11 @@ def gelu_mlp(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | 
     for name, shape in shapes.items():
         if given[name] is not None and given[name].shape != shape:
             raise ValueError(f"{name} must have shape {shape}, got {tuple(given[name].shape)}")
+    if x.is_cuda and not serves(x.device):
+        raise ValueError(
+            f"x must be on an NVIDIA GPU of compute capability 9.0 or newer, got {x.device}, "
+            f"{torch.cuda.get_device_name(x.device)}: use PyTorch's F.linear and F.gelu"
+        )
     if x.is_cuda and not fuses(x.dtype, channels, width):
         raise ValueError(
             "x must be bfloat16 or float16 with channels in multiples of 8 on both sides of GELU, got "

@@ -76,13 +76,15 @@ def gelu(x: Tensor) -> Tensor:
     return (wide * torch.sigmoid(twice_u)).to(x.dtype)
 
 
-def check_fused_gelu() -> None:
-    """Raises ValueError if a GPU's fused_gelu=true has no library here."""
+def has_fused_gelu(device: torch.device) -> bool:
+    """Whether this device has products with GELU inside. Raises ValueError if only the library is missing."""
+    if not epilogue_library.serves(device):
+        return False
     if not epilogue_library.is_installed():
         raise ValueError(
-            "fused_gelu=true needs quack-kernels: on an NVIDIA GPU "
-            f"{epilogue_library.INSTALL}, elsewhere use fused_gelu=false"
+            f"fused_gelu=true needs quack-kernels here: {epilogue_library.INSTALL}, or use fused_gelu=false"
         )
+    return True
 
 
 class Block(nn.Module):
@@ -115,7 +117,8 @@ class GPT(nn.Module):
 
     Parameters are float32; lower precision is autocast's business (see train/step.py).
     fused_loss: the loss by kernels/cross_entropy.py, on a GPU; never are all logits in memory.
-    fused_gelu: GELU inside of the matrix products beside it, on a GPU, where `recompute` is none.
+    fused_gelu: GELU inside of the matrix products beside it, on a GPU that has_fused_gelu, where `recompute`
+    is none.
     low_precision_residual: under autocast the stream between the blocks, and its gradient, are in autocast's
     dtype, which halves what every norm and every sum reads and writes; else they are float32.
     recompute: what of each block the backward pass makes again instead of keeping it: none, selective (all

@@ -22,6 +22,7 @@ import torch
 
 from model import GPT, AttentionConfig
 from model.flops import flops_ledger
+from model.gpt import has_fused_gelu
 from scripts.arguments import OVERWRITE, argument, result_file, run_script
 from scripts.sizes import check_models, read_model
 from train.config import PRECISIONS, one_of
@@ -270,7 +271,7 @@ def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
             config,
             AttentionConfig(implementation=step.implementation),
             fused_loss=step.fused_loss,
-            fused_gelu=step.fused_gelu,
+            fused_gelu=step.fused_gelu and has_fused_gelu(device),
             low_precision_residual=step.low_precision_residual,
             recompute=step.recompute,
         ).to(device)

@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 
 from kernels import epilogue_library
 from model import GPT, AttentionConfig, ModelConfig
+from model.gpt import has_fused_gelu
 from model.pretrained import export_pretrained
 from train.config import check_machine, parse, write_config
 
@@ -214,9 +215,29 @@ def test_the_fused_loss_without_a_gpu_is_refused_with_the_change_to_make():
 
 def test_gelu_inside_of_products_without_its_library_is_refused_with_the_ways_out(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(epilogue_library, "is_installed", lambda: False)
-    with pytest.raises(ValueError, match=r"fused_gelu=true needs quack-kernels: .* use fused_gelu=false"):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with pytest.raises(ValueError, match=r"fused_gelu=true needs quack-kernels .* use fused_gelu=false"):
         check_machine(parse(composed("device=cuda")))
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "fused"),
+    [
+        ((8, 0), None, False),
+        ((8, 9), None, False),
+        ((9, 0), "7.2", False),
+        ((9, 0), None, True),
+        ((12, 0), None, True),
+    ],
+)
+def test_gelu_is_inside_of_products_where_the_library_has_them(monkeypatch, capability, hip, fused):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(epilogue_library, "is_installed", lambda: True)
+    assert has_fused_gelu(torch.device("cuda")) is fused
+    assert not has_fused_gelu(torch.device("cpu"))
 
 
 def test_a_model_for_another_vocabulary_is_refused():

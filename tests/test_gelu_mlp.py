@@ -7,12 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.epilogue_library import VERSION, epilogues, is_installed
+from kernels.epilogue_library import VERSION, epilogues, is_installed, serves
 from kernels.gelu_mlp import fuses, gelu_gradient, gelu_mlp, gelu_mlp_forward
 from model import GPT, AttentionConfig, ModelConfig
 from model.gpt import MLP
 
-on_nvidia = pytest.mark.skipif(not is_installed(), reason="needs quack-kernels")
+has_kernels = is_installed() and torch.cuda.is_available() and serves(torch.device("cuda"))
+on_hopper_or_newer = pytest.mark.skipif(
+    not has_kernels, reason="needs quack-kernels and a GPU from Hopper on"
+)
 
 
 def plain(x, w1, b1, w2, b2):
@@ -45,7 +48,7 @@ def test_result_and_gradients_are_those_of_the_layers_one_by_one(bias, compiled)
     torch.testing.assert_close(result_and_gradients(ours, tensors, dout, torch.float64), expected)
 
 
-@on_nvidia
+@on_hopper_or_newer
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [True, False])
@@ -69,7 +72,7 @@ def test_on_a_gpu_it_is_as_accurate_as_torch(dtype, bias, rows, channels, width)
             assert (x.double() - ref).abs().max() <= 2 * (pt.double() - ref).abs().max() + 2 * unit
 
 
-@on_nvidia
+@on_hopper_or_newer
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_derivative_is_accurate_far_from_zero(dtype):
@@ -85,7 +88,7 @@ def test_the_derivative_is_accurate_far_from_zero(dtype):
     torch.testing.assert_close(hidden.double(), value, atol=4e-3, rtol=4e-3)
 
 
-@on_nvidia
+@on_hopper_or_newer
 @pytest.mark.gpu
 def test_on_a_gpu_the_same_bits_come_again():
     tensors = inputs("cuda", (4096,), 768, 3072, dtype=torch.bfloat16)
@@ -96,7 +99,7 @@ def test_on_a_gpu_the_same_bits_come_again():
         assert all(map(torch.equal, first, again))
 
 
-@on_nvidia
+@on_hopper_or_newer
 @pytest.mark.gpu
 def test_on_a_gpu_graphs_replay_it_with_new_numbers():
     x, *weights = (t.detach() for t in inputs("cuda", (512,), dtype=torch.bfloat16))
@@ -110,7 +113,7 @@ def test_on_a_gpu_graphs_replay_it_with_new_numbers():
     assert torch.equal(out, gelu_mlp(x, *weights))
 
 
-@on_nvidia
+@on_hopper_or_newer
 @pytest.mark.gpu
 def test_rows_at_odd_places_are_refused_by_the_operator():
     _, *weights = inputs("cuda", (64,), dtype=torch.bfloat16)
@@ -181,7 +184,7 @@ def model_config(**changes) -> ModelConfig:
     return ModelConfig(**{**values, **changes})
 
 
-@on_nvidia
+@on_hopper_or_newer
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("bias", ["all", "none"])

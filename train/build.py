@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from data.loader import TokenLoader
 from data.tokenizer import load_tokenizer
 from model import GPT
+from model.gpt import has_fused_gelu
 from train.config import Config
 from train.context_parallel import ContextGroups, SharedSequences
 from train.distributed import Processes
@@ -59,7 +60,7 @@ def build_weights(config: Config, device: torch.device, start: str | None = None
         config.model,
         config.attention,
         fused_loss=config.fused_loss,
-        fused_gelu=config.fused_gelu,
+        fused_gelu=config.fused_gelu and has_fused_gelu(device),
         low_precision_residual=config.low_precision_residual,
         recompute=config.recompute,
     )

@@ -11,7 +11,7 @@ from data.prepare import DataConfig
 from data.tokenizer import is_tokenizer, load_tokenizer, same_tokens
 from model import AttentionConfig, ModelConfig
 from model.families import family_of
-from model.gpt import check_fused_gelu
+from model.gpt import has_fused_gelu
 from model.recompute import RECOMPUTE
 from train.bad_steps import BAD_STEP_ACTIONS, SpikeConfig
 from train.checkpoint import CheckpointConfig
@@ -258,7 +258,7 @@ def check_machine(config: Config) -> None:
     if config.fused_loss and config.device != "cuda":
         raise ValueError(f"fused_loss=true runs on a GPU, got device={config.device}: use fused_loss=false")
     if config.fused_gelu and config.device == "cuda":
-        check_fused_gelu()
+        has_fused_gelu(torch.device("cuda"))
     if config.precision == "fp16" and config.device == "cpu":
         raise ValueError("precision=fp16 needs a GPU, got device=cpu: use precision=fp32 or bf16")
     if config.export:

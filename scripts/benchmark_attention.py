@@ -17,7 +17,6 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +32,7 @@ from kernels.operators import IMPLEMENTATIONS, use_implementation
 from kernels.reference import attention_reference
 from model.flops import window_pairs
 from scripts.arguments import OVERWRITE, argument, result_file, run_script
+from scripts.flash_attn_4 import flash_attn_4, leave_out_if_missing
 from scripts.flex import compiled_flex
 from scripts.timing import capture, median_ms
 from train.results import machine, write_result
@@ -40,7 +40,7 @@ from train.results import machine, write_result
 NAMES = ("ours", "hopper", "portable", "cudnn", "fa2", "flex", "fa4", "eager")
 # who is measured with what; the others would run without it, and their rows would say that they had it
 ABLE = {
-    "window": ("ours", "hopper", "portable", "flex", "eager"),
+    "window": ("ours", "hopper", "portable", "flex", "fa4", "eager"),
     "dropout_p": ("ours", "hopper", "portable", "fa2"),
 }
 
@@ -97,9 +97,7 @@ def main(arguments: Arguments) -> None:
         raise ValueError("benchmark_attention needs a CUDA GPU; none was found")
     if arguments.dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {arguments.dtype}")
-    if "fa4" in arguments.implementations and find_spec("flash_attn") is None:
-        print("fa4 is left out: flash-attn-4 is not installed")
-        arguments.implementations.remove("fa4")
+    leave_out_if_missing(arguments.implementations)
     rows = []
     for shape in shapes(arguments):
         for row in measure(arguments, shape):
@@ -204,9 +202,7 @@ def build(name: str, causal: bool, window: int | None, dropout_p: float, seq_len
     if name == "flex":
         return compiled_flex(block_mask(seq_len, window) if causal else None)
     if name == "fa4":
-        from flash_attn.cute import flash_attn_func
-
-        return lambda q, k, v: flash_attn_func(q, k, v, causal=causal)[0]
+        return flash_attn_4(causal, window)
     if name not in BACKENDS:
         raise ValueError(f"implementations must be of {' '.join(NAMES)}, got {name}")
 

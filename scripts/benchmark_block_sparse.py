@@ -11,8 +11,10 @@ causal blocks. allowed_ms: 1.15 times the density's share of the same implementa
 With deterministic, ours is measured a second time with deterministic=True, in rows beside the plain ones.
 extra_bytes: the peak of forward and backward beyond inputs, gradients and mask. max_error is against float64,
 on the first head, to 16K tokens. FlexAttention compiles for every pattern and length, some 10 seconds each.
+fa4, where flash-attn-4 is installed, is measured with causal masks and windows.
 """
 
+import re
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ from kernels.flash_attention import flash_attention
 from kernels.operators import IMPLEMENTATIONS, use_implementation
 from kernels.reference import attention_reference
 from scripts.arguments import OVERWRITE, argument, result_file, run_script
+from scripts.flash_attn_4 import flash_attn_4, leave_out_if_missing
 from scripts.flex import compiled_flex
 from scripts.timing import capture, median_ms
 from train.results import machine, write_result
@@ -37,7 +40,7 @@ from train.results import machine, write_result
 
 @dataclass(kw_only=True, slots=True)
 class Arguments:
-    implementations: list[str] = argument(["ours", "flex"], "of ours hopper portable flex")
+    implementations: list[str] = argument(["ours", "flex", "fa4"], "of ours hopper portable flex fa4")
     patterns: list[str] = argument(
         [
             "dense",
@@ -69,17 +72,22 @@ class Arguments:
 
 # longer ones have no max_error: the reference stores all scores
 LONGEST_CHECKED = 16384
+PEERS = ("flex", "fa4")
+# what fa4 is measured with: masks that its kernels have without lists of blocks
+FA4_PATTERN = re.compile(r"dense|causal\(\)|window\((\d+)\)")
 DIRECTIONS = ("forward", "backward")
 
 
 def main(arguments: Arguments) -> None:
-    if arguments.dropout_p and "flex" in arguments.implementations:
-        raise ValueError(f"dropout_p={arguments.dropout_p}: flex has none, leave it out of implementations")
+    unable = [name for name in arguments.implementations if name in PEERS]
+    if arguments.dropout_p and unable:
+        raise ValueError(f"dropout_p={arguments.dropout_p}: leave {' '.join(unable)} out of implementations")
     if not torch.cuda.is_available():
         raise ValueError("benchmark_block_sparse needs a CUDA GPU; none was found")
-    names = ("ours", *IMPLEMENTATIONS, "flex")
+    names = ("ours", *IMPLEMENTATIONS, *PEERS)
     if not set(arguments.implementations) <= set(names):
         raise ValueError(f"implementations must be of {' '.join(names)}, got {arguments.implementations}")
+    leave_out_if_missing(arguments.implementations)
     rows, dense = [], {}
     for head_dim, seq_len, pattern in product(arguments.head_dims, arguments.seq_lens, arguments.patterns):
         for row in measure(arguments, head_dim, seq_len, pattern):
@@ -123,7 +131,11 @@ def measure(arguments: Arguments, head_dim: int, seq_len: int, pattern: str) -> 
     outs, graphs, timings, errors, extra_bytes = {}, {}, {}, {}, {}
     for run in product(arguments.implementations, (False, True)[: 1 + arguments.deterministic]):
         name, deterministic = run
-        if name == "flex" and (deterministic or pattern not in arguments.flex_patterns):
+        if name in PEERS and deterministic:
+            continue
+        if name == "flex" and pattern not in arguments.flex_patterns:
+            continue
+        if name == "fa4" and not FA4_PATTERN.fullmatch(pattern):
             continue
         attention = build(name, deterministic, pattern, mask, seq_len, arguments)
         with use_implementation(name if name in IMPLEMENTATIONS else None):
@@ -180,6 +192,9 @@ def build(
             )
 
         return ours
+    if name == "fa4":
+        window = FA4_PATTERN.fullmatch(pattern)[1]
+        return flash_attn_4(causal=True, window=window and int(window))
     listed = mask or block_masks.causal(seq_len, block_size=arguments.block_size, device="cuda")
     return compiled_flex(flex_block_mask(listed, flex_mask(pattern, arguments.block_size)))
 

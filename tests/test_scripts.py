@@ -7,6 +7,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from scripts import (
     benchmark_generate,
     benchmark_training,
     evaluate_context,
+    flash_attn_4,
     plot_run,
     sample,
 )
@@ -329,17 +331,37 @@ def test_needles_lie_inside_their_prompt():
 
 
 @pytest.mark.parametrize(
-    ("given", "unable"), [({"window": 1024}, "cudnn fa2 fa4"), ({"dropout_p": 0.1}, "cudnn flex fa4")]
+    ("given", "unable"), [({"window": 1024}, "cudnn fa2"), ({"dropout_p": 0.1}, "cudnn flex fa4")]
 )
 def test_benchmark_attention_measures_nobody_without_what_its_rows_say(given, unable):
     with pytest.raises(ValueError, match=f"only: leave {unable} out of implementations"):
         benchmark_attention.main(benchmark_attention.Arguments(**given))
 
 
+def test_flash_attention_4_is_left_out_where_it_is_missing_and_asked_for_the_same_masks(monkeypatch, capsys):
+    names = ["ours", "fa4"]
+    flash_attn_4.leave_out_if_missing(names)
+    assert names == ["ours"]
+    assert capsys.readouterr().out == "fa4 is left out: flash-attn-4 is not installed\n"
+    asked = []
+    module = SimpleNamespace(flash_attn_func=lambda *qkv, **named: asked.append(named) or ("out", "lse"))
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(cute=module))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    for pattern, window in (("dense", None), ("causal()", None), ("window(1024)", 1024)):
+        match = benchmark_block_sparse.FA4_PATTERN.fullmatch(pattern)
+        assert match[1] == (window and str(window))
+        assert flash_attn_4.flash_attn_4(causal=True, window=window)("q", "k", "v") == "out"
+    assert asked[1:] == [
+        {"causal": True, "window_size": (None, None)},
+        {"causal": True, "window_size": (1023, 0)},
+    ]
+    assert not benchmark_block_sparse.FA4_PATTERN.fullmatch("window(1024) | strided(16)")
+
+
 def test_benchmarks_refuse_a_window_that_looks_ahead_and_a_dropout_that_flex_has_not():
     with pytest.raises(ValueError, match=r"window=64 looks back only: use causal=\[true\]"):
         benchmark_attention.main(benchmark_attention.Arguments(window=64, implementations=["ours"]))
-    with pytest.raises(ValueError, match="dropout_p=0.1: flex has none, leave it out of implementations"):
+    with pytest.raises(ValueError, match="dropout_p=0.1: leave flex fa4 out of implementations"):
         benchmark_block_sparse.main(benchmark_block_sparse.Arguments(dropout_p=0.1))
 
 

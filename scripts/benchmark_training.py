@@ -259,6 +259,8 @@ def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
     }
     with join_processes(arguments.device) as processes:
         device = processes.device
+        # a row says what it had, not what was asked for
+        row["fused_gelu"] = step.fused_gelu and has_fused_gelu(device)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -271,7 +273,7 @@ def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
             config,
             AttentionConfig(implementation=step.implementation),
             fused_loss=step.fused_loss,
-            fused_gelu=step.fused_gelu and has_fused_gelu(device),
+            fused_gelu=row["fused_gelu"],
             low_precision_residual=step.low_precision_residual,
             recompute=step.recompute,
         ).to(device)

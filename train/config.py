@@ -258,6 +258,7 @@ def check_machine(config: Config) -> None:
     if config.fused_loss and config.device != "cuda":
         raise ValueError(f"fused_loss=true runs on a GPU, got device={config.device}: use fused_loss=false")
     if config.fused_gelu and config.device == "cuda":
+        # refuses a card that would have it if its library were installed
         has_fused_gelu(torch.device("cuda"))
     if config.precision == "fp16" and config.device == "cpu":
         raise ValueError("precision=fp16 needs a GPU, got device=cpu: use precision=fp32 or bf16")

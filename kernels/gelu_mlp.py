@@ -27,6 +27,12 @@ def gelu_mlp_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result, (N, C), and GELU and its derivative, (N, F) each."""
     if x.is_cuda:
+        # asked here, where the compiler of PyTorch does not trace
+        if not serves(x.device):
+            raise ValueError(
+                f"x must be on an NVIDIA GPU of compute capability 9.0 or newer, got {x.device}, "
+                f"{torch.cuda.get_device_name(x.device)}: use PyTorch's F.linear and F.gelu"
+            )
         hidden, slope = epilogues().mm_gelu(x, w1.T, b1)
         return F.linear(hidden, w2, b2), hidden, slope
     inner = F.linear(x, w1, b1)
@@ -96,11 +102,6 @@ def gelu_mlp(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | 
     for name, shape in shapes.items():
         if given[name] is not None and given[name].shape != shape:
             raise ValueError(f"{name} must have shape {shape}, got {tuple(given[name].shape)}")
-    if x.is_cuda and not serves(x.device):
-        raise ValueError(
-            f"x must be on an NVIDIA GPU of compute capability 9.0 or newer, got {x.device}, "
-            f"{torch.cuda.get_device_name(x.device)}: use PyTorch's F.linear and F.gelu"
-        )
     if x.is_cuda and not fuses(x.dtype, channels, width):
         raise ValueError(
             "x must be bfloat16 or float16 with channels in multiples of 8 on both sides of GELU, got "

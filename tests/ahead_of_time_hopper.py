@@ -65,7 +65,7 @@ def backward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int, sum
     kernel = backward_64_kernel if head_dim == 64 else backward_128_kernel
     rows = {"q_desc": 64, "dout_desc": 64, "k_desc": 128, "v_desc": 128, "dk_desc": 64, "dv_desc": 64}
     if head_dim == 128:
-        rows["v_desc"] = 64
+        rows |= {"dk_desc": 128, "dv_desc": 128}
     descriptors = {name: descriptor(dtype, 1, 1, n, head_dim) for name, n in rows.items()}
     descriptors["minus_lse_desc"] = descriptor("fp32", 64, swizzle=0)
     descriptors["minus_delta_desc"] = descriptor("fp32", 64, swizzle=0)

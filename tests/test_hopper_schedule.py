@@ -44,6 +44,7 @@ def grid(monkeypatch):
     )
     monkeypatch.setattr(schedule, "gl", language)
     monkeypatch.setattr(schedule, "quotient", lambda n, divisor: n // divisor)
+    monkeypatch.setattr(schedule, "opaque", lambda n: n)
     return grid
 
 

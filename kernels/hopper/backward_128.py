@@ -3,9 +3,9 @@
 dk and dv of 64 keys take 128 registers of a thread, so k and v stay in shared memory, dP is begun only once P
 has been rounded, and P is read back from its 16 bits for dS = P * (dP - delta). What no other product covers,
 S, is begun one step ahead, behind dk. Behind a tile's last step it is that of the next tile's first, so k has
-two buffers. Of v each of the two warpgroups has 64 rows to itself, and leaves dv and dk there on their way
-out. dq is made in two halves of its columns, so that the third warpgroup, like the producer, leaves the two
-nearly all registers. Without SUMS_DQ there is no third: dq.py makes dq, in one order.
+two buffers. dv leaves through the buffer of v, dk through that of k, and the next v comes behind them. dq is
+made in two halves of its columns, so that the third warpgroup, like the producer, leaves the two nearly all
+registers. Without SUMS_DQ there is no third: dq.py makes dq, in one order.
 
 Sources: FlashAttention-2 (arXiv:2307.08691), FlashAttention-3 (arXiv:2407.08608).
 """
@@ -29,21 +29,21 @@ from kernels.hopper.key_tiles import (
     KeyTiles,
     columns,
     copy_queries,
+    hand_over,
     key_limits,
-    leave_ds,
+    leave,
     make_key_tiles,
     probabilities,
     query_block,
     stage_dq,
+    store_ds,
 )
 from kernels.hopper.primitives import (
     Ring,
     announce,
     announced,
-    copy_out,
     make_numbers,
     make_ring,
-    opaque,
     pack_pairs,
     record,
     reduce_add_to_global,
@@ -66,7 +66,7 @@ class Tiles:
     """Shared memory and the work list, as every partition sees them."""
 
     k: gl.shared_memory_descriptor  # (KV_STAGES, 1, 1, BLOCK_N, D)
-    v: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, D); at a tile's end dv, then dk
+    v: gl.shared_memory_descriptor  # (1, 1, BLOCK_N, D)
     number: gl.shared_memory_descriptor  # (KV_STAGES, 1), of the tile in order, int32
     q: gl.shared_memory_descriptor  # (STAGES, 1, 1, ROWS, D)
     dout: gl.shared_memory_descriptor
@@ -78,6 +78,8 @@ class Tiles:
     v_ring: Ring
     q_ring: Ring
     ds_ring: Ring
+    last_dq_ring: Ring  # full once dq needs a tile's k no more
+    out_ring: Ring  # full once dk and dv lie where k and v did
     work: KeyTiles
     SUMS_DQ: gl.constexpr
 
@@ -93,17 +95,34 @@ class Tiles:
 
 
 @gluon.jit
-def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc, counter_ptr):
+def copy_gradients(tiles, dk_desc, dv_desc, i, t):
+    """Copies dk and dv of tile t, the i-th in order, out, and waits until they have left their buffers."""
+    tiles.out_ring.take(t)
+    batch, kv_head, key, _, _, _, _ = tiles.work.locate(i)
+    tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, key, 0], tiles.v)
+    k = tiles.k.index(t % tiles.k_ring.STAGES)
+    tma.async_copy_shared_to_global(dk_desc, [batch, kv_head, key, 0], k)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def produce(
+    tiles, q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, minus_lse_desc, minus_delta_desc, counter_ptr
+):  # fmt: skip
     """Takes tiles, and fills the rings: k of a tile, then the queries that see it, head after head.
 
-    v comes behind the first queries: their scores are made while the tile before still has its own.
+    v comes behind the first queries, whose scores are made while the tile before still has its own, and
+    behind the gradients of that tile.
     """
     n = 0
     t = 0
+    before = 0
     i = gl.program_id(0)
     while i < tiles.work.order.total():
         batch, kv_head, key, begin, _, _, end = tiles.work.locate(i)
-        stage, full = tiles.k_ring.fill(t)
+        # free: the gradients of the tile before the last have left it
+        stage = t % tiles.k_ring.STAGES
+        full = tiles.k_ring.full.index(stage)
         announce(tiles.number.index(stage), i)
         mbarrier.expect(full, k_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(k_desc, [batch, kv_head, key, 0], full, tiles.k.index(stage))
@@ -115,34 +134,35 @@ def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delt
                 tiles, q_desc, dout_desc, minus_lse_desc, minus_delta_desc, batch, head, line, place, n
             )
             if j == 0:
-                _, full = tiles.v_ring.fill(t)
-                mbarrier.expect(full, CONSUMERS * v_desc.block_type.nbytes)
-                for c in gl.static_range(CONSUMERS):
-                    tma.async_copy_global_to_shared(
-                        v_desc, [batch, kv_head, key + c * ROWS, 0], full, tiles.v.index(c)
-                    )
+                if t > 0:
+                    copy_gradients(tiles, dk_desc, dv_desc, before, t - 1)
+                full = tiles.v_ring.full.index(0)
+                mbarrier.expect(full, v_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(v_desc, [batch, kv_head, key, 0], full, tiles.v)
             n += 1
             place += 1
             if place == end:
                 place = begin
                 head += 1
                 line += tiles.work.padded
+        before = i
         t += 1
         i = tiles.work.take_behind_the_first(counter_ptr)
     # a number behind the last ends the others, who have asked for its first queries too
-    stage, full = tiles.k_ring.fill(t)
+    stage = t % tiles.k_ring.STAGES
     announce(tiles.number.index(stage), i)
-    mbarrier.arrive(full, count=1)
+    mbarrier.arrive(tiles.k_ring.full.index(stage), count=1)
     stage, full = tiles.q_ring.fill(n)
     mbarrier.arrive(full, count=1)
+    # every block has a tile
+    copy_gradients(tiles, dk_desc, dv_desc, before, t - 1)
 
 
 @gluon.jit
-def begin_scores(tiles, k, n):
-    """Issues S - lse / scale, (keys, queries), of queries n."""
+def take_queries(tiles, n):
+    """Queries n, (ROWS, D), and -lse / scale of each, spread over keys: S begins from it."""
     stage = tiles.q_ring.take(n)
-    q = tiles.q.index(stage).reshape([ROWS, HEAD_DIM])
-    return warpgroup_mma(k, q.permute((1, 0)), columns(tiles.minus_lse.index(stage), S_LAYOUT), is_async=True)
+    return tiles.q.index(stage).reshape([ROWS, HEAD_DIM]), columns(tiles.minus_lse.index(stage), S_LAYOUT)
 
 
 @gluon.jit
@@ -157,16 +177,20 @@ def step(
     q = tiles.q.index(stage).reshape([ROWS, HEAD_DIM])
     dout = tiles.dout.index(stage).reshape([ROWS, HEAD_DIM])
     p = pack_pairs(probabilities(tiles.work.mask, s, place, masked, first, end, scale_log2), dtype)
-    dv = warpgroup_mma(unpack_pairs(p, dtype, A_LAYOUT), dout, dv, is_async=True)  # (keys, D)
+    # what loads a product's first numbers comes before the issue of another, which it would wait for
     minus_delta = columns(tiles.minus_delta.index(stage), S_LAYOUT)
+    dv = warpgroup_mma(unpack_pairs(p, dtype, A_LAYOUT), dout, dv, is_async=True)  # (keys, D)
     tiles.v_ring.take(t, is_first)
     dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)  # (keys, queries)
     dp, dv = warpgroup_mma_wait(0, deps=[dp, dv])
     ds = (widen_pairs(p, dtype, S_LAYOUT) * dp).to(dtype)
     if tiles.SUMS_DQ:
-        leave_ds(tiles, ds, n, INDEX)
+        full = store_ds(tiles, ds, n, INDEX)
+    next_q, minus_lse = take_queries(tiles, n + 1)
     dk = warpgroup_mma(gl.convert_layout(ds, A_LAYOUT), q, dk, is_async=True)  # (keys, D)
-    s = begin_scores(tiles, k_of_next, n + 1)
+    s = warpgroup_mma(k_of_next, next_q.permute((1, 0)), minus_lse, is_async=True)  # (keys, queries)
+    if tiles.SUMS_DQ:
+        hand_over(full)
     dk = warpgroup_mma_wait(1, deps=[dk])
     tiles.q_ring.release(n)
     s = warpgroup_mma_wait(0, deps=[s])
@@ -174,17 +198,20 @@ def step(
 
 
 @gluon.jit
-def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.constexpr):
+def consume(tiles, scale_log2, softmax_scale, INDEX: gl.constexpr):
     """dk and dv of 64 keys of every tile of this block, and dS."""
     n = gl.to_tensor(0)
     t = gl.to_tensor(0)
     i = tiles.take(t)
-    v = tiles.v.index(INDEX).reshape([ROWS, HEAD_DIM])
-    s = begin_scores(tiles, tiles.keys(0).slice(INDEX * ROWS, ROWS, 0), n)
+    v = tiles.v.reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0)
+    q, minus_lse = take_queries(tiles, n)
+    k = tiles.keys(0).slice(INDEX * ROWS, ROWS, 0)
+    s = warpgroup_mma(k, q.permute((1, 0)), minus_lse, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     while i < tiles.work.order.total():
-        batch, kv_head, key, begin, whole_begin, whole_end, end = tiles.work.locate(i)
-        keys = key + INDEX * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
+        batch, _, key, begin, whole_begin, whole_end, end = tiles.work.locate(i)
+        key += INDEX * ROWS
+        keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
         query_first, query_end = key_limits(tiles.work.mask, batch, keys, tiles.work.padded)
         dk = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
         dv = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
@@ -204,15 +231,11 @@ def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.conste
             if place == end:
                 place = begin
         n = last + 1
-        tiles.k_ring.release(t)
-
-        # found again, not kept in registers beside dk and dv
-        batch, kv_head, key, _, _, _, _ = tiles.work.locate(opaque(i))
-        key += INDEX * ROWS
-        copy_out(dv_desc, [batch, kv_head, key, 0], dv, tiles.v.index(INDEX), 0)
-        copy_out(dk_desc, [batch, kv_head, key, 0], dk * softmax_scale, tiles.v.index(INDEX), 0)
-        tma.store_wait(0)
-        tiles.v_ring.release(t)
+        leave(v, dv)
+        if tiles.SUMS_DQ:
+            tiles.last_dq_ring.take(t)
+        leave(tiles.keys(t).slice(INDEX * ROWS, ROWS, 0), dk * softmax_scale)
+        hand_over(tiles.out_ring.full.index(0))
         t += 1
         i = tiles.take(t)
 
@@ -246,7 +269,8 @@ def reduce(tiles, dq_desc):
             if place == end:
                 place = begin
                 line += tiles.work.padded
-        tiles.k_ring.release(t)
+        thread_barrier()
+        mbarrier.arrive(tiles.last_dq_ring.full.index(0), count=1)
         t += 1
         i = tiles.take(t)
     tma.store_wait(0)
@@ -256,7 +280,7 @@ def reduce(tiles, dq_desc):
 def backward_128_kernel(
     q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc, dq_desc, dk_desc, dv_desc,
     bounds_ptr, spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head, counter_ptr,
-    group, seq_q, seq_k, window, padded, n_batch, n_kv_head, section,
+    group, seq_q, seq_k, window, padded, n_heads, n_tiles, n_kv_head, section,
     by_section_tiles, by_section, by_last_section, by_n_kv_head, scale_log2, softmax_scale,
     MASK: gl.constexpr, SUMS_DQ: gl.constexpr, KV_STAGES: gl.constexpr, STAGES: gl.constexpr,
     DS_STAGES: gl.constexpr,
@@ -269,12 +293,12 @@ def backward_128_kernel(
     gl.static_assert(STAGES > 1)
     lists = BlockLists(spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head)
     work = make_key_tiles(
-        Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK), group, padded, n_batch, n_kv_head, section,
-        by_section_tiles, by_section, by_last_section, by_n_kv_head
+        Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK), group, padded, n_heads, n_tiles, n_kv_head,
+        section, by_section_tiles, by_section, by_last_section, by_n_kv_head
     )  # fmt: skip
     tiles = Tiles(
         gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout),
-        gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], v_desc.layout),
+        gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, HEAD_DIM], v_desc.layout),
         make_numbers(KV_STAGES),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, HEAD_DIM], q_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, HEAD_DIM], dout_desc.layout),
@@ -282,22 +306,27 @@ def backward_128_kernel(
         gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], minus_delta_desc.layout),
         gl.allocate_shared_memory(dtype, [DS_STAGES, BLOCK_N, ROWS], DS_LAYOUT),
         gl.allocate_shared_memory(gl.float32, [HALVES, ROWS, ROWS], dq_desc.layout),
-        make_ring(KV_STAGES, CONSUMERS + SUMS_DQ),
-        make_ring(1, CONSUMERS),
+        make_ring(KV_STAGES, 1),
+        make_ring(1, 1),
         make_ring(STAGES, CONSUMERS),
         make_ring(DS_STAGES, 1, CONSUMERS),
+        make_ring(1, 1),
+        make_ring(1, 1, CONSUMERS),
         work,
         SUMS_DQ,
     )
     fence_async_shared()
     # for speed alone: unsure that the rings are ready, the compiler else adds one to the loop of one consumer
     thread_barrier()
-    copies = (tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc, counter_ptr)
+    copies = (
+        tiles, q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, minus_lse_desc, minus_delta_desc,
+        counter_ptr
+    )  # fmt: skip
     if SUMS_DQ:
         gl.warp_specialize(
             [
-                (consume, (tiles, dk_desc, dv_desc, scale_log2, softmax_scale, gl.constexpr(0))),
-                (consume, (tiles, dk_desc, dv_desc, scale_log2, softmax_scale, gl.constexpr(1))),
+                (consume, (tiles, scale_log2, softmax_scale, gl.constexpr(0))),
+                (consume, (tiles, scale_log2, softmax_scale, gl.constexpr(1))),
                 (reduce, (tiles, dq_desc)),
                 (produce, copies),
             ],
@@ -307,8 +336,8 @@ def backward_128_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (tiles, dk_desc, dv_desc, scale_log2, softmax_scale, gl.constexpr(0))),
-                (consume, (tiles, dk_desc, dv_desc, scale_log2, softmax_scale, gl.constexpr(1))),
+                (consume, (tiles, scale_log2, softmax_scale, gl.constexpr(0))),
+                (consume, (tiles, scale_log2, softmax_scale, gl.constexpr(1))),
                 (produce, copies),
             ],
             [4, 1],

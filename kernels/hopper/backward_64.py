@@ -5,9 +5,9 @@ Two warpgroups own 64 keys of a tile each, hold k and v in registers as left ope
 Scores are held transposed, (keys, queries), so that P and dS are the left operands of dv += P^T dout and
 dk += dS^T q without leaving the registers. The two score products begin from -lse / scale and -delta, so that
 no subtraction is left. They leave dS in a ring, from which a third makes dq = dS k and adds it to a float32
-sum by bulk reduction: so neither waits for the other's half of dS, nor for a reduction. One warp copies what
-they read, a tile ahead, and two round the sums when it is their turn (sums.py). Without SUMS_DQ there are
-neither: dq.py makes dq, in one order.
+sum by bulk reduction: so neither waits for the other's half of dS, nor for a reduction. It copies dk and dv
+out too. One warp copies what they read, a tile ahead, and two round the sums when it is their turn (sums.py).
+Without SUMS_DQ there are neither: dq.py makes dq, in one order.
 
 Sources: FlashAttention-2 (arXiv:2307.08691), FlashAttention-3 (arXiv:2407.08608).
 """
@@ -31,12 +31,14 @@ from kernels.hopper.key_tiles import (
     KeyTiles,
     columns,
     copy_queries,
+    hand_over,
     key_limits,
-    leave_ds,
+    leave,
     make_key_tiles,
     probabilities,
     query_block,
     stage_dq,
+    store_ds,
 )
 from kernels.hopper.primitives import (
     Ring,
@@ -45,6 +47,7 @@ from kernels.hopper.primitives import (
     copy_out,
     make_numbers,
     make_ring,
+    opaque,
     record,
     reduce_add_to_global,
 )
@@ -72,6 +75,7 @@ class Tiles:
     kv_ring: Ring
     q_ring: Ring
     ds_ring: Ring
+    out_ring: Ring  # of dk and dv
     work: KeyTiles
     sums: Sums
     KV_STAGES: gl.constexpr
@@ -131,14 +135,14 @@ def step(tiles, dk, dv, k, v, n, place, masked, first, end, scale_log2, INDEX: g
     dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     p = probabilities(tiles.work.mask, s, place, masked, first, end, scale_log2)
-    p16 = gl.convert_layout(p.to(dtype), A_LAYOUT)
-    dp = warpgroup_mma_wait(0, deps=[dp])
-    dv = warpgroup_mma(p16, dout, dv, is_async=True)  # (keys, D)
+    dv = warpgroup_mma(gl.convert_layout(p.to(dtype), A_LAYOUT), dout, dv, is_async=True)  # (keys, D)
+    dp = warpgroup_mma_wait(1, deps=[dp])
     ds = (p * dp).to(dtype)
-    dk = warpgroup_mma(gl.convert_layout(ds, A_LAYOUT), q, dk, is_async=True)  # (keys, D)
-
     if tiles.SUMS_DQ:
-        leave_ds(tiles, ds, n, INDEX)
+        full = store_ds(tiles, ds, n, INDEX)
+    dk = warpgroup_mma(gl.convert_layout(ds, A_LAYOUT), q, dk, is_async=True)  # (keys, D)
+    if tiles.SUMS_DQ:
+        hand_over(full)
     dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
     tiles.q_ring.release(n)
     return dk, dv
@@ -180,16 +184,24 @@ def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.conste
         if not tiles.SUMS_DQ:
             tiles.kv_ring.release(t)
 
-        copy_out(dv_desc, [batch, kv_head, key, 0], dv, tiles.dv.index(INDEX), 1)
-        copy_out(dk_desc, [batch, kv_head, key, 0], dk * softmax_scale, tiles.dk.index(INDEX), 1)
+        if tiles.SUMS_DQ:
+            _, full = tiles.out_ring.fill(t)
+            # opaque: else the addresses are made before the loop, and spilled
+            part = opaque(gl.to_tensor(INDEX))
+            leave(tiles.dv.index(part).reshape([ROWS, HEAD_DIM]), dv)
+            leave(tiles.dk.index(part).reshape([ROWS, HEAD_DIM]), dk * softmax_scale)
+            hand_over(full)
+        else:
+            copy_out(dv_desc, [batch, kv_head, key, 0], dv, tiles.dv.index(INDEX), 1)
+            copy_out(dk_desc, [batch, kv_head, key, 0], dk * softmax_scale, tiles.dk.index(INDEX), 1)
         t += 1
         i, _ = tiles.take(t)
     tma.store_wait(0)
 
 
 @gluon.jit
-def reduce(tiles, sum_desc):
-    """dq of every step, added to its sum."""
+def reduce(tiles, sum_desc, dk_desc, dv_desc):
+    """dq of every step, added to its sum; and every tile's dk and dv, copied out."""
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     n = 0
     t = 0
@@ -197,7 +209,8 @@ def reduce(tiles, sum_desc):
     uncounted = -1
     i, is_open = tiles.take(t)
     while i < tiles.work.order.total():
-        batch, kv_head, _, begin, _, _, end = tiles.work.locate(i)
+        batch, kv_head, key, begin, _, _, end = tiles.work.locate(i)
+        first = n
         section = tiles.work.order.section_of(i)
         k = tiles.k.index(t % tiles.KV_STAGES).reshape([BLOCK_N, HEAD_DIM]).permute((1, 0))
         k = k.load(gl.DotOperandLayout(0, DQ_LAYOUT, 2))
@@ -218,10 +231,18 @@ def reduce(tiles, sum_desc):
                 stage_dq(dq, buffer, tiles.DQ_STAGES - 1)
                 reduce_add_to_global(sum_desc, [line + query_block(tiles.work.mask, place) * ROWS, 0], buffer)
                 # a step later the tile before need not be waited for
-                if uncounted >= 0:
-                    tiles.sums.count_tile(uncounted, 1)
-                    uncounted = -1
+                if (n == first) & (t > 0):
+                    if uncounted >= 0:
+                        tiles.sums.count_tile(uncounted, 1)
+                        uncounted = -1
+                    tma.store_wait(1)
+                    tiles.out_ring.release(t - 1)
                 n += 1
+        tiles.out_ring.take(t)
+        for c in gl.static_range(CONSUMERS):
+            coordinates = [batch, kv_head, key + c * ROWS, 0]
+            tma.async_copy_shared_to_global(dv_desc, coordinates, tiles.dv.index(c))
+            tma.async_copy_shared_to_global(dk_desc, coordinates, tiles.dk.index(c))
         uncounted = gl.where(section < tiles.sums.n_rounded, section, -1)
         t += 1
         i, is_open = tiles.take(t)
@@ -236,7 +257,7 @@ def backward_64_kernel(
     q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc, sum_desc, dk_desc, dv_desc,
     bounds_ptr, spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head, counts_ptr,
     part_desc, dq_ptr, stride_dqb, stride_dqt, stride_dqh, n_rounded,
-    group, seq_q, seq_k, window, padded, n_batch, n_kv_head, section,
+    group, seq_q, seq_k, window, padded, n_heads, n_tiles, n_kv_head, section,
     by_section_tiles, by_section, by_last_section, by_n_kv_head, scale_log2, softmax_scale,
     MASK: gl.constexpr, SUMS_DQ: gl.constexpr,
     KV_STAGES: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr,
@@ -246,8 +267,8 @@ def backward_64_kernel(
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     lists = BlockLists(spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head)
     work = make_key_tiles(
-        Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK), group, padded, n_batch, n_kv_head, section,
-        by_section_tiles, by_section, by_last_section, by_n_kv_head
+        Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK), group, padded, n_heads, n_tiles, n_kv_head,
+        section, by_section_tiles, by_section, by_last_section, by_n_kv_head
     )  # fmt: skip
     tiles = Tiles(
         gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout),
@@ -264,6 +285,7 @@ def backward_64_kernel(
         make_ring(KV_STAGES, CONSUMERS + SUMS_DQ),
         make_ring(STAGES, CONSUMERS),
         make_ring(DS_STAGES, 1, CONSUMERS),
+        make_ring(1, 1, CONSUMERS),
         work,
         Sums(
             work,
@@ -289,7 +311,7 @@ def backward_64_kernel(
             [
                 (consume, (tiles, dk_desc, dv_desc, scale_log2, softmax_scale, gl.constexpr(0))),
                 (consume, (tiles, dk_desc, dv_desc, scale_log2, softmax_scale, gl.constexpr(1))),
-                (reduce, (tiles, sum_desc)),
+                (reduce, (tiles, sum_desc, dk_desc, dv_desc)),
                 (produce, copies),
                 (round_sums, (tiles.sums, parts, part_desc)),
             ],

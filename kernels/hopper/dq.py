@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import BLOCK_SIZE, BlockLists, hide_unseen
-from kernels.hopper.primitives import Ring, copy_out, make_ring, record
+from kernels.hopper.primitives import Ring, copy_out, make_ring, opaque, record
 from kernels.hopper.query_tiles import ROWS, key_block, locate, places, skip, words_at
 from kernels.hopper.schedule import Mask, TileOrder
 from kernels.hopper.softmax import hide
@@ -178,7 +178,8 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
         q_stage = tiles.q_ring.take(turn)
         out = take_out(tiles, part, n_k - tiles.OUT_STAGES)
         if row >= 0:
-            rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
+            # opaque: else addresses made of it are made when the kernel begins, and spilled
+            rows = opaque(row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT)))
             buffer = q_stage * tiles.CONSUMERS + part
             q = tiles.q.index(buffer).reshape([ROWS, tiles.HEAD_DIM])
             dout = tiles.dout.index(buffer).reshape([ROWS, tiles.HEAD_DIM])
@@ -211,8 +212,8 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
 
 
 NOT_SPECIALIZED = [
-    "n_batch", "n_head", "group", "seq_q", "seq_k", "window", "section", "padded", "by_section_tiles",
-    "by_section", "by_last_section", "by_n_head", "stride_list_batch", "stride_list_head",
+    "n_heads", "n_tiles", "n_head", "group", "seq_q", "seq_k", "window", "section", "padded",
+    "by_section_tiles", "by_section", "by_last_section", "by_n_head", "stride_list_batch", "stride_list_head",
 ]  # fmt: skip
 
 
@@ -220,7 +221,7 @@ NOT_SPECIALIZED = [
 def dq_kernel(
     q_desc, dout_desc, out_desc, k_desc, v_desc, dq_desc, lse_ptr, dlse_ptr,
     minus_lse_ptr, minus_delta_ptr, counter_ptr, bounds_ptr, spans_ptr, entries_ptr, bits_ptr,
-    stride_list_batch, stride_list_head, n_batch, n_head, group, seq_q, seq_k, window, section,
+    stride_list_batch, stride_list_head, n_heads, n_tiles, n_head, group, seq_q, seq_k, window, section,
     by_section_tiles, by_section, by_last_section, by_n_head, padded, scale_log2, softmax_scale,
     MASK: gl.constexpr, HAS_DLSE: gl.constexpr,
     BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr,
@@ -230,7 +231,7 @@ def dq_kernel(
     dtype: gl.constexpr = q_desc.dtype
     lists = BlockLists(spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head)
     order = TileOrder(
-        n_batch * n_head, gl.cdiv(seq_q, CONSUMERS * ROWS), section,
+        n_heads, n_tiles, section,
         by_section_tiles, by_section, by_last_section, MASK != "full"
     )  # fmt: skip
     PARTS: gl.constexpr = BLOCK_N // ROWS

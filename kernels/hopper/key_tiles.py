@@ -24,9 +24,9 @@ BLOCK_N = gl.constexpr(128)
 
 # arguments of the two kernels of which no value is worth a kernel of its own
 NOT_SPECIALIZED = [
-    "group", "seq_q", "seq_k", "window", "padded", "n_batch", "n_kv_head", "section", "stride_list_head",
-    "by_section_tiles", "by_section", "by_last_section", "by_n_kv_head", "stride_list_batch",
-    "stride_dqb", "stride_dqt", "stride_dqh", "n_rounded",
+    "group", "seq_q", "seq_k", "window", "padded", "n_heads", "n_tiles", "n_kv_head", "section",
+    "by_section_tiles", "by_section", "by_last_section", "by_n_kv_head",
+    "stride_list_batch", "stride_list_head", "stride_dqb", "stride_dqt", "stride_dqh", "n_rounded",
 ]  # fmt: skip
 
 
@@ -68,12 +68,12 @@ class KeyTiles:
 
 @gluon.jit
 def make_key_tiles(
-    mask, group, padded, n_batch, n_kv_head, section, by_section_tiles, by_section, by_last_section,
+    mask, group, padded, n_heads, n_tiles, n_kv_head, section, by_section_tiles, by_section, by_last_section,
     by_n_kv_head,
 ):  # fmt: skip
     """The tiles of all heads of k and v, as arguments of the two kernels describe them."""
     order = TileOrder(
-        n_batch * n_kv_head, gl.cdiv(mask.seq_k, BLOCK_N), section,
+        n_heads, n_tiles, section,
         by_section_tiles, by_section, by_last_section, False
     )  # fmt: skip
     return KeyTiles(order, mask, n_kv_head, by_n_kv_head, group, padded)
@@ -180,10 +180,31 @@ def probabilities(mask, s, place, masked, first, end, scale_log2):
 
 
 @gluon.jit
-def leave_ds(tiles, ds, n, INDEX: gl.constexpr):
-    """Leaves one warpgroup's half of the n-th dS in its ring, for the warpgroup that makes dq."""
+def store_ds(tiles, ds, n, INDEX: gl.constexpr):
+    """Stores one warpgroup's half of the n-th dS for the warpgroup that makes dq; gives its full barrier.
+
+    What is stored behind the issue of a product waits for it in the queue of memory instructions, and the
+    fence waits for what is stored: so the store comes before the products that need not wait for it, and
+    `hand_over` behind them.
+    """
     stage, full = tiles.ds_ring.fill(n)
-    tiles.ds.index(stage).slice(INDEX * ROWS, ROWS, 0).store(ds)
+    # opaque: else a part of the address is made when the kernel begins, and spilled
+    tiles.ds.index(opaque(stage)).slice(INDEX * ROWS, ROWS, 0).store(ds)
+    return full
+
+
+@gluon.jit
+def leave(buffer, x):
+    """Rounds a warpgroup's dk or dv into shared memory, (ROWS, D), where others copy it out.
+
+    So it waits for no copy, and the assembler carries no address of one around its loops.
+    """
+    buffer.store(x.to(buffer.dtype))
+
+
+@gluon.jit
+def hand_over(full):
+    """Counts a warpgroup's stores in at their barrier."""
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(full, count=1)

@@ -4,7 +4,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from kernels.hopper.block_lists import BlockLists
-from kernels.hopper.primitives import record
+from kernels.hopper.primitives import opaque, record
 
 # tiles that a block has without asking a counter
 DEALT = gl.constexpr(2)
@@ -38,7 +38,8 @@ class TileOrder:
 
     @gluon.jit
     def total(self):
-        return self.n_heads * self.n_tiles
+        # opaque: not kept in a register from the kernel's beginning on
+        return opaque(self.n_heads) * self.n_tiles
 
     @gluon.jit
     def find(self, i):
@@ -132,19 +133,21 @@ class Mask:
     @gluon.jit
     def queries_of(self, batch, columns):
         """[first, end) of the queries that see each key."""
-        columns = gl.minimum(columns, self.seq_k - 1)
+        # opaque: else what is made of them for each tile is made when the kernel begins, and spilled
+        seq_q, seq_k = opaque(self.seq_q), opaque(self.seq_k)
+        columns = gl.minimum(columns, seq_k - 1)
         if self.KIND == "intervals":
             # bounds_ptr: (B, 2, Tk)
-            pointers = self.bounds_ptr + 2 * batch * self.seq_k + columns
+            pointers = self.bounds_ptr + 2 * batch * seq_k + columns
             first = gl.load(pointers)
-            end = gl.load(pointers + self.seq_k)
+            end = gl.load(pointers + seq_k)
         else:
             first = columns * 0
-            end = first + self.seq_q
+            end = first + seq_q
             if self.KIND != "full":
-                first = columns - (self.seq_k - self.seq_q)
+                first = columns - (seq_k - seq_q)
             if self.KIND == "window":
-                end = gl.minimum(first + self.window, self.seq_q)
+                end = gl.minimum(first + self.window, seq_q)
         return gl.maximum(first, 0), gl.maximum(end, 0)
 
 

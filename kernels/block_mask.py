@@ -21,6 +21,8 @@ from torch import Tensor
 from kernels.bit_tiles import FULL, distinct, pack, transpose, unpack
 
 BLOCK_SIZES = (64, 128)
+# blocks
+SORTED_AT_ONCE = 2**18
 _makes_lists = ContextVar("_makes_lists", default=True)
 
 
@@ -123,7 +125,7 @@ class BlockMask:
             tiles = tiles[order]
             del order
         partial = (bits != -1).flatten(1).any(1)[tiles]
-        used, which = tiles[partial].unique(return_inverse=True)
+        used, which = numbered(tiles[partial], len(bits))
         first, same = distinct(bits[used].flatten(1))
         tiles = torch.full_like(tiles, FULL).masked_scatter(partial, (1 + same[which]).to(tiles.dtype))
         bits = torch.cat([bits.new_full((1, *bits.shape[1:]), -1), bits[used[first]]])
@@ -277,8 +279,7 @@ class BlockMask:
         n_pairs = (len(self.bits) + 1) * (len(other.bits) + 1)
         pairs = mine.to(key_dtype(n_pairs)).mul_(len(other.bits) + 1).add_(others)
         del mine, others
-        pairs, tiles = pairs.unique(return_inverse=True)
-        tiles = tiles.int()
+        pairs, tiles = numbered(pairs, n_pairs)
         nothing = self.bits.new_zeros(1, *self.bits.shape[1:])
         a = torch.cat([self.bits, nothing])[pairs // (len(other.bits) + 1)]
         b = torch.cat([other.bits, nothing])[pairs % (len(other.bits) + 1)]
@@ -306,12 +307,21 @@ class BlockMask:
         spans = torch.stack([end - counts, end - n_partial, end, longest], 1).int()
         n_others = self.n_rows * self.n_columns // n_lines
         place = line.mul(2).add_(partial).mul_(n_others).add_(block)
-        del line, block
-        place, order = place.sort()
-        entries = torch.empty(len(order), 2, dtype=torch.int32, device=order.device)
-        entries[:, 0] = place.remainder_(n_others)
-        del place
-        entries[:, 1] = self.tiles[order]
+        del line, block, partial
+        entries = torch.empty(len(place), 2, dtype=torch.int32, device=place.device)
+        # some lines at a time: to sort takes five times the memory of what is sorted
+        n_lines_at_once = -(-n_all // (len(place) // SORTED_AT_ONCE + 1))
+        n_done = 0
+        for first in range(0, n_all, n_lines_at_once):
+            stop = min(first + n_lines_at_once, n_all)
+            own = slice(None)
+            if n_lines_at_once < n_all:
+                own = (place >= 2 * n_others * first) & (place < 2 * n_others * stop)
+            part, order = place[own].sort()
+            of_part = entries[n_done : n_done + len(part)]
+            of_part[:, 0] = part.remainder_(n_others)
+            of_part[:, 1] = self.tiles[own][order]
+            n_done += len(part)
         return BlockLists(spans.view(self.n_batch, self.n_head, n_lines, 4), entries)
 
 
@@ -349,6 +359,19 @@ def reach(masks: Sequence[BlockMask]) -> float:
             stacklevel=2,
         )
     return share
+
+
+def numbered(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The different ones of x (m,), each from 0 to before n, in order; and of each x its place there, int32.
+
+    By a table where n is small: sorting takes several times the memory of x, and longer.
+    """
+    if n > len(x):
+        values, place = x.unique(return_inverse=True)
+        return values, place.int()
+    is_used = x.bincount(minlength=n) > 0
+    place = (is_used.cumsum(0) - 1).int()
+    return is_used.nonzero().flatten(), place.index_select(0, x)
 
 
 def n_blocks(seq_len: int, block_size: int) -> int:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kernels.hopper import schedule
-from kernels.hopper.tiles import EVERY
+from kernels.hopper.tiles import EVERY, key_section_bytes, section_heads, tile_width
 
 
 class Order:
@@ -94,3 +94,21 @@ def test_blocks_that_are_dealt_all_tiles_of_a_causal_mask_get_as_much_work(grid)
             turn, load = turn + 1, load + 1 + order.find(i)[1]
         loads.append(load)
     assert max(loads) < 1.03 * sum(loads) / len(loads)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "intervals", "blocks"])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+@pytest.mark.parametrize("group", [1, 4])
+def test_keys_and_values_of_a_section_take_their_share_of_l2_or_are_one_head(mask, head_dim, group):
+    n_heads = 48
+    for seq_k in (1, 1000, 1024, 2048, 16384, 2**20):
+        section = section_heads(seq_k, head_dim, mask, group, n_heads)
+        assert section % group == 0
+        assert group <= section <= n_heads
+        kept = section // group * 4 * seq_k * head_dim
+        most = key_section_bytes(tile_width(head_dim), mask, seq_k)
+        assert kept <= most <= 32 * 2**20 or section == group
+        # one more would not fit, but where sections of one size are smaller
+        n_sections = -(-n_heads // section)
+        larger = -(-n_heads // group // max(1, n_sections - 1))
+        assert n_sections == 1 or larger * 4 * seq_k * head_dim > most

@@ -95,7 +95,7 @@ def attention_forward(
     lse = torch.empty(batch, n_head, seq_q, dtype=torch.float32, device=q.device)
     group = n_head // n_kv_head
     n_tiles = triton.cdiv(seq_q, tile.consumers * ROWS.value)
-    section = section_heads(seq_k, head_dim, group, batch * n_head)
+    section = section_heads(seq_k, head_dim, mask_kind(problem), group, batch * n_head)
     n_sm = torch.cuda.get_device_properties(q.device).multi_processor_count
     n_blocks = min(batch * n_head * n_tiles, n_sm * tile.blocks)
     allocate = torch.zeros if batch * n_head * n_tiles > tile.dealt * n_blocks else torch.empty
@@ -307,7 +307,7 @@ def launch_dq(
     seq_k, n_kv_head = k.shape[1:3]
     group = n_head // n_kv_head
     n_tiles = triton.cdiv(seq_q, tile.consumers * ROWS.value)
-    section = section_heads(seq_k, head_dim, group, batch * n_head)
+    section = section_heads(seq_k, head_dim, mask_kind(problem), group, batch * n_head)
     n_sm = torch.cuda.get_device_properties(q.device).multi_processor_count
     dq_kernel[(min(batch * n_head * n_tiles, n_sm),)](
         head_descriptor(q, ROWS.value),

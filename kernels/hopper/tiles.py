@@ -9,7 +9,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.layouts import bulk_strides
 
-# what keys and values of one section of heads may take of the 50 MB of L2
+# what is read again and again of one section of heads may take of the 50 MB of L2
 SECTION_BYTES = 32 * 2**20
 # of shared memory; made once, because making one takes Python longer than the rest of a descriptor
 HEAD_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -136,11 +136,24 @@ def order_arguments(n_heads: int, n_tiles: int, section: int) -> tuple[int, int,
     return section, division(section * n_tiles), division(section), division(last_section)
 
 
-def section_heads(seq: int, head_dim: int, group: int, n_heads: int) -> int:
+def key_section_bytes(width: int, mask: str, seq_k: int) -> int:
+    """What keys and values of one section take at most, measured.
+
+    The fewer heads, the more blocks read one of them at a time. Under a full mask they read it in step.
+    """
+    if mask == "full":
+        return SECTION_BYTES // 4
+    if mask == "causal" and (width == 64 or seq_k <= 2048):
+        return SECTION_BYTES // 2
+    return SECTION_BYTES
+
+
+def section_heads(seq_k: int, head_dim: int, mask: str, group: int, n_heads: int) -> int:
     """Query heads whose keys and values stay in L2 together, in sections of one size."""
-    bytes_per_head = 2 * seq * head_dim * 2
+    bytes_per_head = 2 * seq_k * head_dim * 2
     n_kv_heads = n_heads // group
-    n_sections = -(-n_kv_heads // max(1, SECTION_BYTES // bytes_per_head))
+    most = key_section_bytes(tile_width(head_dim), mask, seq_k) // bytes_per_head
+    n_sections = -(-n_kv_heads // max(1, most))
     return -(-n_kv_heads // n_sections) * group
 
 

@@ -98,13 +98,12 @@ def main(arguments: Arguments) -> None:
     if arguments.dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {arguments.dtype}")
     leave_out_if_missing(arguments.implementations)
-    rows = []
+    rows, out = [], Path(arguments.out)
     for shape in shapes(arguments):
         for row in measure(arguments, shape):
             rows.append(row)
             print_row(row)
-    out = Path(arguments.out)
-    result = write_result(out, rows)
+        result = write_result(out, rows)
     if arguments.plot:
         plot(rows, result, out.with_suffix(".png"))
 

@@ -88,7 +88,7 @@ def main(arguments: Arguments) -> None:
     if not set(arguments.implementations) <= set(names):
         raise ValueError(f"implementations must be of {' '.join(names)}, got {arguments.implementations}")
     leave_out_if_missing(arguments.implementations)
-    rows, dense = [], {}
+    rows, dense, out = [], {}, Path(arguments.out)
     for head_dim, seq_len, pattern in product(arguments.head_dims, arguments.seq_lens, arguments.patterns):
         for row in measure(arguments, head_dim, seq_len, pattern):
             key = row["implementation"], row["deterministic"], head_dim, seq_len
@@ -99,8 +99,7 @@ def main(arguments: Arguments) -> None:
                 row[f"allowed_{direction}_ms"] = of_dense and allowed_ms(row["density"], of_dense)
             rows.append(row)
             print_row(row)
-    out = Path(arguments.out)
-    result = write_result(out, rows)
+        result = write_result(out, rows)
     if arguments.plot:
         over_length = len(arguments.patterns) == 1 and len(arguments.seq_lens) > 1
         draw = plot_over_length if over_length else plot

@@ -83,7 +83,7 @@ def main(arguments: Arguments) -> None:
         print(f"{kernel} head_dim {head_dim} {'causal' if causal else 'full'}")
         for row in sorted(measured, key=lambda row: -math.prod(row["tflops"]))[: arguments.best]:
             print("   ", Tile(*row["tile"]), [round(speed) for speed in row["tflops"]])
-    write_result(Path(arguments.out), rows)
+        write_result(Path(arguments.out), rows)
 
 
 def check(arguments: Arguments) -> None:

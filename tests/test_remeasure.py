@@ -81,8 +81,14 @@ def test_a_result_of_a_changed_tree_says_so_beside_its_commit(tmp_path, monkeypa
     git("tag", "-a", "v1", "-m", "v1")
     commit = git("rev-parse", "--short", "HEAD")
     assert results.provenance(1)["commit"] == commit
+    results.origin.cache_clear()
+    first = results.write_result(tmp_path / "result.json", [{}])
     (tmp_path / "results.py").write_text("after")
     assert results.provenance(1)["commit"] == f"{commit}-dirty"
+    # a run's own results are no change of what ran
+    second = results.write_result(tmp_path / "result.json", [{}, {}])
+    results.origin.cache_clear()
+    assert first["commit"] == second["commit"] == commit
 
 
 def test_several_gpus_are_launched_by_torchrun_and_results_go_to_out_alone(tmp_path):

@@ -488,6 +488,27 @@ def test_benchmark_generate_times_as_many_tokens_as_it_is_asked_to(tokens, tmp_p
     assert json.loads(out.read_text())["rows"][0]["tokens_per_second"] == 1.0
 
 
+@pytest.mark.parametrize("script", [benchmark_attention, benchmark_block_sparse])
+def test_a_benchmark_that_is_ended_leaves_the_rows_that_it_has_measured(script, tmp_path, monkeypatch):
+    asked = []
+
+    def measure(arguments, *shape):
+        asked.append(shape)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        names = ("implementation", "pattern", "deterministic", "density", "head_dim", "seq_len", "causal")
+        rates = (f"{d}_{unit}" for d in ("forward", "backward") for unit in ("ms", "tflops"))
+        return [dict.fromkeys((*names, "packed", "extra_bytes", "max_error", *rates), 1)]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    monkeypatch.setattr(script, "measure", measure)
+    out = tmp_path / "rows.json"
+    with pytest.raises(KeyboardInterrupt):
+        script.main(script.Arguments(implementations=["ours"], out=str(out)))
+    assert len(json.loads(out.read_text())["rows"]) == 2
+
+
 def test_benchmark_generate_refuses_to_time_nothing():
     with pytest.raises(ValueError, match="tokens must be at least 1, got 0"):
         benchmark_generate.main(

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -15,8 +16,11 @@ from train.whole_file import write_whole
 
 
 def write_result(path: Path, rows: list[dict], n_gpus: int = 1) -> dict:
-    """Writes and returns the rows under "rows", with what `provenance` tells of their origin."""
-    result = {**provenance(n_gpus), "rows": rows}
+    """Writes and returns the rows under "rows", with what `provenance` tells of their origin.
+
+    Call it for each row as it is measured: whoever ends a run keeps what it has.
+    """
+    result = {**origin(n_gpus), "rows": rows}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(result, indent=1) + "\n")
     return result
@@ -41,6 +45,12 @@ def provenance(n_gpus: int) -> dict:
             "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"
         ),
     }
+
+
+@cache
+def origin(n_gpus: int) -> dict:
+    """The same, asked once by a process: its first result may be what changes the tree."""
+    return provenance(n_gpus)
 
 
 def machine(result: dict) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.bit_tiles import FULL, distinct, pack, transpose, unpack
 
 BLOCK_SIZES = (64, 128)
-# blocks
+# blocks that a mask's lists sort together
 SORTED_AT_ONCE = 2**18
 _makes_lists = ContextVar("_makes_lists", default=True)
 
@@ -117,18 +117,24 @@ class BlockMask:
             bits, n_tiles = torch.cat([bits, bits[tiles[cut]] & pack(inside)]), len(bits)
             new = torch.arange(n_tiles, len(bits), dtype=tiles.dtype, device=keys.device)
             tiles = tiles.index_copy(0, cut, new)
-        visible = (bits != 0).flatten(1).any(1)[tiles]
-        keys, tiles = keys[visible], tiles[visible]
-        del visible
+        # asked of tiles, not of blocks, of which there may be hundreds times as many
+        is_used = tiles.bincount(minlength=len(bits)) > 0
+        is_empty = (bits == 0).flatten(1).all(1)
+        if bool((is_used & is_empty).any()):
+            visible = ~is_empty[tiles]
+            keys, tiles = keys[visible], tiles[visible]
+            del visible
         if bool((keys.diff() < 0).any()):
             keys, order = keys.sort()
             tiles = tiles[order]
             del order
-        partial = (bits != -1).flatten(1).any(1)[tiles]
-        used, which = numbered(tiles[partial], len(bits))
+        is_partial = (bits != -1).flatten(1).any(1) & ~is_empty
+        used = (is_used & is_partial).nonzero().flatten()
         first, same = distinct(bits[used].flatten(1))
-        tiles = torch.full_like(tiles, FULL).masked_scatter(partial, (1 + same[which]).to(tiles.dtype))
+        new = torch.full((len(bits),), FULL, dtype=tiles.dtype, device=tiles.device)
+        new[used] = (1 + same).to(tiles.dtype)
         bits = torch.cat([bits.new_full((1, *bits.shape[1:]), -1), bits[used[first]]])
+        tiles = new.index_select(0, tiles)
         return cls(seq_q, seq_k, block_size, n_batch, n_head, keys, tiles, bits, causal)
 
     @classmethod

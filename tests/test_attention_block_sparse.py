@@ -369,6 +369,18 @@ def test_a_cuda_graph_replays_with_a_new_mask_of_the_same_number_of_blocks(devic
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("pattern", ["power_of_two_strided()", "fixed(64)", "window(1024) | strided(16)"])
+def test_the_mask_of_a_million_tokens_takes_a_second_and_100_mb(pattern, device):
+    block_masks.parse(pattern, 2**15, device=device)
+    torch.cuda.reset_peak_memory_stats()
+    before, start = torch.cuda.memory_allocated(), time.perf_counter()
+    block_masks.parse(pattern, 2**20, device=device)
+    torch.cuda.synchronize()
+    assert time.perf_counter() - start < 1.0
+    assert torch.cuda.max_memory_allocated() - before < 100e6
+
+
+@pytest.mark.gpu
 def test_a_million_tokens_need_memory_for_their_outputs_and_a_mask_of_a_second(device):
     seq_len = 2**20
     block_masks.window(2**15, 1024, device=device)

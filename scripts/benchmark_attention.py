@@ -246,8 +246,9 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
     names = list(dict.fromkeys(row["implementation"] for row in rows))
     widths = [1 + 2 * len({row["seq_len"] for row in chosen}) for chosen in columns.values()]
     figure, axes = plt.subplots(
-        2, len(columns), figsize=(sum(widths) / 1.7, 6), width_ratios=widths, squeeze=False, sharey="row"
-    )
+        2, len(columns), figsize=(max(5, sum(widths) / 1.7), 6), width_ratios=widths, squeeze=False,
+        sharey="row", layout="constrained",
+    )  # fmt: skip
     for column, (title, chosen) in enumerate(columns.items()):
         lengths = sorted({row["seq_len"] for row in chosen})
         for line, direction in enumerate(("forward", "backward")):
@@ -268,8 +269,8 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
     axes[0, 0].set_ylabel("TFLOP/s")
     axes[1, 0].set_ylabel("TFLOP/s")
     figure.suptitle(machine(result), x=0.01, ha="left")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="upper right", ncols=len(names), frameon=False)
-    figure.tight_layout()
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(names), frameon=False)
     figure.savefig(path, dpi=120)
 
 

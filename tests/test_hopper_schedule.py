@@ -1,5 +1,6 @@
 """Who computes which tile, by the kernels' own functions, run as plain Python for every block of a grid."""
 
+import heapq
 import random
 from functools import partial
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from kernels.hopper import schedule
-from kernels.hopper.tiles import EVERY, key_section_bytes, section_heads, tile_width
+from kernels.hopper.tiles import EVERY, forward_tile, key_section_bytes, section_heads, tile_width
 
 
 class Order:
@@ -93,6 +94,30 @@ def test_blocks_that_are_dealt_all_tiles_of_a_causal_mask_get_as_much_work(grid)
         while (i := order.dealt(turn)) < order.total():
             turn, load = turn + 1, load + 1 + order.find(i)[1]
         loads.append(load)
+    assert max(loads) < 1.03 * sum(loads) / len(loads)
+
+
+@pytest.mark.parametrize("seq", [1024, 2048, 4096, 16384, 65536])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_blocks_that_ask_a_counter_get_as_much_work_under_a_causal_mask(grid, head_dim, seq):
+    """By count of steps. Alone on its multiprocessor, a block asks as it begins the tile before."""
+    n_heads, tile = 2**25 // (seq * head_dim), forward_tile(head_dim, "causal", seq / 2)
+    rows = tile.consumers * 64
+    n_tiles, grid.n_blocks = -(-seq // rows), 132 * tile.blocks
+    order = Order(n_heads, n_tiles, section_heads(seq, head_dim, "causal", 1, n_heads), True)
+    counter, loads, turns = Counter(0), [0] * grid.n_blocks, [0] * grid.n_blocks
+    # when a block asks, and which
+    asking = [(0, block) for block in range(grid.n_blocks)]
+    while asking:
+        _, grid.block = heapq.heappop(asking)
+        turn = turns[grid.block]
+        i = order.next(turn, counter, tile.dealt) if turn else order.dealt(turn)
+        if i < order.total():
+            begins = loads[grid.block]
+            # of the keys up to the tile's last row; what a tile costs beside its steps is about one
+            loads[grid.block] += 1 + -(-(order.find(i)[1] + 1) * rows // tile.block_n)
+            turns[grid.block] += 1
+            heapq.heappush(asking, (begins if tile.blocks == 1 else loads[grid.block], grid.block))
     assert max(loads) < 1.03 * sum(loads) / len(loads)
 
 

@@ -1,5 +1,6 @@
 """Sampling from a GPT with a key-value cache. Start reading at stream."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -282,8 +283,8 @@ def _check(
             f"{prompt_len} prompt tokens and n_new={n_new} exceed the model's {limit} positions: "
             f"n_new={max(limit - prompt_len, 0)} fits"
         )
-    if temperature < 0.0:
-        raise ValueError(f"temperature must be at least 0, got {temperature}")
+    if not 0.0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be at least 0 and finite, got {temperature}")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k must be at least 1, or None for all tokens, got {top_k}")
     if top_p is not None and not 0.0 < top_p <= 1.0:

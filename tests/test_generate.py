@@ -283,6 +283,7 @@ def test_generation_leaves_the_training_mode_as_it_was(gpt):
     [
         ({"n_new": 36}, "5 prompt tokens and n_new=36 exceed the model's 40 positions: n_new=35 fits"),
         ({"n_new": -1}, "n_new must be at least 0, got -1"),
+        ({"n_new": 1, "temperature": float("nan")}, "temperature must be at least 0 and finite, got nan"),
         ({"n_new": 1, "temperature": -1.0}, "temperature must be at least 0"),
         ({"n_new": 1, "top_k": 0}, "top_k must be at least 1"),
         ({"n_new": 1, "top_p": 0.0}, r"top_p must be in \(0, 1\]"),

@@ -36,7 +36,7 @@ class SpikeConfig:
     def __post_init__(self):
         if self.action not in SPIKE_ACTIONS:
             raise ValueError(f"spikes.action must be one of {', '.join(SPIKE_ACTIONS)}, got {self.action!r}")
-        if self.z_score <= 0:
+        if not self.z_score > 0:
             raise ValueError(f"spikes.z_score must be above 0, got {self.z_score}")
         if self.window < 2:
             raise ValueError(f"spikes.window must be at least 2, got {self.window}")

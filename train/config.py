@@ -119,7 +119,7 @@ class Config:
                 "none before the end: use checkpoint.every_steps=500, or spikes.action=skip"
             )
         for name in ("seed", "hang_seconds"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         for field in (
             "seq_len",

@@ -40,8 +40,9 @@ class OptimConfig:
         if self.schedule not in SCHEDULES:
             raise ValueError(f"optim.schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
         for name in ("learning_rate", "weight_decay", "gradient_clip", "warmup_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"optim.{name} must be at least 0, got {getattr(self, name)}")
+            # also no nan, which no comparison finds
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"optim.{name} must be at least 0 and finite, got {getattr(self, name)}")
         for name in ("final_learning_rate_ratio", "decay_fraction"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"optim.{name} must be in [0, 1], got {getattr(self, name)}")

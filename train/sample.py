@@ -1,5 +1,6 @@
 """Text from a model: the sample at the end of a run, and what scripts/sample.py prints."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -28,8 +29,8 @@ class SampleConfig:
     def __post_init__(self):
         if self.tokens < 0:
             raise ValueError(f"sample.tokens must be at least 0, got {self.tokens}")
-        if self.temperature < 0:
-            raise ValueError(f"sample.temperature must be at least 0, got {self.temperature}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"sample.temperature must be at least 0 and finite, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"sample.top_k must be at least 1 or null, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:

@@ -36,7 +36,7 @@ class StartConfig:
         choices = (*ROTARY_METHODS, *EXTENSIONS)
         if self.positions not in choices:
             raise ValueError(f"start.positions must be one of {', '.join(choices)}, got {self.positions!r}")
-        if self.rotary_base is not None and self.rotary_base < 1.0:
+        if self.rotary_base is not None and not self.rotary_base >= 1.0:
             raise ValueError(f"start.rotary_base must be at least 1 or null, got {self.rotary_base}")
 
 

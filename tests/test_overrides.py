@@ -1,5 +1,6 @@
 """train/overrides.py, and python -m train itself with overrides that Hydra refuses."""
 
+import re
 import sys
 
 import pytest
@@ -8,7 +9,7 @@ from hydra.errors import HydraException
 from tests.test_config import composed
 from train import __main__ as command
 from train.config import Config
-from train.overrides import explain, refuse_idle_adapters, refuse_model_overrides, unknown_key
+from train.overrides import explain, refuse_idle_overrides, refuse_model_overrides, unknown_key
 
 
 @pytest.mark.parametrize(
@@ -62,11 +63,23 @@ def test_a_model_beside_weights_is_refused_in_place_of_being_ignored(word):
         refuse_model_overrides(["model.dropout=0.1", "seq_len=64", word], "runs/a")
 
 
-def test_settings_of_adapters_without_adapters_are_refused():
-    refuse_idle_adapters(["lora.alpha=3", "seq_len=64"], 8)
-    refuse_idle_adapters(["lora.rank=0", "seq_len=64"], 0)
-    with pytest.raises(ValueError, match="lora.alpha=3 has no effect with lora.rank=0: add lora.rank=16, or"):
-        refuse_idle_adapters(["seq_len=64", "lora.alpha=3"], 0)
+@pytest.mark.parametrize(
+    ("word", "switch", "on", "way_out"),
+    [
+        ("lora.alpha=3", {"rank": 0}, {"rank": 8}, "lora.rank=0: add lora.rank=16, or leave it out"),
+        ("start.rotary_base=9", {"weights": None}, {"weights": "a"}, "start.weights=null: add start"),
+        ("start.positions=yarn", {"weights": None}, {"weights": "a"}, "start.weights=null: add start"),
+        ("spikes.z_score=3", {"spikes": "ignore"}, {"spikes": "log"}, "spikes.action=ignore: add spikes.act"),
+    ],
+)
+def test_settings_of_what_is_switched_off_are_refused(word, switch, on, way_out):
+    all_on = {"rank": 8, "weights": "runs/a", "spikes": "skip"}
+    all_off = {"rank": 0, "weights": None, "spikes": "ignore"}
+    switches = ["lora.rank=0", "spikes.action=ignore", "+start.weights=null"]
+    refuse_idle_overrides(["seq_len=64", *switches], **all_off)
+    refuse_idle_overrides(["seq_len=64", word], **all_off | on)
+    with pytest.raises(ValueError, match=f"^{word} has no effect with {re.escape(way_out)}"):
+        refuse_idle_overrides(["seq_len=64", word], **all_on | switch)
 
 
 def test_a_wrong_override_ends_the_command_with_one_line_and_exit_code_2(monkeypatch, capsys):

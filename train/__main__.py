@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from train.config import Config, parse
 from train.interruption import EXIT_INTERRUPTED, Interrupted
 from train.loop import train
-from train.overrides import CONF, EXIT_REFUSED, explain, refuse_idle_adapters, refuse_model_overrides
+from train.overrides import CONF, EXIT_REFUSED, explain, refuse_idle_overrides, refuse_model_overrides
 
 # as a shell has it
 EXIT_CTRL_C = 130
@@ -53,7 +53,9 @@ def _run(cfg: DictConfig) -> int:
         config = parse(cfg)
         words = HydraConfig.get().overrides.task
         refuse_model_overrides(words, config.start.weights)
-        refuse_idle_adapters(words, config.lora.rank)
+        refuse_idle_overrides(
+            words, weights=config.start.weights, rank=config.lora.rank, spikes=config.spikes.action
+        )
         train(config)
     except Interrupted as interrupted:
         if rank == 0:

@@ -79,11 +79,23 @@ def refuse_model_overrides(words: list[str], weights: str | None) -> None:
             )
 
 
-def refuse_idle_adapters(words: list[str], rank: int) -> None:
-    """Raises ValueError for KEY=VALUE of adapters in a run without them, which would train all weights."""
-    for word in words if rank == 0 else []:
-        if _key(word).startswith("lora.") and _key(word) != "lora.rank":
-            raise ValueError(f"{word} has no effect with lora.rank=0: add lora.rank=16, or leave it out")
+def refuse_idle_overrides(words: list[str], *, weights: str | None, rank: int, spikes: str) -> None:
+    """Raises ValueError for KEY=VALUE of what is switched off: the run would not be the one that was meant.
+
+    weights, rank, spikes: start.weights, lora.rank and spikes.action.
+    """
+    idle = {}
+    if weights is None:
+        idle["start.weights"] = "start.weights=null: add start.weights=FOLDER, or use model.rotary"
+    if rank == 0:
+        idle["lora.rank"] = "lora.rank=0: add lora.rank=16"
+    if spikes == "ignore":
+        idle["spikes.action"] = "spikes.action=ignore: add spikes.action=skip"
+    for word in words:
+        group = _key(word).partition(".")[0]
+        for switch, way_out in idle.items():
+            if group == switch.partition(".")[0] and _key(word) not in (group, switch):
+                raise ValueError(f"{word} has no effect with {way_out}, or leave it out")
 
 
 def wrong_value(error: OmegaConfBaseException, given: DictConfig) -> str:

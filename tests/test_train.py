@@ -444,16 +444,31 @@ def test_after_the_first_step_garbage_is_collected_at_log_lines_alone_until_the_
     assert not any(ring() for step in rings[:10] for ring in step)
 
 
-def test_two_nodes_by_two_torchruns_give_the_loss_curve_of_one_process(corpus):
-    run("name=one")
+def two_nodes(*of_nodes: list[str]) -> tuple[list[int], list[tuple[str, str]]]:
+    """Exit codes and outputs of two agents of torchrun, each with its own arguments and one process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=test", "--nnodes=2")
     launcher = ("-m", "torch.distributed.run", *rendezvous, "--nproc-per-node=1")
-    nodes = [start(*SMALL, "name=two", "distributed=fsdp", launcher=launcher) for _ in range(2)]
+    nodes = [start(*SMALL, *arguments, launcher=launcher) for arguments in of_nodes]
     outputs = [node.communicate(timeout=120) for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], outputs
+    return [node.returncode for node in nodes], outputs
+
+
+def test_two_nodes_with_other_settings_are_refused_before_a_run_begins(corpus):
+    codes, outputs = two_nodes(["name=two"], ["name=two", "optim.learning_rate=0.5"])
+    assert 0 not in codes, outputs
+    values = ("0.5 on rank 0 and 0.004 on rank 1", "0.004 on rank 0 and 0.5 on rank 1")
+    for _, errors in outputs:
+        assert any(f"error: optim.learning_rate is {either}" in errors for either in values), errors
+    assert not Path("runs/two").exists()
+
+
+def test_two_nodes_by_two_torchruns_give_the_loss_curve_of_one_process(corpus):
+    run("name=one")
+    codes, outputs = two_nodes(*[["name=two", "distributed=fsdp"]] * 2)
+    assert codes == [0, 0], outputs
     assert sum("2 processes x 1 micro-batch x 8 sequences" in output for output, _ in outputs) == 1
     assert losses("two") == pytest.approx(losses("one"), abs=1e-5)
 

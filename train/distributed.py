@@ -91,6 +91,14 @@ class Processes:
             raise error or ValueError(reason)
         return value
 
+    def from_all(self, value: Value) -> list[Value]:
+        """What each process holds, in the order of their ranks."""
+        self.mark()
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value, group=self.patient_group)
+        return values
+
     def main_first(self, function: Callable[[], Value]) -> Value:
         """What the function returns, which rank 0 calls first: it does the work, the rest find it done."""
         value = self.from_main(function)

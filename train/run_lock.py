@@ -1,8 +1,9 @@
-"""One run folder, one run: a lock that ends with its process, however that ends."""
+"""One run folder, one run: a lock that ends with its process, however that ends, and that every host sees."""
 
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,20 +11,48 @@ from typing import TextIO
 
 from train.distributed import Processes
 
+# for how long a host may go by what it knows of a directory on NFS, in seconds
+PATIENCE = 90.0
+
 
 @contextmanager
 def lock_run(folder: Path, processes: Processes) -> Iterator[None]:
-    """Rank 0 holds folder/lock during the body. Raises ValueError, on every rank, if another run holds it.
+    """Rank 0 holds folder/lock during the body.
 
-    A POSIX record lock: the system drops it with the process, and NFS knows it.
+    A POSIX record lock: the system drops it with the process, and NFS knows it. Raises ValueError, on every
+    rank, if another run holds it, or if a host has a folder of its own: no checkpoint could be written there.
     """
     with ExitStack() as held:
 
-        def lock() -> None:
-            held.enter_context(_locked(folder))
+        def lock() -> str:
+            file = held.enter_context(_locked(folder))
+            file.seek(0)
+            return file.read()
 
-        processes.from_main(lock)
+        holder = processes.from_main(lock)
+        if processes.any(not _sees(folder, holder, processes)):
+            raise ValueError(
+                f"{folder} is not the same folder on all hosts: each process writes its part of a checkpoint "
+                "there, so start them in a folder that the hosts share"
+            )
         yield
+
+
+def _sees(folder: Path, holder: str, processes: Processes) -> bool:
+    """Whether this process finds rank 0's lock in its own folder, where it may be a while in coming."""
+    # rank 0 would drop the lock by closing the file once more
+    if processes.is_main:
+        return True
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            if (folder / "lock").read_text() == holder:
+                return True
+        except FileNotFoundError:
+            pass
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
 
 
 def _locked(folder: Path) -> TextIO:
@@ -42,4 +71,6 @@ def _locked(folder: Path) -> TextIO:
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
+    # for other hosts to read
+    os.fsync(file.fileno())
     return file

@@ -1,0 +1,109 @@
+"""What processes on several hosts must have in common: train/agreement.py, train/run_lock.py."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hydra import compose, initialize_config_dir
+
+from tests.together import ROOT, run_together
+from train import run_lock
+from train.agreement import refuse_other_settings
+from train.config import parse
+from train.distributed import Processes
+from train.run_lock import lock_run
+
+WORDS = ["experiment=laptop", "model.vocab_size=257", "data.tokenizer=bytes"]
+SPARSE = ["attention=window", "attention.implementation=reference"]
+
+
+def processes_of(rank: int) -> Processes:
+    return Processes(rank, dist.get_world_size(), torch.device("cpu"), dist.HashStore(), None)
+
+
+def settings(*words: str):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return parse(compose("config", [*WORDS, *words]))
+
+
+def check_settings(rank: int, words: list[list[str]], message: str | None) -> None:
+    if message is None:
+        refuse_other_settings(settings(*words[rank]), processes_of(rank))
+        return
+    with pytest.raises(ValueError, match=message):
+        refuse_other_settings(settings(*words[rank]), processes_of(rank))
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "message"),
+    [
+        ([["seed=3"], ["seed=3"], ["seed=3"]], None),
+        # a host may have its text elsewhere, and rank 0 alone reports
+        ([["wandb.mode=disabled"], ["data.folder=/elsewhere"], ["data.workers=1"]], None),
+        (
+            [[], [], ["optim.learning_rate=0.5"]],
+            "^optim.learning_rate is 0.004 on rank 0 and 0.5 on rank 2: start every process with the same",
+        ),
+        ([[], ["seed=7"], []], "^seed is 1 on rank 0 and 7 on rank 1"),
+        (
+            [[], ["model.n_layer=2"], []],
+            "^model.n_layer is . on rank 0 and 2 on rank 1, and 1 more differ: start every process with",
+        ),
+        ([SPARSE, [], []], "^attention.* on rank 0 and .* on rank 1"),
+        ([[], [], ["name=another"]], "^name is pystdlib-.* on rank 0 and another on rank 2"),
+    ],
+)
+def test_processes_with_other_settings_are_refused_by_all_with_the_key_and_both_values(
+    of_ranks, message, tmp_path
+):
+    run_together(check_settings, 3, tmp_path / "meeting", of_ranks, message)
+
+
+def lock_in(rank: int, folders: list[Path], message: str | None) -> None:
+    run_lock.PATIENCE = 1.0
+    os.chdir(folders[rank])
+    if message is None:
+        with lock_run(Path("runs/a"), processes_of(rank)):
+            assert Path("runs/a/lock").read_text().startswith("process ") or rank == 0
+            dist.barrier()
+        return
+    with pytest.raises(ValueError, match=message), lock_run(Path("runs/a"), processes_of(rank)):
+        pass
+
+
+def test_hosts_that_share_the_run_folder_lock_it_together(tmp_path):
+    run_together(lock_in, 3, tmp_path / "meeting", [tmp_path] * 3, None)
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_a_host_with_a_run_folder_of_its_own_is_refused_before_training(has_own, tmp_path):
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    shared.mkdir()
+    (own / "runs" / "a").mkdir(parents=True)
+    if has_own:
+        (own / "runs" / "a" / "lock").write_text("process 1 on own\n")
+    message = "^runs/a is not the same folder on all hosts: .* start them in a folder that the hosts share"
+    run_together(lock_in, 2, tmp_path / "meeting", [shared, own], message)
+
+
+def lock_late(rank: int, folders: list[Path]) -> None:
+    os.chdir(folders[rank])
+    if rank == 1:
+        # as where a directory of NFS is remembered without what rank 0 has just made
+        read_text, until = Path.read_text, time.monotonic() + 1.0
+
+        def late(path: Path) -> str:
+            if time.monotonic() < until:
+                raise FileNotFoundError(path)
+            return read_text(path)
+
+        Path.read_text = late
+    with lock_run(Path("runs/a"), processes_of(rank)):
+        assert rank == 0 or time.monotonic() >= until
+
+
+def test_a_host_that_sees_the_folder_a_moment_later_waits_for_it(tmp_path):
+    run_together(lock_late, 2, tmp_path / "meeting", [tmp_path] * 2)

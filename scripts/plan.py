@@ -19,6 +19,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
+from kernels import hopper
 from model.gpt import LOGIT_ROWS
 from model.recompute import RECOMPUTE
 from scripts.arguments import OVERWRITE, argument, result_file, run_script
@@ -97,14 +98,18 @@ def plan(config: Config, rates: Rates, memory: int, processes: int) -> None:
         print("separate_documents=true: planned as if each sequence were one document")
     if processes > 1:
         print("exchange between processes is not counted")
+    has_speed, head_dim = config.precision != "fp32", config.model.head_dim
     portable = {
+        "precision=fp32": not has_speed,
+        f"model.head_dim={head_dim}": head_dim not in hopper.HEAD_DIMS,
         f"model.dropout={config.model.dropout}": config.model.dropout > 0.0,
         "deterministic=true": config.deterministic,
         "attention.block_size=64": config.attention.sparse and config.attention.block_size == 64,
     }
     if any(portable.values()):
         given = ", ".join(name for name, is_set in portable.items() if is_set)
-        print(f"{given}: run by the portable attention kernels, slower than planned here")
+        than_planned = "slower than planned here" if has_speed else "no speed: the rates are of bf16 and fp16"
+        print(f"{given}: run by the portable attention kernels, {than_planned}")
     fits = peak_bytes(config, processes) <= USABLE * memory
     print(line(config, rates, processes, "as given" if fits else "as given: does not fit"))
     tried = [(replace(config, recompute=kind), "") for kind in RECOMPUTE]
@@ -115,15 +120,20 @@ def plan(config: Config, rates: Rates, memory: int, processes: int) -> None:
         if largest is None:
             print(f"recompute={candidate.recompute:<10} not even one sequence fits{change}")
         else:
-            print(line(largest, rates, processes, f"the largest that fits{change}"))
+            is_whole = largest.accumulation(processes) == 1
+            limit = "all of tokens_per_step" if is_whole else "the largest that fits"
+            print(line(largest, rates, processes, limit + change))
 
 
 def line(config: Config, rates: Rates, processes: int, remark: str) -> str:
-    seconds, gib = step_seconds(config, rates, processes), peak_bytes(config, processes) / 2**30
+    gib, speed = peak_bytes(config, processes) / 2**30, ""
+    # the rates of matrix products are those of bf16 and fp16
+    if config.precision != "fp32":
+        seconds = step_seconds(config, rates, processes)
+        speed = f"{readable(config.tokens_per_step / seconds)} tokens/s  {seconds:.3f} s a step  "
     return (
         f"recompute={config.recompute:<10} tokens_per_microbatch={config.tokens_per_microbatch:<8} "
-        f"{gib:6.1f} GiB  {readable(config.tokens_per_step / seconds)} tokens/s  {seconds:.3f} s a step  "
-        f"{remark}"
+        f"{gib:6.1f} GiB  {speed}{remark}"
     )
 
 

@@ -141,6 +141,35 @@ def test_a_plan_says_what_it_leaves_out_where_that_is_there(capsys):
     assert expected in printed(1, *given)
 
 
+def test_a_plan_says_which_heads_and_precisions_the_fast_kernels_do_not_take(capsys):
+    def printed(*overrides: str) -> str:
+        plan.plan(config(*overrides), RATES["H200"], H200, 1)
+        return capsys.readouterr().out
+
+    for head_dim in (24, 136):
+        remark = f"model.head_dim={head_dim}: run by the portable attention kernels, slower than planned here"
+        assert remark in printed(f"+model.head_dim={head_dim}")
+    assert "portable" not in printed("+model.head_dim=32") + printed("+model.head_dim=128")
+    # the rates of products are of 16 bits: memory alone
+    wide = printed("precision=fp32", "model.dropout=0.1")
+    assert "precision=fp32, model.dropout=0.1: run by the portable attention kernels, no speed: the" in wide
+    assert "GiB  as given" in wide
+    assert "tokens/s" not in wide
+    assert "a step" not in wide
+
+
+def test_a_plan_says_whether_memory_or_the_step_limits_the_micro_batch(capsys):
+    def limits(processes: int, tokens: int) -> list[str]:
+        given = config("model=gpt2_xl", "seq_len=4096", f"tokens_per_step={tokens}")
+        plan.plan(given, RATES["H200"], H200, processes)
+        return [line.split("  ")[-1] for line in capsys.readouterr().out.splitlines()[-3:]]
+
+    by_memory, by_step = "the largest that fits", "all of tokens_per_step"
+    assert limits(1, 131072) == [by_memory, by_memory, by_step]
+    assert limits(1, 1048576) == [by_memory] * 3
+    assert limits(8, 1048576) == [by_memory, by_memory, by_step]
+
+
 def test_a_plan_reads_rows_of_whole_training_steps_alone(tmp_path):
     (tmp_path / "notes.md").write_text("no JSON")
     (tmp_path / "bytes.json").write_bytes(b"\xa2")
@@ -205,7 +234,7 @@ def test_a_plan_offers_to_gather_weights_in_turn_where_that_saves_memory(capsys)
     plan.plan(kept, RATES["H200"], H200, 1)
     assert "with reshard_after_forward=true" not in capsys.readouterr().out
     plan.plan(kept, RATES["H200"], H200, 4)
-    assert "the largest that fits with reshard_after_forward=true" in capsys.readouterr().out
+    assert "all of tokens_per_step with reshard_after_forward=true" in capsys.readouterr().out
 
 
 def test_the_largest_micro_batch_fits_divides_the_step_and_is_the_largest():

@@ -8,6 +8,8 @@ block_size=128 (or 64) and device="cpu"; from_blocks, from_dense and from_interv
 """
 
 import ast
+from contextlib import suppress
+from inspect import getfullargspec
 
 import torch
 from torch import Tensor
@@ -267,9 +269,14 @@ def parse(text: str, seq_len: int, *, block_size: int = 128, device="cpu") -> Bl
             case ast.BinOp(left, ast.BitAnd(), right):
                 return value(left) & value(right)
             case ast.Call(ast.Name(name), arguments, []) if name in PATTERNS:
-                numbers = [ast.literal_eval(x) for x in arguments]
-                if any(type(x) is not int for x in numbers):
-                    raise ValueError(f"{name} in {text!r} takes integers, got {numbers}")
+                numbers = [_integer(x) for x in arguments]
+                if None in numbers:
+                    given = ", ".join(ast.get_source_segment(text, x) for x in arguments)
+                    raise ValueError(f"{name} in {text!r} takes integers, got {given}")
+                n_taken = len(getfullargspec(PATTERNS[name]).args) - 1  # beside seq_len
+                if len(numbers) != n_taken:
+                    integers = "1 integer" if n_taken == 1 else f"{n_taken or 'no'} integers"
+                    raise ValueError(f"{name} in {text!r} takes {integers}, got {len(numbers)}")
                 return PATTERNS[name](seq_len, *numbers, block_size=block_size, device=device)
         raise ValueError(
             f"{ast.unparse(node)!r} in {text!r} is no pattern: combine {', '.join(PATTERNS)} of integers "
@@ -283,6 +290,15 @@ def parse(text: str, seq_len: int, *, block_size: int = 128, device="cpu") -> Bl
         raise ValueError(f"pattern {text!r}: {error}") from error
     mask.make_lists()
     return mask
+
+
+def _integer(node: ast.AST) -> int | None:
+    """The integer that is written there, None if it is anything else."""
+    with suppress(ValueError, TypeError):
+        number = ast.literal_eval(node)
+        if type(number) is int:
+            return number
+    return None
 
 
 def _causal_steps(seq_len: int, steps: Tensor, block_size: int) -> BlockMask:

@@ -54,7 +54,9 @@ class AttentionConfig:
             try:
                 causal = block_masks.parse(pattern, 1).causal
             except ValueError as error:
-                raise ValueError(f"attention.patterns: {pattern}: {error}") from error
+                raise ValueError(
+                    f"attention.patterns: {pattern}: {error}; or {DENSE}, by itself, for every key"
+                ) from error
             if not causal:
                 raise ValueError(f"attention.patterns: {pattern} sees keys behind the query: add & causal()")
 

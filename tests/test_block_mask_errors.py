@@ -151,13 +151,31 @@ REFUSED = {
         lambda: top_k((1, 9, 1, 8), (1, 9, 1, 8), block_size=0),
         r"block_size must be one of \(64, 128\), got 0",
     ),
-    "a pattern of names": (lambda: block_masks.parse("window(x)", 100), "malformed node|pattern"),
+    "a pattern of names": (
+        lambda: block_masks.parse("window(x) | causal()", 100),
+        r"window in 'window\(x\) \| causal\(\)' takes integers, got x$",
+    ),
+    "a pattern of sums": (
+        lambda: block_masks.parse("bigbird(1, 2**3, 0)", 100),
+        r"bigbird in 'bigbird\(1, 2\*\*3, 0\)' takes integers, got 1, 2\*\*3, 0$",
+    ),
     "a sum of patterns": (lambda: block_masks.parse("causal() + causal()", 100), "is no pattern"),
     "a pattern of fractions": (
         lambda: block_masks.parse("window(1.5)", 100),
-        r"window in .* takes integers, got \[1.5\]",
+        r"window in 'window\(1.5\)' takes integers, got 1.5$",
     ),
-    "a pattern of too few": (lambda: block_masks.parse("bigbird(2)", 100), r"'bigbird\(2\)'.* missing 2"),
+    "a pattern of too few": (
+        lambda: block_masks.parse("bigbird(2)", 100),
+        r"bigbird in 'bigbird\(2\)' takes 3 integers, got 1$",
+    ),
+    "a pattern of too many": (
+        lambda: block_masks.parse("window(1,2)", 100),
+        r"window in 'window\(1,2\)' takes 1 integer, got 2$",
+    ),
+    "a pattern of none": (
+        lambda: block_masks.parse("causal(3)", 100),
+        r"causal in 'causal\(3\)' takes no integers, got 1$",
+    ),
     "no layer": (lambda: block_masks.causal(100).reach(0), "at least one layer"),
     "reach of other numbers of queries and keys": (
         # as many blocks of queries as of keys

@@ -62,8 +62,9 @@ def test_masks_are_built_once_for_a_length():
     [
         ({"patterns": []}, "attention.patterns must name at least one"),
         ({"patterns": ["window(1024"]}, "pattern 'window"),
-        ({"patterns": ["window()"]}, "pattern 'window"),
+        ({"patterns": ["window()"]}, r"window\(\): window in 'window\(\)' takes 1 integer, got 0"),
         ({"patterns": ["circle(3)"]}, "'circle.3.' in 'circle.3.' is no pattern: combine causal, window"),
+        ({"patterns": ["window(9)", "dens"]}, "'dens' is no pattern: .* & and |; or dense, by itself, for"),
         ({"patterns": ["butterfly()"]}, "butterfly.. sees keys behind the query: add & causal"),
         ({"patterns": ["window(0)"]}, "n must be at least 1, got 0"),
         ({"block_size": 32}, r"attention.block_size must be one of \(64, 128\), got 32"),

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from train.overrides import EXIT_REFUSED, wrong_value
+from train.overrides import EXIT_CTRL_C, EXIT_REFUSED, wrong_value
 
 Arguments = TypeVar("Arguments")
 # what the argument of that name, beside a `result_file`, means
@@ -107,6 +107,8 @@ def run_script(
         refuse(f"{' '.join(str(error).split())}: lists are in YAML, what has brackets in them in quotes")
     except (ValueError, OSError) as error:
         refuse(error)
+    except KeyboardInterrupt:
+        stop("stopped by Ctrl-C")
 
 
 def check_results(arguments) -> None:
@@ -125,3 +127,9 @@ def refuse(reason: object) -> NoReturn:
     """Ends a script whose input is wrong, as python -m train ends."""
     print(f"error: {reason}", file=sys.stderr)
     sys.exit(EXIT_REFUSED)
+
+
+def stop(remark: str) -> NoReturn:
+    """Ends a script at Ctrl-C, as python -m train ends."""
+    print(remark, file=sys.stderr)
+    sys.exit(EXIT_CTRL_C)

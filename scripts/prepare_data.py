@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from data.manifest import read_manifest
 from data.prepare import DataConfig, prepare
-from scripts.arguments import refuse
+from scripts.arguments import refuse, stop
 from train.logger import counted
 from train.overrides import CONF, checked, explain
 
@@ -39,6 +39,8 @@ def main(overrides: list[str]) -> None:
         refuse(explain(error, Arguments))
     except (ValueError, OSError) as error:
         refuse(error)
+    except KeyboardInterrupt:
+        stop("stopped by Ctrl-C; the same command starts over")
     for split, content in read_manifest(folder)["splits"].items():
         tokens, documents = (counted(content[f"{noun}s"], noun) for noun in ("token", "document"))
         print(f"{folder} {split}: {tokens}, {documents}")

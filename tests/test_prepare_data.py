@@ -1,7 +1,9 @@
 """scripts/prepare_data.py and conf/data/: every shipped corpus composes, mistakes are told in one line."""
 
+import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,23 @@ def test_text_is_prepared_from_the_command_line(tmp_path):
     assert done.returncode == 0, done.stderr
     assert f"{folder} train: 143 tokens, 19 documents" in done.stdout
     assert "prepared" in done.stderr
+
+
+def test_ctrl_c_ends_with_one_line_and_leaves_nothing(tmp_path):
+    given = [f"data.folder={tmp_path / 'shards'}", "data.workers=1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "scripts.prepare_data", *given], cwd=ROOT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        # a shell starts what it puts into the background with Ctrl-C ignored, these tests too
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    first = process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    rest = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, first + rest
+    assert rest.splitlines()[-1] == "stopped by Ctrl-C; the same command starts over"
+    assert "Traceback" not in rest
+    assert not any(tmp_path.iterdir())
 
 
 def test_help_prints_every_key():

@@ -2,10 +2,12 @@ import json
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -220,6 +222,24 @@ def test_results_that_are_there_are_replaced_only_when_asked(
     if refused:
         message = f"error: {refused}, choose another name, or add overwrite=true\n"
         assert capsys.readouterr().err == message
+
+
+def test_ctrl_c_ends_a_script_in_one_line():
+    program = (
+        "import time; from dataclasses import make_dataclass; from scripts.arguments import run_script\n"
+        "def main(arguments): print('under way', flush=True); time.sleep(60)\n"
+        "run_script(main, make_dataclass('Arguments', []), '')"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        # a shell starts what it puts into the background with Ctrl-C ignored, these tests too
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    first = process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    rest = process.communicate(timeout=50)[0]
+    assert (first, rest, process.returncode) == ("under way\n", "stopped by Ctrl-C\n", 130)
 
 
 def test_a_missing_file_is_told_in_one_line(monkeypatch, capsys):

@@ -19,10 +19,15 @@ from omegaconf import DictConfig
 from train.config import Config, parse
 from train.interruption import EXIT_INTERRUPTED, Interrupted
 from train.loop import train
-from train.overrides import CONF, EXIT_REFUSED, explain, refuse_idle_overrides, refuse_model_overrides
+from train.overrides import (
+    CONF,
+    EXIT_CTRL_C,
+    EXIT_REFUSED,
+    explain,
+    refuse_idle_overrides,
+    refuse_model_overrides,
+)
 
-# as a shell has it
-EXIT_CTRL_C = 130
 WANTS_TRACEBACK = "HYDRA_FULL_ERROR" in os.environ
 
 

@@ -18,6 +18,8 @@ from omegaconf.errors import (
 CONF = Path(__file__).resolve().parent.parent / "conf"
 # of every command whose input is refused
 EXIT_REFUSED = 2
+# and of one that Ctrl-C has ended, as a shell has it
+EXIT_CTRL_C = 130
 
 
 def checked(given: DictConfig, schema: type):

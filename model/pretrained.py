@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -65,7 +66,8 @@ def export_pretrained(
     """Writes a folder that `transformers` loads: config.json and safetensors, in this dtype.
 
     token_ids: entries of config.json that a model's shape does not tell, such as eos_token_id.
-    Raises ValueError for a model that no family holds, and for a folder that is not empty.
+    Raises ValueError for a model that no family holds, and for a folder that is not empty; OSError where it
+    cannot be written, which leaves nothing behind.
     """
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
@@ -77,11 +79,24 @@ def export_pretrained(
         name: part.to("cpu", dtype, copy=True).contiguous()
         for name, part in named_parts(model.state_dict(), family, config)
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_tensors(folder, tensors, max_shard_bytes)
     theirs = {"architectures": [architecture], **family.write_config(config), **(token_ids or {})}
     theirs["dtype"] = theirs["torch_dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(theirs, indent=2) + "\n")
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        _write_tensors(folder, tensors, max_shard_bytes)
+        (folder / "config.json").write_text(json.dumps(theirs, indent=2) + "\n")
+    # save_file's error for a full disk is no OSError
+    except (OSError, SafetensorError) as error:
+        # what another process put there meanwhile stays
+        with suppress(OSError):
+            for path in (*folder.glob("model*.safetensors*"), folder / "config.json"):
+                path.unlink(missing_ok=True)
+            for path in made:
+                path.rmdir()
+        raise OSError(
+            f"{folder} was not written ({error}): make room there, or choose another folder"
+        ) from error
 
 
 def named_parts(

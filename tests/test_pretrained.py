@@ -1,4 +1,5 @@
 import json
+import resource
 
 import pytest
 import torch
@@ -237,3 +238,27 @@ def test_export_overwrites_nothing_and_names_what_fits_no_family(folder, tmp_pat
     ours.config.mlp = "gelu"
     with pytest.raises(ValueError, match="LlamaForCausalLM needs model.mlp=swiglu, it is gelu"):
         export_pretrained(GPT(ours.config, REFERENCE), tmp_path / "new")
+
+
+@pytest.mark.parametrize("kind", ["gpt2"], indirect=True)
+@pytest.mark.parametrize(
+    ("max_shard_bytes", "room"),
+    [(10**9, 1000), (1, 14_000), (10**9, 300_000)],
+    ids=["weights", "a later shard", "config.json"],
+)
+def test_an_export_that_a_full_disk_ends_names_its_folder_and_leaves_nothing(
+    folder, tmp_path, max_shard_bytes, room
+):
+    ours, ids = load_pretrained(folder, REFERENCE), {"eos_token_id": [0] * 100_000}
+    (tmp_path / "mine").mkdir()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for out in (tmp_path / "new" / "folder", tmp_path / "mine"):
+        # no file can be longer: the write that would fails like one to a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+        try:
+            with pytest.raises(OSError, match=rf"{out} was not written \(.*File too large.*\): make room"):
+                export_pretrained(ours, out, token_ids=ids, max_shard_bytes=max_shard_bytes)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not (tmp_path / "new").exists()
+    assert list((tmp_path / "mine").iterdir()) == []

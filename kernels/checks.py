@@ -2,6 +2,7 @@
 
 import os
 from itertools import pairwise
+from numbers import Real
 from types import NoneType
 
 import torch
@@ -11,6 +12,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from kernels.block_mask import BlockMask
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# of Python, of NumPy, tensors of one, and torch.compile's; the first two are Real too, and found faster
+NUMBERS = (int, float, Real, Tensor, torch.SymInt, torch.SymFloat)
 
 # the kernels add a window to a position in 32 bits
 MOST_TOKENS = 2**30
@@ -24,7 +28,10 @@ def autocast(**tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the dtype of an active autocast, as PyTorch's own attention casts them."""
     for name, x in tensors.items():
         check_is_tensor(name, x)
-    device_type = next(iter(tensors.values())).device.type
+    name, x = next(iter(tensors.items()))
+    # PyTorch knows no autocast of some devices, as of meta
+    check_device(name, x)
+    device_type = x.device.type
     if not torch.is_autocast_enabled(device_type):
         return tuple(tensors.values())
     dtype = torch.get_autocast_dtype(device_type)
@@ -37,6 +44,15 @@ def autocast(**tensors: Tensor) -> tuple[Tensor, ...]:
 def check_is_tensor(name: str, x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(x).__name__}: torch.as_tensor makes one")
+
+
+def check_device(name: str, x: Tensor) -> None:
+    """Whether the kernels run where x is: on a GPU, or on the CPU in Triton's interpreter."""
+    if not x.is_cuda and (x.device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1"):
+        raise ValueError(
+            f"{name} must be on a GPU, got {x.device}: move it, use attention_reference, "
+            "or set TRITON_INTERPRET=1 before Python starts to run the kernels slowly on the CPU"
+        )
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, n_dims: int) -> None:
@@ -57,11 +73,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, n_dims: int) -> None:
             )
         if 0 in x.shape:
             raise ValueError(f"{name} must not be empty, got shape {tuple(x.shape)}")
-    if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
-            f"q must be on a GPU, got {q.device}: move it, use attention_reference, "
-            "or set TRITON_INTERPRET=1 before Python starts to run the kernels slowly on the CPU"
-        )
+    check_device("q", q)
     head_dim = q.shape[-1]
     if head_dim % 8 != 0 or not 8 <= head_dim <= 256:
         raise ValueError(
@@ -90,7 +102,14 @@ def check_options(
     """Everything that is no tensor, and the seed."""
     if isinstance(softmax_scale, Tensor):
         raise ValueError("softmax_scale must be a float, got a tensor: multiply q by it, gradients flow then")
-    if softmax_scale is not None and not 0.0 < softmax_scale < float("inf"):
+    scale = 1.0 if softmax_scale is None else softmax_scale
+    for name, x in (("softmax_scale", scale), ("dropout_p", dropout_p)):
+        if not isinstance(x, NUMBERS):
+            raise ValueError(f"{name} must be a number, got {type(x).__name__} {x!r}")
+    # PyTorch would take None for False, and a text for True where documents are given
+    if causal is None or isinstance(causal, str):
+        raise ValueError(f"causal must be True or False, got {causal!r}")
+    if not 0.0 < scale < float("inf"):
         raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale}: negate q instead")
     seed = None if isinstance(dropout_seed, Tensor) else dropout_seed
     for name, x in (("window", window), ("dropout_seed", seed)):

@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
 from kernels.flash_attention import flash_attention, flash_attention_varlen
+from kernels.packed import flash_attention_packed
 from kernels.portable.backward import attention_backward
 from kernels.problem import Problem
 
@@ -30,6 +33,11 @@ X = torch.zeros(2, 8, 4, 16, device=DEVICE)
         ({"k": X[:, :, :3], "v": X[:, :, :3]}, "4 heads of q must be a multiple.*3"),
         ({"softmax_scale": 0.0}, "softmax_scale must be positive.*0.0"),
         ({"softmax_scale": torch.tensor(0.5)}, "softmax_scale must be a float, got a tensor"),
+        ({"softmax_scale": "x"}, "softmax_scale must be a number, got str 'x'"),
+        ({"dropout_p": "a"}, "dropout_p must be a number, got str 'a'"),
+        ({"dropout_p": None}, "dropout_p must be a number, got NoneType None"),
+        ({"causal": "no"}, "causal must be True or False, got 'no'"),
+        ({"causal": None}, "causal must be True or False, got None"),
         ({"window": 3.5}, "window must be an int, got float 3.5"),
         ({"window": torch.tensor(3)}, "window must be an int, got Tensor"),
         ({"dropout_p": 0.1, "dropout_seed": 1.5}, "dropout_seed must be an int, got float 1.5"),
@@ -60,6 +68,24 @@ def test_flash_attention_names_what_is_wrong(change, message):
     arguments = {"q": X, "k": X, "v": X} | change
     with pytest.raises(ValueError, match=message):
         flash_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+
+
+def test_a_device_without_autocast_is_refused_as_any_that_is_no_gpu():
+    q, qkv = X.to("meta"), X.to("meta")[:, :, None].expand(-1, -1, 3, -1, -1)
+    for name, call in (
+        ("q", lambda: flash_attention(q, q, q)),
+        ("q", lambda: flash_attention_varlen(q[0], q[0], q[0], torch.tensor([0, 8]).int())),
+        ("qkv", lambda: flash_attention_packed(qkv)),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} must be on a GPU, got meta: move it"):
+            call()
+
+
+@pytest.mark.parametrize("number", [1, True, np.float64(0.5), np.float32(0.5), Fraction(1, 2)], ids=repr)
+def test_a_scale_is_a_number_of_any_library(number):
+    x = torch.randn(1, 8, 1, 16, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
+    expected = flash_attention(x, x, x, softmax_scale=float(number))
+    assert torch.equal(flash_attention(x, x, x, softmax_scale=number), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])

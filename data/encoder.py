@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -87,7 +88,14 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self._pipe, other_end = context.Pipe()
         self._process = context.Process(target=_work, args=(other_end, tokenizer), daemon=True)
-        self._process.start()
+        # it unblocks signals when it starts itself, with the first worker otherwise
+        resource_tracker.ensure_running()
+        # the parent answers Ctrl-C for all; a worker that is still importing would show where
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # only the worker holds it now: when the worker ends, so does the pipe
         other_end.close()
 
@@ -116,8 +124,6 @@ class _Worker:
 
 
 def _work(pipe: Connection, tokenizer: str) -> None:
-    # the parent answers control-C for all
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     chunks: SimpleQueue[list[str]] = SimpleQueue()
     # reads while this thread writes, so that both sides never wait for each other
     threading.Thread(target=_read, args=(pipe, chunks), daemon=True).start()

@@ -1,8 +1,10 @@
 """scripts/prepare_data.py and conf/data/: every shipped corpus composes, mistakes are told in one line."""
 
+import os
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -41,16 +43,21 @@ def test_text_is_prepared_from_the_command_line(tmp_path):
     assert "prepared" in done.stderr
 
 
-def test_ctrl_c_ends_with_one_line_and_leaves_nothing(tmp_path):
-    given = [f"data.folder={tmp_path / 'shards'}", "data.workers=1"]
+@pytest.mark.parametrize(("workers", "seconds"), [(1, 0.0), (3, 0.0), (3, 0.3), (3, 0.6)])
+def test_ctrl_c_ends_with_one_line_and_leaves_nothing(workers, seconds, tmp_path):
+    given = [f"data.folder={tmp_path / 'shards'}", f"data.workers={workers}"]
     process = subprocess.Popen(
         [sys.executable, "-m", "scripts.prepare_data", *given], cwd=ROOT,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         # a shell starts what it puts into the background with Ctrl-C ignored, these tests too
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        start_new_session=True,
     )  # fmt: skip
     first = process.stdout.readline()
-    process.send_signal(signal.SIGINT)
+    # workers are still being imported
+    time.sleep(seconds)
+    # as a terminal sends it, to all of them
+    os.killpg(process.pid, signal.SIGINT)
     rest = process.communicate(timeout=60)[0]
     assert process.returncode == 130, first + rest
     assert rest.splitlines()[-1] == "stopped by Ctrl-C; the same command starts over"

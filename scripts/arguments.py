@@ -1,6 +1,7 @@
 """key=value arguments for the scripts, in Hydra's syntax, checked against a dataclass."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, field, fields, replace
@@ -112,15 +113,27 @@ def run_script(
 
 
 def check_results(arguments) -> None:
-    """Raises ValueError for a result file that is there already, without overwrite=true."""
+    """Raises ValueError for a result file that is there already, without overwrite=true, or cannot be made.
+
+    Before what it is to hold is measured.
+    """
     for item in fields(arguments):
         name = getattr(arguments, item.name)
+        if name and "endings" in item.metadata:
+            check_place(item.name, name)
         for ending in item.metadata.get("endings", []):
             path = Path(name).with_suffix(ending) if name and ending else Path(name)
             if name and path.exists() and not arguments.overwrite:
                 raise ValueError(
                     f"{item.name}={name}: {path} exists, choose another name, or add overwrite=true"
                 )
+
+
+def check_place(key: str, name: str) -> None:
+    """Raises ValueError if no file of that name can be written."""
+    folder = next(path for path in Path(name).absolute().parents if path.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"{key}={name}: nothing can be written to {folder}, choose another place")
 
 
 def refuse(reason: object) -> NoReturn:

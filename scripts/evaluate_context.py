@@ -19,7 +19,7 @@ from data.loader import TokenLoader
 from data.manifest import read_manifest
 from data.tokenizer import Tokenizer, is_tokenizer, load_tokenizer, same_tokens
 from model import GPT
-from scripts.arguments import argument, run_script
+from scripts.arguments import argument, check_place, run_script
 from scripts.inference import check_inference
 from train.context import (
     LEAST_LENGTH,
@@ -116,6 +116,7 @@ def new_files(name: str) -> tuple[Path, Path]:
     out = Path(name)
     if out.suffix != ".json":
         raise ValueError(f"out must end in .json, got {name}: the picture goes beside it, as .png")
+    check_place("out", name)
     picture = out.with_suffix(".png")
     for path in (out, picture):
         if path.exists():

@@ -27,7 +27,7 @@ from scripts import (
     plot_run,
     sample,
 )
-from scripts.arguments import OVERWRITE, argument, command_line, result_file, run_script
+from scripts.arguments import OVERWRITE, argument, check_results, command_line, result_file, run_script
 from scripts.sizes import MODELS, check_models, read_model
 from tests.test_config import composed
 from train.config import parse
@@ -307,6 +307,7 @@ def test_scripts_that_run_a_model_refuse_what_they_cannot_do(script):
         ("folder.json", "^out=folder.json: folder.json exists, choose another name"),
         ("rows.json", "^out=rows.json: rows.json exists, choose another name"),
         ("drawn.json", "^out=drawn.json: drawn.png exists, choose another name"),
+        ("rows.json/new.json", "^out=rows.json/new.json: nothing can be written to /.*/rows.json, choose"),
     ],
 )
 def test_an_evaluation_writes_over_nothing_and_says_so_before_it_begins(out, message, tmp_path, monkeypatch):
@@ -317,6 +318,16 @@ def test_an_evaluation_writes_over_nothing_and_says_so_before_it_begins(out, mes
         Path(name).touch()
     with pytest.raises(ValueError, match=message):
         evaluate_context.main(evaluate_context.Arguments(model="missing", data="missing", out=out))
+
+
+def test_a_result_in_a_folder_that_is_read_only_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    # root may write everywhere, but on a read-only disk
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    arguments = benchmark_attention.Arguments(out=str(tmp_path / "new" / "deeper" / "rows.json"))
+    with pytest.raises(ValueError, match=f"^out=.*: nothing can be written to {tmp_path}, choose another"):
+        check_results(arguments)
+    (tmp_path / "new").mkdir()
+    check_results(arguments)
 
 
 @pytest.mark.parametrize(

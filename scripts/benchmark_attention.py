@@ -118,6 +118,8 @@ def shapes(arguments: Arguments) -> list[Shape]:
             )
         batch, heads = arguments.tokens // seq_len, arguments.width // head_dim
         chosen.append(Shape(batch, seq_len, heads, head_dim, causal, False))
+    if not chosen:
+        raise ValueError("nothing to measure: head_dims, causal and seq_lens must not be empty, or gpt2=true")
     return chosen
 
 

@@ -87,6 +87,9 @@ def main(arguments: Arguments) -> None:
     names = ("ours", *IMPLEMENTATIONS, *PEERS)
     if not set(arguments.implementations) <= set(names):
         raise ValueError(f"implementations must be of {' '.join(names)}, got {arguments.implementations}")
+    for key in ("head_dims", "seq_lens", "patterns"):
+        if not getattr(arguments, key):
+            raise ValueError(f"nothing to measure: {key} must not be empty")
     leave_out_if_missing(arguments.implementations)
     rows, dense, out = [], {}, Path(arguments.out)
     for head_dim, seq_len, pattern in product(arguments.head_dims, arguments.seq_lens, arguments.patterns):

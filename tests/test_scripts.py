@@ -540,6 +540,16 @@ def test_a_benchmark_that_is_ended_leaves_the_rows_that_it_has_measured(script, 
     assert len(json.loads(out.read_text())["rows"]) == 2
 
 
+@pytest.mark.parametrize("script", [benchmark_attention, benchmark_block_sparse])
+def test_a_benchmark_of_nothing_is_refused(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    given = {"gpt2": False} if script is benchmark_attention else {}
+    out = tmp_path / "rows.json"
+    with pytest.raises(ValueError, match="^nothing to measure: .*seq_lens.* must not be empty"):
+        script.main(script.Arguments(seq_lens=[], implementations=["ours"], out=str(out), **given))
+    assert not out.exists()
+
+
 def test_benchmark_generate_refuses_to_time_nothing():
     with pytest.raises(ValueError, match="tokens must be at least 1, got 0"):
         benchmark_generate.main(

@@ -131,10 +131,10 @@ class BlockMask:
         is_partial = (bits != -1).flatten(1).any(1) & ~is_empty
         used = (is_used & is_partial).nonzero().flatten()
         first, same = distinct(bits[used].flatten(1))
-        new = torch.full((len(bits),), FULL, dtype=tiles.dtype, device=tiles.device)
-        new[used] = (1 + same).to(tiles.dtype)
+        renumbered = torch.full((len(bits),), FULL, dtype=tiles.dtype, device=tiles.device)
+        renumbered[used] = (1 + same).to(tiles.dtype)
         bits = torch.cat([bits.new_full((1, *bits.shape[1:]), -1), bits[used[first]]])
-        tiles = new.index_select(0, tiles)
+        tiles = renumbered.index_select(0, tiles)
         return cls(seq_q, seq_k, block_size, n_batch, n_head, keys, tiles, bits, causal)
 
     @classmethod

@@ -119,11 +119,12 @@ def check_results(arguments) -> None:
     """
     for item in fields(arguments):
         name = getattr(arguments, item.name)
-        if name and "endings" in item.metadata:
-            check_place(item.name, name)
-        for ending in item.metadata.get("endings", []):
-            path = Path(name).with_suffix(ending) if name and ending else Path(name)
-            if name and path.exists() and not arguments.overwrite:
+        if "endings" not in item.metadata or not name:
+            continue
+        check_place(item.name, name)
+        for ending in item.metadata["endings"]:
+            path = Path(name).with_suffix(ending) if ending else Path(name)
+            if path.exists() and not arguments.overwrite:
                 raise ValueError(
                     f"{item.name}={name}: {path} exists, choose another name, or add overwrite=true"
                 )

@@ -98,9 +98,9 @@ def plan(config: Config, rates: Rates, memory: int, processes: int) -> None:
         print("separate_documents=true: planned as if each sequence were one document")
     if processes > 1:
         print("exchange between processes is not counted")
-    has_speed, head_dim = config.precision != "fp32", config.model.head_dim
+    head_dim = config.model.head_dim
     portable = {
-        "precision=fp32": not has_speed,
+        "precision=fp32": not has_rates(config),
         f"model.head_dim={head_dim}": head_dim not in hopper.HEAD_DIMS,
         f"model.dropout={config.model.dropout}": config.model.dropout > 0.0,
         "deterministic=true": config.deterministic,
@@ -108,8 +108,8 @@ def plan(config: Config, rates: Rates, memory: int, processes: int) -> None:
     }
     if any(portable.values()):
         given = ", ".join(name for name, is_set in portable.items() if is_set)
-        than_planned = "slower than planned here" if has_speed else "no speed: the rates are of bf16 and fp16"
-        print(f"{given}: run by the portable attention kernels, {than_planned}")
+        but = "slower than planned here" if has_rates(config) else "no speed: the rates are of bf16 and fp16"
+        print(f"{given}: run by the portable attention kernels, {but}")
     fits = peak_bytes(config, processes) <= USABLE * memory
     print(line(config, rates, processes, "as given" if fits else "as given: does not fit"))
     tried = [(replace(config, recompute=kind), "") for kind in RECOMPUTE]
@@ -125,10 +125,14 @@ def plan(config: Config, rates: Rates, memory: int, processes: int) -> None:
             print(line(largest, rates, processes, limit + change))
 
 
+def has_rates(config: Config) -> bool:
+    """Whether speed can be planned: matrix products in float32 have other rates."""
+    return config.precision != "fp32"
+
+
 def line(config: Config, rates: Rates, processes: int, remark: str) -> str:
     gib, speed = peak_bytes(config, processes) / 2**30, ""
-    # the rates of matrix products are those of bf16 and fp16
-    if config.precision != "fp32":
+    if has_rates(config):
         seconds = step_seconds(config, rates, processes)
         speed = f"{readable(config.tokens_per_step / seconds)} tokens/s  {seconds:.3f} s a step  "
     return (

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hydra import compose, initialize_config_dir
 
-from tests.together import ROOT, run_together
+from tests.test_config import composed
+from tests.together import run_together
 from train import run_lock
 from train.agreement import refuse_other_settings
 from train.config import parse
@@ -25,8 +25,7 @@ def processes_of(rank: int) -> Processes:
 
 
 def settings(*words: str):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return parse(compose("config", [*WORDS, *words]))
+    return parse(composed(*WORDS, *words))
 
 
 def check_settings(rank: int, words: list[list[str]], message: str | None) -> None:

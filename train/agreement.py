@@ -17,14 +17,14 @@ def refuse_other_settings(config: Config, processes: Processes) -> None:
     """
     settings = {key: value for key, value in asdict(config).items() if key not in OWN}
     first, *others = processes.from_all(dict(_flat(settings)))
-    for rank, settings in enumerate(others, 1):
-        differing = [key for key in first | settings if first.get(key) != settings.get(key)]
+    for rank, theirs in enumerate(others, 1):
+        differing = [key for key in first | theirs if first.get(key) != theirs.get(key)]
         if differing:
             # of the name last: by default it is made of others
             key = min(differing, key="name".__eq__)
             more = f", and {len(differing) - 1} more differ" if len(differing) > 1 else ""
             raise ValueError(
-                f"{key} is {first.get(key)} on rank 0 and {settings.get(key)} on rank {rank}{more}: start "
+                f"{key} is {first.get(key)} on rank 0 and {theirs.get(key)} on rank {rank}{more}: start "
                 "every process with the same command and the same conf/"
             )
 

@@ -86,18 +86,18 @@ def refuse_idle_overrides(words: list[str], *, weights: str | None, rank: int, s
 
     weights, rank, spikes: start.weights, lora.rank and spikes.action.
     """
+    # by group: the key that switches it, and how
     idle = {}
     if weights is None:
-        idle["start.weights"] = "start.weights=null: add start.weights=FOLDER, or use model.rotary"
+        idle["start"] = "weights", "start.weights=null: add start.weights=FOLDER, or use model.rotary"
     if rank == 0:
-        idle["lora.rank"] = "lora.rank=0: add lora.rank=16"
+        idle["lora"] = "rank", "lora.rank=0: add lora.rank=16"
     if spikes == "ignore":
-        idle["spikes.action"] = "spikes.action=ignore: add spikes.action=skip"
+        idle["spikes"] = "action", "spikes.action=ignore: add spikes.action=skip"
     for word in words:
-        group = _key(word).partition(".")[0]
-        for switch, way_out in idle.items():
-            if group == switch.partition(".")[0] and _key(word) not in (group, switch):
-                raise ValueError(f"{word} has no effect with {way_out}, or leave it out")
+        group, _, name = _key(word).partition(".")
+        if group in idle and name not in ("", idle[group][0]):
+            raise ValueError(f"{word} has no effect with {idle[group][1]}, or leave it out")
 
 
 def wrong_value(error: OmegaConfBaseException, given: DictConfig) -> str:

@@ -49,7 +49,7 @@ def provenance(n_gpus: int) -> dict:
 
 @cache
 def origin(n_gpus: int) -> dict:
-    """The same, asked once by a process: its first result may be what changes the tree."""
+    """The provenance of all results of a process, of which the first may be what changes the tree."""
     return provenance(n_gpus)
 
 

@@ -25,12 +25,12 @@ def lock_run(folder: Path, processes: Processes) -> Iterator[None]:
     with ExitStack() as held:
 
         def lock() -> str:
-            file = held.enter_context(_locked(folder))
-            file.seek(0)
-            return file.read()
+            held.enter_context(_locked(folder))
+            return _own_name()
 
         holder = processes.from_main(lock)
-        if processes.any(not _sees(folder, holder, processes)):
+        # rank 0 would drop the lock by closing the file once more
+        if processes.any(not processes.is_main and not _sees(folder, holder)):
             raise ValueError(
                 f"{folder} is not the same folder on all hosts: each process writes its part of a checkpoint "
                 "there, so start them in a folder that the hosts share"
@@ -38,15 +38,16 @@ def lock_run(folder: Path, processes: Processes) -> Iterator[None]:
         yield
 
 
-def _sees(folder: Path, holder: str, processes: Processes) -> bool:
-    """Whether this process finds rank 0's lock in its own folder, where it may be a while in coming."""
-    # rank 0 would drop the lock by closing the file once more
-    if processes.is_main:
-        return True
+def _own_name() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _sees(folder: Path, holder: str) -> bool:
+    """Whether this process finds the holder's lock in its own folder, where it may be a while in coming."""
     until = time.monotonic() + PATIENCE
     while True:
         try:
-            if (folder / "lock").read_text() == holder:
+            if (folder / "lock").read_text().strip() == holder:
                 return True
         except FileNotFoundError:
             pass
@@ -69,7 +70,7 @@ def _locked(folder: Path) -> TextIO:
             f"{folder} is in use by {holder}: wait for it, stop it, or choose another name="
         ) from None
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.write(_own_name() + "\n")
     file.flush()
     # for other hosts to read
     os.fsync(file.fileno())

@@ -61,9 +61,7 @@ class Tiles:
 
 
 @gluon.jit
-def produce(
-    tiles, q_desc, k_desc, v_desc, group, counter_ptr, BLOCKS: gl.constexpr, DEALT: gl.constexpr
-):  # fmt: skip
+def produce(tiles, q_desc, k_desc, v_desc, group, counter_ptr, DEALT: gl.constexpr):
     """Takes tiles, and fills the rings as they are emptied: Q, then each K with the V of the block before."""
     n_q = gl.to_tensor(0)
     n = 0
@@ -82,10 +80,11 @@ def produce(
             buffer = tiles.q.index(stage * tiles.CONSUMERS + c)
             tma.async_copy_global_to_shared(q_desc, [batch, head, row + c * ROWS, 0], full, buffer)
         n_q += 1
-        # alone on its multiprocessor a block would wait for the answer
-        if BLOCKS == 1:
-            i = tiles.order.next(n_q, counter_ptr, DEALT)
         for j in range(end - begin):
+            # a block asks for its next tile as late as it can without waiting for the answer: so it gets as
+            # much work as any other
+            if j == end - begin - 1:
+                i = tiles.order.next(n_q, counter_ptr, DEALT)
             block = key_block(tiles, end - 1 - j) * tiles.BLOCK_N
             stage, full = tiles.k_ring.fill(n)
             mbarrier.expect(full, k_desc.block_type.nbytes)
@@ -99,8 +98,6 @@ def produce(
             head_before = kv_head
             block_before = block
             n += 1
-        if BLOCKS == 2:
-            i = tiles.order.next(n_q, counter_ptr, DEALT)
     stage, full = tiles.v_ring.fill(n - 1)
     mbarrier.expect(full, v_desc.block_type.nbytes)
     before = [batch_before, head_before, block_before, 0]
@@ -275,7 +272,7 @@ def forward_kernel(
         CONSUMERS,
     )
     fence_async_shared()
-    copies = (tiles, q_desc, k_desc, v_desc, group, counter_ptr, BLOCKS, DEALT)
+    copies = (tiles, q_desc, k_desc, v_desc, group, counter_ptr, DEALT)
     if BLOCKS == 2:
         gl.warp_specialize(
             [

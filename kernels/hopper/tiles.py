@@ -136,23 +136,19 @@ def order_arguments(n_heads: int, n_tiles: int, section: int) -> tuple[int, int,
     return section, division(section * n_tiles), division(section), division(last_section)
 
 
-def key_section_bytes(width: int, mask: str, seq_k: int) -> int:
+def key_section_bytes(mask: str) -> int:
     """What keys and values of one section take at most, measured.
 
     The fewer heads, the more blocks read one of them at a time. Under a full mask they read it in step.
     """
-    if mask == "full":
-        return SECTION_BYTES // 4
-    if mask == "causal" and (width == 64 or seq_k <= 2048):
-        return SECTION_BYTES // 2
-    return SECTION_BYTES
+    return SECTION_BYTES // {"full": 4, "causal": 2}.get(mask, 1)
 
 
 def section_heads(seq_k: int, head_dim: int, mask: str, group: int, n_heads: int) -> int:
     """Query heads whose keys and values stay in L2 together, in sections of one size."""
     bytes_per_head = 2 * seq_k * head_dim * 2
     n_kv_heads = n_heads // group
-    most = key_section_bytes(tile_width(head_dim), mask, seq_k) // bytes_per_head
+    most = key_section_bytes(mask) // bytes_per_head
     n_sections = -(-n_kv_heads // max(1, most))
     return -(-n_kv_heads // n_sections) * group
 

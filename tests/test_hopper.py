@@ -13,7 +13,7 @@ from kernels.flash_attention import flash_attention, flash_attention_varlen
 from kernels.hopper.launch import keys_per_query
 from kernels.hopper.prepare_and_round import prepare_kernel, round_kernel
 from kernels.hopper.sums import SLOTS
-from kernels.hopper.tiles import division, forward_tile, turn_heads
+from kernels.hopper.tiles import division, forward_tile, sum_pays, turn_heads
 from kernels.operators import use_implementation
 from kernels.problem import CannotBuildError, Problem
 from kernels.reference import visible_keys
@@ -35,6 +35,12 @@ def problem(**changes) -> Problem:
 
 
 either_order = pytest.mark.parametrize("deterministic", [False, True])
+
+
+@pytest.fixture(autouse=True)
+def dq_is_summed_unless_deterministic(monkeypatch):
+    """At any length: short rows are otherwise left to dq.py, which `either_order` asks for itself."""
+    monkeypatch.setattr("kernels.hopper.launch.sum_pays", lambda *_: True)
 
 
 def hopper_attention(*arguments, **options):
@@ -194,6 +200,15 @@ def test_short_rows_of_heads_of_64_have_tiles_of_two_blocks():
     assert forward_tile(64, "window", 4096).consumers == 2
     assert forward_tile(64, "causal", 4096).consumers == 3
     assert all(forward_tile(128, mask, 1).blocks == 1 for mask in ("full", "causal", "window", "intervals"))
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "intervals", "blocks"])
+def test_dq_of_long_rows_is_summed_and_of_short_ones_made_in_order(mask, width):
+    assert not sum_pays(width, mask, 128)
+    assert sum_pays(width, mask, 1024)
+    # a sum costs twice as much at 128
+    assert all(sum_pays(64, mask, keys) or not sum_pays(128, mask, keys) for keys in range(1024))
 
 
 def test_says_once_that_the_installed_triton_cannot_build_it(monkeypatch):
@@ -431,7 +446,7 @@ def test_turns_of_sections_of_a_single_head_end_and_are_exact(mask, n_kv_head, m
         if mask == "documents":
             options["document_ids"] = (torch.rand(9, seq_len, device="cuda") < 0.05).cumsum(1).int()
         if mask == "blocks":
-            # more than dq.py would take, partial ones and whole
+            # partial ones and whole
             seen = torch.rand(seq_len, seq_len, device="cuda") < 0.9
             options["block_mask"] = block_masks.from_dense(seen)
         q, k, v = random_qkv(9, seq_len, seq_len, 6, n_kv_head, 64, torch.bfloat16, "cuda")
@@ -540,6 +555,19 @@ def test_two_hundred_runs_give_the_same_bits(head_dim, deterministic):
             assert (gradients[0] - dq).abs().max() < 0.05
         assert torch.equal(gradients[1], dk)
         assert torch.equal(gradients[2], dv)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradients_of_short_rows_are_exact_and_the_same_bits_unasked(head_dim, causal, monkeypatch):
+    monkeypatch.setattr("kernels.hopper.launch.sum_pays", sum_pays)
+    q, k, v = random_qkv(16, 250, 250, 12, 6, head_dim, torch.bfloat16, "cuda")
+    assert_as_accurate_as_torch(hopper_attention, q, k, v, causal=causal)
+    dout = torch.randn_like(q)
+    runs = [torch.autograd.grad(hopper_attention(q, k, v, causal=causal), (q, k, v), dout) for _ in range(20)]
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
 
 
 @pytest.mark.gpu

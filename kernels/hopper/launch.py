@@ -56,23 +56,11 @@ def list_arguments(lists: tuple[Tensor | None, ...], nothing: Tensor) -> tuple[T
     return *lists, *list_strides(lists)
 
 
-def blocks_per_line(problem: Problem) -> float:
-    """Listed blocks of keys of a block of queries, on average."""
-    spans, entries, _ = problem.row_lists
-    return len(entries) / spans.shape[:3].numel()
-
-
-def has_dq_kernel(problem: Problem, width: int) -> bool:
-    """Whether dq.py makes dq: for the same bits in every run, and where lists are short."""
-    if problem.deterministic or not problem.blocks:
-        return problem.deterministic
-    return not sum_pays(width, blocks_per_line(problem))
-
-
 def keys_per_query(problem: Problem, seq_q: int, seq_k: int) -> float:
     """On average, of what the host knows: documents and padding count as a causal mask does."""
     if problem.blocks:
-        return blocks_per_line(problem) * problem.block_size
+        spans, entries, _ = problem.row_lists
+        return len(entries) / spans.shape[:3].numel() * problem.block_size
     if problem.mask == "full":
         return seq_k
     seeing = min(seq_q, seq_k)
@@ -152,8 +140,10 @@ def attention_backward(
     """
     batch, seq_q, n_head, head_dim = q.shape
     width = tile_width(head_dim)
-    sums_dq = not has_dq_kernel(problem, width)
     seq_k, n_kv_head = k.shape[1:3]
+    keys = keys_per_query(problem, seq_q, seq_k)
+    # else dq.py makes dq: the same bits in every run, and faster where rows are short
+    sums_dq = not problem.deterministic and sum_pays(width, mask_kind(problem), keys)
     group = n_head // n_kv_head
     tile = tile or backward_tile(width, sums_dq)
     # dq.py writes lse and delta of whole blocks: those of a list have 128 rows, those of an interval 64
@@ -167,7 +157,6 @@ def attention_backward(
     section = backward_section_heads(seq_q, width, group, n_heads)
     # sections that the kernel rounds itself, and heads that have sums at a time
     rounded_sections, n_sums = 0, batch * n_head
-    keys = keys_per_query(problem, seq_q, seq_k)
     # sums.py rounds rows of 64 alone
     if sums_dq and head_dim == 64 and turns_pay(n_tiles * batch * n_head, n_sm, keys):
         section = turn_heads(n_tiles, n_heads, n_sm)

@@ -82,13 +82,20 @@ def backward_tile(width: int, sums_dq: bool = True) -> BackwardTile:
     return BackwardTile(2, 2, 2, 0, 208, 72, 24)
 
 
-def sum_pays(width: int, blocks_per_line: float) -> bool:
-    """Whether, of a list, dq is summed in float32 beside dk and dv, or made by dq.py.
+# measured: up to how many keys a query, on average, dq.py is faster; all keys of listed blocks count
+ROWS_WITHOUT_SUMS = {
+    64: {"full": 400, "causal": 320, "window": 200, "intervals": 200, "blocks": 448},
+    128: {"full": 600, "causal": 520, "window": 320, "intervals": 320, "blocks": 768},
+}
 
-    The sum costs 16 D bytes a query, to zero, add to and round, however few blocks there are; dq.py two
-    products more for each block. Where the two are even is measured: see docs/block_sparse.md.
+
+def sum_pays(width: int, mask: str, keys_per_query: float) -> bool:
+    """Whether dq is summed in float32 beside dk and dv, or made by dq.py.
+
+    The sum costs 16 D bytes a query, to zero, add to and round, however few keys it sees; dq.py two products
+    more for each block. Where the two are even is measured: see docs/hopper.md.
     """
-    return blocks_per_line > (3.5 if width == 64 else 6)
+    return keys_per_query > ROWS_WITHOUT_SUMS[width][mask]
 
 
 class DqTile(NamedTuple):

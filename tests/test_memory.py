@@ -1,5 +1,6 @@
 """train/memory.py and train/speed.py against what was measured, and train/out_of_memory.py."""
 
+import gc
 import json
 import math
 import sys
@@ -254,9 +255,12 @@ def test_memory_on_this_gpu_is_as_predicted(recompute):
         tokens_per_step=16384, tokens_per_microbatch=16384, steps=2, warmup_steps=2, recompute=[recompute]
     )
     [(_, name, seq_len, step)] = benchmark_training.jobs(small)
+    # what tests before this one have left in the process is none of a run's
+    gc.collect()
+    left = torch.cuda.memory_allocated()
     row = benchmark_training.measure(small, name, seq_len, step)
     same = config("tokens_per_step=16384", "tokens_per_microbatch=16384", f"recompute={recompute}")
-    assert peak_bytes(same) == pytest.approx(row["peak_memory_bytes"], rel=0.05)
+    assert peak_bytes(same) == pytest.approx(row["peak_memory_bytes"] - left, rel=0.05)
 
 
 def test_what_is_not_compiled_is_not_predicted():

@@ -40,9 +40,10 @@ def without_lists():
 class BlockLists:
     """The blocks that each line of blocks meets; a line is a block of queries, or of keys.
 
-    spans: (B or 1, H or 1, n_lines, 4) int32. spans[..., x, :3] of line x: where its full blocks start among
-    the entries, where its partial ones start, and where these end. spans[..., r, 3]: the line with the r-th
-    longest list, the order to work in. entries: (n, 2) int32, block of the other side and its tile.
+    spans: (B or 1, H or 1, n_lines, 8) int32. spans[..., x, :4]: where the full blocks of line x start among
+    the entries, where its partial ones start, where these end, and x. spans[..., r, 4:]: the same of the line
+    with the r-th longest list, the order to work in. entries: (n, 2) int32, block of the other side and its
+    tile.
     """
 
     spans: Tensor
@@ -309,8 +310,10 @@ class BlockMask:
         n_all = self.n_batch * self.n_head * n_lines
         counts, n_partial = (torch.bincount(x, minlength=n_all) for x in (line, line[partial]))
         end = counts.cumsum(0)
-        longest = counts.view(-1, n_lines).argsort(dim=1, descending=True, stable=True).flatten()
-        spans = torch.stack([end - counts, end - n_partial, end, longest], 1).int()
+        longest = counts.view(-1, n_lines).argsort(dim=1, descending=True, stable=True)
+        number = torch.arange(n_lines, device=end.device).expand_as(longest).flatten()
+        spans = torch.stack([end - counts, end - n_partial, end, number], 1).int().view(-1, n_lines, 4)
+        spans = torch.cat([spans, spans.take_along_dim(longest[..., None], 1)], 2)
         n_others = self.n_rows * self.n_columns // n_lines
         place = line.mul(2).add_(partial).mul_(n_others).add_(block)
         del line, block, partial
@@ -328,7 +331,7 @@ class BlockMask:
             of_part[:, 0] = part.remainder_(n_others)
             of_part[:, 1] = self.tiles[own][order]
             n_done += len(part)
-        return BlockLists(spans.view(self.n_batch, self.n_head, n_lines, 4), entries)
+        return BlockLists(spans.view(self.n_batch, self.n_head, n_lines, 8), entries)
 
 
 def reach(masks: Sequence[BlockMask]) -> float:

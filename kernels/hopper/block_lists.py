@@ -18,34 +18,26 @@ WORD_BITS = gl.constexpr(32)
 class BlockLists:
     """See kernels/block_mask.py. Strides of the spans: 0 where one list serves all batches or heads."""
 
-    spans_ptr: gl.tensor  # (B or 1, H or 1, n_lines, 4) int32
+    spans_ptr: gl.tensor  # (B or 1, H or 1, n_lines, 8) int32
     entries_ptr: gl.tensor  # (n, 2) int32
     bits_ptr: gl.tensor  # (n_tiles, BLOCK_SIZE, BLOCK_SIZE / 32) int32, a row for each line of a tile
     stride_batch: gl.tensor
     stride_head: gl.tensor
 
     @gluon.jit
-    def spans_of(self, batch, head):
-        return self.spans_ptr + (batch * self.stride_batch + head * self.stride_head)
-
-    @gluon.jit
     def longest(self, batch, head, rank):
-        """The line with the rank-th longest list."""
-        return gl.load(self.spans_of(batch, head) + 4 * rank + 3)
+        """The line with the rank-th longest list, and begin, whole_end and end of its places.
 
-    @gluon.jit
-    def places(self, batch, head, line):
-        """begin, whole_begin, whole_end and end of a line's places, as schedule.blocks_between gives blocks.
-
-        Never empty either: a line that meets nothing visits place -1, a block of which it sees nothing.
+        Never empty, as in schedule.blocks_between: a line that meets nothing visits place -1, a block of which
+        it sees nothing.
         """
-        span = self.spans_of(batch, head) + 4 * line
+        span = self.spans_ptr + (batch * self.stride_batch + head * self.stride_head + 8 * rank + 4)
         begin = gl.load(span)
         whole_end = gl.load(span + 1)
         end = gl.load(span + 2)
+        line = gl.load(span + 3)
         empty = begin == end
-        begin = gl.where(empty, -1, begin)
-        return begin, begin, gl.where(empty, -1, whole_end), gl.where(empty, 0, end)
+        return line, gl.where(empty, -1, begin), gl.where(empty, -1, whole_end), gl.where(empty, 0, end)
 
     @gluon.jit
     def block(self, place):

@@ -68,8 +68,7 @@ def produce(tiles, q_desc, dout_desc, out_desc, k_desc, v_desc, group):
     PARTS: gl.constexpr = tiles.BLOCK_N // ROWS
     n = 0
     for turn in range(tiles.order.turns()):
-        batch, head, row = locate(tiles, tiles.order.dealt(turn))
-        begin, _, _, end = places(tiles, batch, head, row, tiles.CONSUMERS * ROWS)
+        batch, head, row, begin, _, _, end = locate(tiles, tiles.order.dealt(turn))
         kv_head = head // group
         for i in gl.static_range(tiles.OUT_STAGES):
             stage, full = tiles.k_ring.fill(n + turn * tiles.OUT_STAGES + i)
@@ -166,14 +165,13 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
     KIND: gl.constexpr = tiles.mask.KIND
     n = gl.to_tensor(0)
     for turn in range(tiles.order.turns()):
-        batch, head, row = locate(tiles, tiles.order.dealt(turn))
-        begin, whole_begin, whole_end, end = places(tiles, batch, head, row, tiles.CONSUMERS * ROWS)
+        batch, head, row, begin, whole_begin, whole_end, end = locate(tiles, tiles.order.dealt(turn))
         own_end = end
         # as in forward.py, under a causal mask alone: each warpgroup has the rows that see most in turn
         part = (INDEX + turn) % tiles.CONSUMERS if KIND == "causal" else INDEX
         row += part * ROWS
         if KIND == "causal":
-            _, whole_begin, whole_end, own_end = places(tiles, batch, head, row, ROWS)
+            _, whole_begin, whole_end, own_end = places(tiles, batch, row, ROWS)
         n_k = n + (turn + 1) * tiles.OUT_STAGES
         q_stage = tiles.q_ring.take(turn)
         out = take_out(tiles, part, n_k - tiles.OUT_STAGES)

@@ -70,8 +70,7 @@ def produce(tiles, q_desc, k_desc, v_desc, group, counter_ptr, DEALT: gl.constex
     block_before = 0
     i = tiles.order.dealt(n_q)
     while i < tiles.order.total():
-        batch, head, row = locate(tiles, i)
-        begin, _, _, end = places(tiles, batch, head, row, tiles.CONSUMERS * ROWS)
+        batch, head, row, begin, _, _, end = locate(tiles, i)
         kv_head = head // group
         stage, full = tiles.q_ring.fill(n_q)
         announce(tiles.number.index(stage), i)
@@ -134,14 +133,13 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
     turn = gl.to_tensor(0)
     i = tiles.take(turn)
     while i < tiles.order.total():
-        batch, head, row = locate(tiles, i)
-        begin, whole_begin, whole_end, end = places(tiles, batch, head, row, tiles.CONSUMERS * ROWS)
+        batch, head, row, begin, whole_begin, whole_end, end = locate(tiles, i)
         own_end = end
         # the last rows of a tile see most under a causal mask: each warpgroup has them in turn
         part = (INDEX + turn) % tiles.CONSUMERS if KIND != "full" else INDEX
         row += part * ROWS
         if KIND == "causal":
-            _, whole_begin, whole_end, own_end = places(tiles, batch, head, row, ROWS)
+            _, whole_begin, whole_end, own_end = places(tiles, batch, row, ROWS)
         if row < 0:
             own_end = begin
         n_first = n_tiles + end - own_end

@@ -98,13 +98,13 @@ def visit(mask, batch, kv_head, tile):
     Listed tiles are counted from the longest list.
     """
     if mask.KIND == "blocks":
-        tile = mask.lists.longest(batch, kv_head, tile)
-    key = tile * BLOCK_N
-    if mask.KIND == "blocks":
+        tile, begin, whole_end, end = mask.lists.longest(batch, kv_head, tile)
+        key = tile * BLOCK_N
         # a listed block is two of ROWS
-        begin, whole_begin, whole_end, end = mask.lists.places(batch, kv_head, tile)
-        begin, whole_begin, whole_end, end = begin * 2, whole_begin * 2, whole_end * 2, end * 2
+        begin, whole_end, end = begin * 2, whole_end * 2, end * 2
+        whole_begin = begin
     else:
+        key = tile * BLOCK_N
         first_of_first, end_of_first = mask.queries_of(batch, key)
         first_of_last, end_of_last = mask.queries_of(batch, key + BLOCK_N - 1)
         if mask.KIND == "intervals":

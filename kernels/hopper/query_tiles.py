@@ -15,34 +15,33 @@ ROWS = gl.constexpr(64)
 
 @gluon.jit
 def locate(tiles, i):
-    """Batch, head in it and first row of the i-th tile in order."""
+    """Batch, head in it, first row and the ranges of places of the i-th tile in order, see `places`.
+
+    A place is a block of BLOCK_N keys, or as much of a listed one.
+    """
     head, tile = tiles.order.find(i)
     batch = quotient(head, tiles.by_n_head)
     head -= batch * tiles.n_head
     if tiles.mask.KIND == "blocks":
-        row = tiles.mask.lists.longest(batch, head, tiles.order.n_tiles - 1 - tile) * BLOCK_SIZE
+        PARTS: gl.constexpr = BLOCK_SIZE // tiles.BLOCK_N
+        rank = tiles.order.n_tiles - 1 - tile
+        line, begin, whole_end, end = tiles.mask.lists.longest(batch, head, rank)
+        row = line * BLOCK_SIZE
+        ranges = begin * PARTS, begin * PARTS, whole_end * PARTS, end * PARTS
     else:
         # the rows that the last tile has too many stand before row 0, where a causal mask hides most
         missing = tiles.order.n_tiles * tiles.CONSUMERS - gl.cdiv(tiles.mask.seq_q, ROWS)
         row = (tile * tiles.CONSUMERS - missing) * ROWS
-    return batch, head, row
+        ranges = places(tiles, batch, row, tiles.CONSUMERS * ROWS)
+    return batch, head, row, ranges[0], ranges[1], ranges[2], ranges[3]
 
 
 @gluon.jit
-def places(tiles, batch, head, row, N_ROWS: gl.constexpr):
-    """The ranges of places that N_ROWS rows from `row` visit, as blocks_between gives them.
-
-    A place is a block of BLOCK_N keys, or as much of a listed one.
-    """
-    if tiles.mask.KIND == "blocks":
-        PARTS: gl.constexpr = BLOCK_SIZE // tiles.BLOCK_N
-        begin, whole_begin, whole_end, end = tiles.mask.lists.places(batch, head, row // BLOCK_SIZE)
-        ranges = begin * PARTS, whole_begin * PARTS, whole_end * PARTS, end * PARTS
-    else:
-        first_of_first, end_of_first = tiles.mask.keys_of(batch, gl.maximum(row, 0))
-        first_of_last, end_of_last = tiles.mask.keys_of(batch, gl.maximum(row + N_ROWS - 1, 0))
-        ranges = blocks_between(first_of_first, end_of_first, first_of_last, end_of_last, tiles.BLOCK_N)
-    return ranges
+def places(tiles, batch, row, N_ROWS: gl.constexpr):
+    """The ranges of places that N_ROWS rows from `row` visit under an interval, as blocks_between gives them."""
+    first_of_first, end_of_first = tiles.mask.keys_of(batch, gl.maximum(row, 0))
+    first_of_last, end_of_last = tiles.mask.keys_of(batch, gl.maximum(row + N_ROWS - 1, 0))
+    return blocks_between(first_of_first, end_of_first, first_of_last, end_of_last, tiles.BLOCK_N)
 
 
 @gluon.jit

@@ -52,8 +52,7 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
     turn = 0
     i = tiles.take(turn)
     while i < tiles.order.total():
-        batch, head, row = locate(tiles, i)
-        begin, whole_begin, whole_end, end = places(tiles, batch, head, row, tiles.CONSUMERS * ROWS)
+        batch, head, row, begin, whole_begin, whole_end, end = locate(tiles, i)
         own_begin = begin
         own_end = end
         row += INDEX * ROWS
@@ -62,7 +61,7 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             first = INDEX * ROWS + lines
             key_end = first
         else:
-            own_begin, whole_begin, whole_end, own_end = places(tiles, batch, head, row, ROWS)
+            own_begin, whole_begin, whole_end, own_end = places(tiles, batch, row, ROWS)
             first, key_end = tiles.mask.keys_of(batch, gl.maximum(row, 0) + lines)
             if tiles.mask.KIND == "intervals":
                 # rows that see nothing may stand behind the last block that the tile visits

@@ -32,7 +32,7 @@ def n_programs(seq_len: int, block_size: int, block: int) -> int:
 def first_of_program(spans_ptr, program, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """The first line of the program's tile: the longest lists first."""
     tiles_in_block: tl.constexpr = BLOCK_SIZE // BLOCK
-    block = tl.load(spans_ptr + 4 * (program // tiles_in_block) + 3)
+    block = tl.load(spans_ptr + 8 * (program // tiles_in_block) + 7)
     return block * BLOCK_SIZE + program % tiles_in_block * BLOCK
 
 
@@ -60,7 +60,7 @@ def load_list(spans_ptr, line, BLOCK_SIZE: tl.constexpr):
     """Of the list of a tile whose first line is `line`: its start, that of its partial blocks, its end."""
     listed = (0, 0, 0)
     if BLOCK_SIZE != 0:
-        spans_ptr += 4 * (line // BLOCK_SIZE)
+        spans_ptr += 8 * (line // BLOCK_SIZE)
         listed = (tl.load(spans_ptr), tl.load(spans_ptr + 1), tl.load(spans_ptr + 2))
     return listed
 

@@ -107,8 +107,8 @@ def decode_kernel(
     first_entry, n_entries, words_of_row = 0, tl.cdiv(length, BLOCK_N), bits_ptr
     if BLOCK_SIZE != 0:
         line = tl.maximum(length - 1, 0)
-        first_entry = tl.load(spans_ptr + 4 * (line // BLOCK_SIZE))
-        n_entries = tl.load(spans_ptr + 4 * (line // BLOCK_SIZE) + 2) - first_entry
+        first_entry = tl.load(spans_ptr + 8 * (line // BLOCK_SIZE))
+        n_entries = tl.load(spans_ptr + 8 * (line // BLOCK_SIZE) + 2) - first_entry
         words_of_row = bits_ptr + line % BLOCK_SIZE * (BLOCK_SIZE // 32)
     n_tiles = n_entries * tiles_in_block
     tiles_of_split = tl.cdiv(n_tiles, n_splits)

@@ -84,8 +84,8 @@ def backward_tile(width: int, sums_dq: bool = True) -> BackwardTile:
 
 # measured: up to how many keys a query, on average, dq.py is faster; all keys of listed blocks count
 ROWS_WITHOUT_SUMS = {
-    64: {"full": 400, "causal": 320, "window": 200, "intervals": 200, "blocks": 448},
-    128: {"full": 600, "causal": 520, "window": 320, "intervals": 320, "blocks": 768},
+    64: {"full": 400, "causal": 320, "window": 200, "intervals": 280, "blocks": 448},
+    128: {"full": 600, "causal": 520, "window": 320, "intervals": 420, "blocks": 768},
 }
 
 

@@ -91,6 +91,13 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, n_dims: int) -> None:
         )
 
 
+def check_flags(**flags: bool) -> None:
+    for name, x in flags.items():
+        # PyTorch would take None for False, and a text for True where documents are given
+        if x is None or isinstance(x, str):
+            raise ValueError(f"{name} must be True or False, got {x!r}")
+
+
 def check_options(
     q: Tensor,
     causal: bool,
@@ -99,16 +106,13 @@ def check_options(
     dropout_p: float,
     dropout_seed: int | Tensor | None,
 ) -> None:
-    """Everything that is no tensor, and the seed."""
+    """Every number, and the seed; causal has passed check_flags."""
     if isinstance(softmax_scale, Tensor):
         raise ValueError("softmax_scale must be a float, got a tensor: multiply q by it, gradients flow then")
     scale = 1.0 if softmax_scale is None else softmax_scale
     for name, x in (("softmax_scale", scale), ("dropout_p", dropout_p)):
         if not isinstance(x, NUMBERS):
             raise ValueError(f"{name} must be a number, got {type(x).__name__} {x!r}")
-    # PyTorch would take None for False, and a text for True where documents are given
-    if causal is None or isinstance(causal, str):
-        raise ValueError(f"causal must be True or False, got {causal!r}")
     if not 0.0 < scale < float("inf"):
         raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale}: negate q instead")
     seed = None if isinstance(dropout_seed, Tensor) else dropout_seed

@@ -49,6 +49,7 @@ def flash_attention(
     """
     q, k, v = checks.autocast(q=q, k=k, v=v)
     checks.check_tensors(q, k, v, n_dims=4)
+    checks.check_flags(causal=causal, deterministic=deterministic, return_lse=return_lse)
     checks.check_options(q, causal, softmax_scale, window, dropout_p, dropout_seed)
     if block_mask is not None:
         checks.check_block_mask(block_mask, q, k)
@@ -100,6 +101,7 @@ def flash_attention_varlen(
     """
     q, k, v = checks.autocast(q=q, k=k, v=v)
     checks.check_tensors(q, k, v, n_dims=3)
+    checks.check_flags(causal=causal, deterministic=deterministic, return_lse=return_lse)
     checks.check_options(q, causal, softmax_scale, window, dropout_p, dropout_seed)
     checks.check_cu_seqlens("cu_seqlens", cu_seqlens, q)
     if cu_seqlens_k is None:

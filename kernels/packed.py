@@ -107,6 +107,7 @@ def flash_attention_packed(
         raise ValueError(f"qkv must be contiguous, got strides {qkv.stride()}: call qkv.contiguous()")
     q, k, v = qkv.unbind(2)
     checks.check_tensors(q, k, v, n_dims=4)
+    checks.check_flags(causal=causal, deterministic=deterministic)
     checks.check_options(q, causal, softmax_scale, None, 0.0, None)
     key_bounds = query_bounds = None
     if document_ids is not None:

@@ -38,6 +38,8 @@ X = torch.zeros(2, 8, 4, 16, device=DEVICE)
         ({"dropout_p": None}, "dropout_p must be a number, got NoneType None"),
         ({"causal": "no"}, "causal must be True or False, got 'no'"),
         ({"causal": None}, "causal must be True or False, got None"),
+        ({"deterministic": "no"}, "deterministic must be True or False, got 'no'"),
+        ({"return_lse": "no"}, "return_lse must be True or False, got 'no'"),
         ({"window": 3.5}, "window must be an int, got float 3.5"),
         ({"window": torch.tensor(3)}, "window must be an int, got Tensor"),
         ({"dropout_p": 0.1, "dropout_seed": 1.5}, "dropout_seed must be an int, got float 1.5"),
@@ -78,6 +80,17 @@ def test_a_device_without_autocast_is_refused_as_any_that_is_no_gpu():
         ("qkv", lambda: flash_attention_packed(qkv)),
     ):
         with pytest.raises(ValueError, match=f"^{name} must be on a GPU, got meta: move it"):
+            call()
+
+
+def test_every_form_of_the_call_refuses_a_text_for_a_flag():
+    packed = X[:, :, None].expand(-1, -1, 3, -1, -1).contiguous()
+    lengths = torch.tensor([0, 8], dtype=torch.int32, device=DEVICE)
+    for call in (
+        lambda: flash_attention_varlen(X[0], X[0], X[0], lengths, deterministic="false"),
+        lambda: flash_attention_packed(packed, deterministic="false"),
+    ):
+        with pytest.raises(ValueError, match="^deterministic must be True or False, got 'false'"):
             call()
 
 

@@ -70,12 +70,25 @@ def test_a_model_beside_weights_is_refused_in_place_of_being_ignored(word):
         ("start.rotary_base=9", {"weights": None}, {"weights": "a"}, "start.weights=null: add start"),
         ("start.positions=yarn", {"weights": None}, {"weights": "a"}, "start.weights=null: add start"),
         ("spikes.z_score=3", {"spikes": "ignore"}, {"spikes": "log"}, "spikes.action=ignore: add spikes.act"),
+        (
+            "optim.decay_fraction=0.5",
+            {"schedule": "cosine"},
+            {"schedule": "wsd"},
+            "optim.schedule=cosine: add optim.schedule=wsd, or leave it out",
+        ),
+        (
+            "optim.momentum=0.9",
+            {"algorithm": "adamw"},
+            {"algorithm": "muon"},
+            "optim.algorithm=adamw: add optim=muon, or leave it out",
+        ),
     ],
 )
 def test_settings_of_what_is_switched_off_are_refused(word, switch, on, way_out):
-    all_on = {"rank": 8, "weights": "runs/a", "spikes": "skip"}
-    all_off = {"rank": 0, "weights": None, "spikes": "ignore"}
-    switches = ["lora.rank=0", "spikes.action=ignore", "+start.weights=null"]
+    all_on = {"rank": 8, "weights": "runs/a", "spikes": "skip", "schedule": "wsd", "algorithm": "muon"}
+    all_off = {"rank": 0, "weights": None, "spikes": "ignore", "schedule": "cosine", "algorithm": "adamw"}
+    switches = ["lora.rank=0", "spikes.action=ignore", "+start.weights=null", "optim.schedule=cosine"]
+    switches += ["optim=adamw", "optim.algorithm=adamw", "optim.learning_rate=0.1"]
     refuse_idle_overrides(["seq_len=64", *switches], **all_off)
     refuse_idle_overrides(["seq_len=64", word], **all_off | on)
     with pytest.raises(ValueError, match=f"^{word} has no effect with {re.escape(way_out)}"):

@@ -59,7 +59,12 @@ def _run(cfg: DictConfig) -> int:
         words = HydraConfig.get().overrides.task
         refuse_model_overrides(words, config.start.weights)
         refuse_idle_overrides(
-            words, weights=config.start.weights, rank=config.lora.rank, spikes=config.spikes.action
+            words,
+            weights=config.start.weights,
+            rank=config.lora.rank,
+            spikes=config.spikes.action,
+            schedule=config.optim.schedule,
+            algorithm=config.optim.algorithm,
         )
         train(config)
     except Interrupted as interrupted:

@@ -81,23 +81,30 @@ def refuse_model_overrides(words: list[str], weights: str | None) -> None:
             )
 
 
-def refuse_idle_overrides(words: list[str], *, weights: str | None, rank: int, spikes: str) -> None:
+def refuse_idle_overrides(
+    words: list[str], *, weights: str | None, rank: int, spikes: str, schedule: str, algorithm: str
+) -> None:
     """Raises ValueError for KEY=VALUE of what is switched off: the run would not be the one that was meant.
 
-    weights, rank, spikes: start.weights, lora.rank and spikes.action.
+    weights, rank, spikes, schedule, algorithm: start.weights, lora.rank, spikes.action, optim.schedule and
+    optim.algorithm.
     """
-    # by group: the key that switches it, and how
+    # how keys begin that nothing reads: the switch and the change to make
     idle = {}
     if weights is None:
-        idle["start"] = "weights", "start.weights=null: add start.weights=FOLDER, or use model.rotary"
+        idle["start."] = "start.weights=null: add start.weights=FOLDER, or use model.rotary"
     if rank == 0:
-        idle["lora"] = "rank", "lora.rank=0: add lora.rank=16"
+        idle["lora."] = "lora.rank=0: add lora.rank=16"
     if spikes == "ignore":
-        idle["spikes"] = "action", "spikes.action=ignore: add spikes.action=skip"
+        idle["spikes."] = "spikes.action=ignore: add spikes.action=skip"
+    if schedule != "wsd":
+        idle["optim.decay_fraction"] = f"optim.schedule={schedule}: add optim.schedule=wsd"
+    if algorithm != "muon":
+        idle["optim.momentum"] = f"optim.algorithm={algorithm}: add optim=muon"
     for word in words:
-        group, _, name = _key(word).partition(".")
-        if group in idle and name not in ("", idle[group][0]):
-            raise ValueError(f"{word} has no effect with {idle[group][1]}, or leave it out")
+        for begin, reason in idle.items():
+            if _key(word).startswith(begin) and _key(word) != _key(reason):
+                raise ValueError(f"{word} has no effect with {reason}, or leave it out")
 
 
 def wrong_value(error: OmegaConfBaseException, given: DictConfig) -> str:

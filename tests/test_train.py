@@ -205,6 +205,19 @@ def test_a_raised_budget_continues_a_finished_run_and_tells_of_other_settings(co
     assert len(losses()) == 14
 
 
+def test_a_warm_up_beyond_the_end_of_the_run_is_told_with_the_rate_that_it_reaches(corpus, capsys):
+    run("optim.warmup_steps=16")
+    remark = (
+        "optim.warmup_steps=16, but the run has 12 steps: its learning rate ends at 3.00e-03, below "
+        "optim.learning_rate=0.004; lower optim.warmup_steps, or raise total_tokens"
+    )
+    assert remark in capsys.readouterr().out.splitlines()
+    assert read_metrics(Path("runs/test/metrics.jsonl"))[-1]["learning_rate"] == pytest.approx(0.003)
+    # a run may end at its peak
+    run("name=peak", "optim.warmup_steps=12")
+    assert "optim.warmup_steps" not in capsys.readouterr().out
+
+
 def test_the_summary_measures_the_last_launch_alone(corpus):
     run()
     metrics = Path("runs/test/metrics.jsonl")

@@ -1,5 +1,6 @@
 """What a run leaves for its user: the opening lines, the metrics of a step, the files at the end."""
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -17,6 +18,7 @@ from train.distributed import Processes
 from train.documents import document_ids
 from train.export import EXPORT, export_run
 from train.logger import RunLogger, counted, duration, read_metrics, readable
+from train.optim import learning_rate
 from train.profiler import MEMORY, TRACE
 from train.results import write_result
 from train.sample import sample_text
@@ -85,9 +87,22 @@ def open_run(
     elif first_step:
         changed = "" if written.name == "config.yaml" else f" with the settings of {written}"
         print(f"continues after step {first_step}{changed}")
+    for remark in _remarks(config):
+        print(remark)
     if config.compile:
         print("compiling the model: the first step takes 12 to 42 seconds on an H200", flush=True)
     return RunLogger(folder, config.name, steps, first_step, asdict(config), config.wandb)
+
+
+def _remarks(config: Config) -> Iterator[str]:
+    """On settings that are taken, but give less than they say."""
+    optim, steps = config.optim, config.steps
+    if optim.warmup_steps > steps:
+        yield (
+            f"optim.warmup_steps={optim.warmup_steps}, but the run has {counted(steps, 'step')}: its "
+            f"learning rate ends at {learning_rate(steps - 1, steps, optim):.2e}, below "
+            f"optim.learning_rate={optim.learning_rate}; lower optim.warmup_steps, or raise total_tokens"
+        )
 
 
 def run_flops(config: Config, train_data: TokenLoader) -> dict[str, float]:

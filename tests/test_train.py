@@ -218,6 +218,19 @@ def test_a_warm_up_beyond_the_end_of_the_run_is_told_with_the_rate_that_it_reach
     assert "optim.warmup_steps" not in capsys.readouterr().out
 
 
+def test_more_validation_tokens_than_there_are_is_told_with_what_is_taken(corpus, capsys):
+    run("evaluation.tokens=1000000")
+    remark = (
+        "evaluation.tokens=1000000, but the validation text has 4,384 in whole sequences: an evaluation "
+        "takes 4,352, in whole micro-batches; lower evaluation.tokens, or prepare a larger "
+        "data.validation_fraction"
+    )
+    assert remark in capsys.readouterr().out.splitlines()
+    run("name=all", "evaluation.tokens=4384")
+    assert "evaluation.tokens" not in capsys.readouterr().out
+    assert read_metrics(Path("runs/all/metrics.jsonl"))[0] == read_metrics(Path("runs/test/metrics.jsonl"))[0]
+
+
 def test_the_summary_measures_the_last_launch_alone(corpus):
     run()
     metrics = Path("runs/test/metrics.jsonl")

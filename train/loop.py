@@ -167,7 +167,8 @@ def _train(
             return evaluate(model, val_data, val_batches, processes, autocast)
 
     saver = CheckpointSaver(checkpoints, config.checkpoint, processes)
-    logger = open_run(config, folder, first_step, processes, weights, train_data) if is_main else None
+    texts = train_data, val_data, val_batches
+    logger = open_run(config, folder, first_step, processes, weights, *texts) if is_main else None
     measure = partial(step_metrics, config, processes, timer, flops)
     val_loss = validate()
     if is_main:

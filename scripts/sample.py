@@ -3,6 +3,7 @@
 The text appears as it is generated; several samples are generated together and printed one after the other.
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from data.tokenizer import load_tokenizer
 from scripts.arguments import argument, run_script
 from scripts.inference import check_inference
-from train.sample import SampleConfig, stream_text
+from train.sample import SampleConfig, prompt_ids, stream_text
 from train.step import DTYPES
 from train.weights import load_model, run_attention, tokenizer_name
 
@@ -72,6 +73,14 @@ def main(arguments: Arguments) -> None:
     if not all(0 <= token < model.config.vocab_size for token in arguments.stop_tokens):
         raise ValueError(
             f"stop_tokens must be ids from 0 to {model.config.vocab_size - 1}, got {arguments.stop_tokens}"
+        )
+    positions, n_prompt = model.config.max_seq_len, len(prompt_ids(tokenizer, prompt, model.config))
+    if n_prompt + arguments.tokens > positions:
+        print(
+            f"tokens={arguments.tokens}, but of the model's {positions} positions the prompt takes "
+            f"{n_prompt}: at most {positions - n_prompt} tokens come; lower tokens, shorten the prompt, or "
+            "extend the model (docs/long_context.md)",
+            file=sys.stderr,
         )
     # a token is as fast as its weights are read
     model.to(arguments.device, DTYPES[arguments.precision])

@@ -408,6 +408,29 @@ def test_sample_refuses_a_tokenizer_that_the_model_does_not_know(monkeypatch):
         sample.main(sample.Arguments(**given, tokenizer="nowhere"))
 
 
+def test_sample_tells_how_many_tokens_the_models_positions_leave(monkeypatch, capsys):
+    sizes = {"n_layer": 1, "n_head": 1, "n_embd": 8, "vocab_size": 257, "max_seq_len": 16, "dropout": 0.0}
+    attention = AttentionConfig(implementation="sdpa")
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(**sizes), attention)
+    monkeypatch.setattr(sample, "run_attention", lambda *_: attention)
+    monkeypatch.setattr(sample, "load_model", lambda *_: model)
+
+    def printed(tokens: int) -> tuple[str, str]:
+        given = {"tokenizer": "bytes", "prompt": "def", "tokens": tokens, "samples": 2}
+        sample.main(sample.Arguments(run="missing", device="cpu", precision="fp32", **given))
+        return capsys.readouterr()
+
+    # the end of the document before is a token too
+    whole, remark = printed(12)
+    assert remark == ""
+    assert printed(13) == (
+        whole,
+        "tokens=13, but of the model's 16 positions the prompt takes 4: at most 12 tokens come; lower "
+        "tokens, shorten the prompt, or extend the model (docs/long_context.md)\n",
+    )
+
+
 def test_sample_needs_a_run_or_a_checkpoint(tmp_path, call_here):
     assert "give either run=" in call_here("sample").stderr
     assert "nor a checkpoint" in call_here("sample", f"run={tmp_path}").stderr

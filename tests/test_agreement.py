@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from tests.test_config import composed
 from tests.together import run_together
-from train import run_lock
-from train.agreement import refuse_other_settings
+from train import agreement, run_lock
+from train.agreement import refuse_other_code, refuse_other_settings
 from train.config import parse
 from train.distributed import Processes
 from train.run_lock import lock_run
@@ -59,6 +59,51 @@ def test_processes_with_other_settings_are_refused_by_all_with_the_key_and_both_
     of_ranks, message, tmp_path
 ):
     run_together(check_settings, 3, tmp_path / "meeting", of_ranks, message)
+
+
+TREE = {"train/loop.py": "step()", "model/gpt.py": "GPT()", "kernels/portable/forward.py": "dot()"}
+
+
+def check_code(rank: int, trees: list[Path], versions: list[str], message: str | None) -> None:
+    agreement.ROOT, torch.__version__ = trees[rank], versions[rank]
+    if message is None:
+        refuse_other_code(processes_of(rank))
+        return
+    with pytest.raises(ValueError, match=message):
+        refuse_other_code(processes_of(rank))
+
+
+@pytest.mark.parametrize(
+    ("changes", "torch_of_last", "message"),
+    [
+        # neither the tests nor a host's own notes run
+        ({"tests/test_loop.py": "", "train/notes.txt": "fast"}, "2.13.0", None),
+        ({}, "2.11.0", "^torch is 2.13.0 on rank 0 and 2.11.0 on rank 2: install the same versions on every"),
+        (
+            {"kernels/portable/forward.py": "dot(fast)"},
+            "2.13.0",
+            r"^the digest of kernels/portable/forward.py is \w{8} on rank 0 and \w{8} on rank 2: give every "
+            "host the same commit, with the same changes to it",
+        ),
+        (
+            {"train/new.py": "", "train/loop.py": "steps()"},
+            "2.13.0",
+            r"^the digest of train/loop.py is \w{8} on rank 0 and \w{8} on rank 2, and 1 more differ",
+        ),
+        ({"data/new.py": ""}, "2.13.0", "^the digest of data/new.py is None on rank 0 and .* on rank 2"),
+    ],
+)
+def test_processes_with_other_code_are_refused_by_all_with_the_library_or_file(
+    changes, torch_of_last, message, tmp_path
+):
+    trees = [tmp_path / "all", tmp_path / "all", tmp_path / "last"]
+    for tree, files in (("all", TREE), ("last", TREE | changes)):
+        for name, text in files.items():
+            path = tmp_path / tree / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    versions = ["2.13.0", "2.13.0", torch_of_last]
+    run_together(check_code, 3, tmp_path / "meeting", trees, versions, message)
 
 
 def lock_in(rank: int, folders: list[Path], message: str | None) -> None:

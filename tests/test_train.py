@@ -68,9 +68,9 @@ def weights(name: str, step: int) -> dict[str, torch.Tensor]:
     return load_file(Path("runs", name, "checkpoints", f"step_{step:08d}", "shard-00000.safetensors"))
 
 
-def start(*arguments: str, launcher: tuple[str, ...] = (), **options) -> subprocess.Popen:
+def start(*arguments: str, launcher: tuple[str, ...] = (), root: Path = ROOT, **options) -> subprocess.Popen:
     command = [sys.executable, *launcher, "-m", "train", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
     )
@@ -470,14 +470,19 @@ def test_after_the_first_step_garbage_is_collected_at_log_lines_alone_until_the_
     assert not any(ring() for step in rings[:10] for ring in step)
 
 
-def two_nodes(*of_nodes: list[str]) -> tuple[list[int], list[tuple[str, str]]]:
-    """Exit codes and outputs of two agents of torchrun, each with its own arguments and one process."""
+def two_nodes(
+    *of_nodes: list[str], roots: tuple[Path, Path] = (ROOT, ROOT)
+) -> tuple[list[int], list[tuple[str, str]]]:
+    """Exit codes and outputs of two agents of torchrun, each with its own arguments, code and one process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=test", "--nnodes=2")
     launcher = ("-m", "torch.distributed.run", *rendezvous, "--nproc-per-node=1")
-    nodes = [start(*SMALL, *arguments, launcher=launcher) for arguments in of_nodes]
+    nodes = [
+        start(*SMALL, *arguments, launcher=launcher, root=root)
+        for arguments, root in zip(of_nodes, roots, strict=True)
+    ]
     outputs = [node.communicate(timeout=120) for node in nodes]
     return [node.returncode for node in nodes], outputs
 
@@ -488,6 +493,19 @@ def test_two_nodes_with_other_settings_are_refused_before_a_run_begins(corpus):
     values = ("0.5 on rank 0 and 0.004 on rank 1", "0.004 on rank 0 and 0.5 on rank 1")
     for _, errors in outputs:
         assert any(f"error: optim.learning_rate is {either}" in errors for either in values), errors
+    assert not Path("runs/two").exists()
+
+
+def test_two_nodes_with_other_code_are_refused_before_a_run_begins(corpus):
+    other = corpus / "other"
+    for folder in ("conf", "kernels", "model", "data", "train"):
+        shutil.copytree(ROOT / folder, other / folder)
+    with (other / "train" / "optim.py").open("a") as file:
+        file.write("# as an edit that the other host has not\n")
+    codes, outputs = two_nodes(*[["name=two"]] * 2, roots=(ROOT, other))
+    assert 0 not in codes, outputs
+    for _, errors in outputs:
+        assert "error: the digest of train/optim.py is " in errors, errors
     assert not Path("runs/two").exists()
 
 

@@ -1,13 +1,35 @@
-"""What the processes of a run must have in common, whichever hosts they are on: their settings."""
+"""What the processes of a run must have in common, whichever hosts they are on: their code and settings."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import torch
 
 from train.config import Config
 from train.distributed import Processes
+from train.results import triton_version
 
+ROOT = Path(__file__).resolve().parent.parent
+# what a run is made of; not the commit, which a host without git cannot tell, and which hides local changes
+ROOMS = ("kernels", "model", "data", "train")
 # a host may keep its text elsewhere (its tokens are compared, train/loop.py), and rank 0 alone talks to wandb
 OWN = ("data", "wandb")
+
+
+def refuse_other_code(processes: Processes) -> None:
+    """Raises ValueError, on every rank, if any runs other code than rank 0: a library's, or ours.
+
+    A host that an update has left out is enough: its weights drift apart from the others'.
+    """
+    # numpy draws the order of the sequences
+    versions = {"torch": str(torch.__version__), "triton": triton_version(), "numpy": np.__version__}
+    _refuse_others(versions, processes, "install the same versions on every host")
+    files = (path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))
+    digests = {f"the digest of {path.relative_to(ROOT)}": _digest(path) for path in files}
+    _refuse_others(digests, processes, "give every host the same commit, with the same changes to it")
 
 
 def refuse_other_settings(config: Config, processes: Processes) -> None:
@@ -16,7 +38,13 @@ def refuse_other_settings(config: Config, processes: Processes) -> None:
     An edit in one host's conf/ is enough: weights drift apart, or processes wait for each other for ever.
     """
     settings = {key: value for key, value in asdict(config).items() if key not in OWN}
-    first, *others = processes.from_all(dict(_flat(settings)))
+    way_out = "start every process with the same command and the same conf/"
+    _refuse_others(dict(_flat(settings)), processes, way_out)
+
+
+def _refuse_others(own: dict[str, object], processes: Processes, way_out: str) -> None:
+    """Raises ValueError, on every rank, with a key whose value on a rank is not that on rank 0."""
+    first, *others = processes.from_all(own)
     for rank, theirs in enumerate(others, 1):
         differing = [key for key in first | theirs if first.get(key) != theirs.get(key)]
         if differing:
@@ -24,9 +52,13 @@ def refuse_other_settings(config: Config, processes: Processes) -> None:
             key = min(differing, key="name".__eq__)
             more = f", and {len(differing) - 1} more differ" if len(differing) > 1 else ""
             raise ValueError(
-                f"{key} is {first.get(key)} on rank 0 and {theirs.get(key)} on rank {rank}{more}: start "
-                "every process with the same command and the same conf/"
+                f"{key} is {first.get(key)} on rank 0 and {theirs.get(key)} on rank {rank}{more}: {way_out}"
             )
+
+
+def _digest(path: Path) -> str:
+    """What a file holds, as 8 hexadecimal digits."""
+    return blake2b(path.read_bytes(), digest_size=4).hexdigest()
 
 
 def _flat(settings: dict, group: str = "") -> Iterator[tuple[str, object]]:

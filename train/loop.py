@@ -11,7 +11,7 @@ import torch
 
 from data.manifest import corpus_digest
 from data.prepare import prepare
-from train.agreement import refuse_other_settings
+from train.agreement import refuse_other_code, refuse_other_settings
 from train.bad_steps import RollBack, Rollbacks, StepGuard, read_left_out, write_left_out
 from train.build import build_step_model, build_weights, open_text, set_arithmetic
 from train.checkpoint import (
@@ -60,6 +60,7 @@ def train(config: Config) -> float:
     with join_processes(config.device) as processes:
         if processes.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
+        refuse_other_code(processes)
         refuse_other_settings(config, processes)
         config.check_processes(processes.world_size)
         config.accumulation(processes.world_size)

@@ -35,7 +35,7 @@ def provenance(n_gpus: int) -> dict:
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _triton_version(),
+        "triton": triton_version(),
         # where Python lies is the machine's own
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
@@ -58,7 +58,8 @@ def machine(result: dict) -> str:
     return f"{result['gpu'] or 'CPU'}, torch {result['torch']}, triton {result['triton']}"
 
 
-def _triton_version() -> str | None:
+def triton_version() -> str | None:
+    """None where it is not installed."""
     try:
         import triton
     except ImportError:

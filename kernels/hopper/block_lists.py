@@ -28,8 +28,8 @@ class BlockLists:
     def longest(self, batch, head, rank):
         """The line with the rank-th longest list, and begin, whole_end and end of its places.
 
-        Never empty, as in schedule.blocks_between: a line that meets nothing visits place -1, a block of which
-        it sees nothing.
+        Never empty, as in schedule.blocks_between: a line that meets nothing visits place -1, a block of
+        which it sees nothing.
         """
         span = self.spans_ptr + (batch * self.stride_batch + head * self.stride_head + 8 * rank + 4)
         begin = gl.load(span)

@@ -38,7 +38,7 @@ def locate(tiles, i):
 
 @gluon.jit
 def places(tiles, batch, row, N_ROWS: gl.constexpr):
-    """The ranges of places that N_ROWS rows from `row` visit under an interval, as blocks_between gives them."""
+    """Of an interval mask, what N_ROWS rows from `row` visit, as blocks_between gives it."""
     first_of_first, end_of_first = tiles.mask.keys_of(batch, gl.maximum(row, 0))
     first_of_last, end_of_last = tiles.mask.keys_of(batch, gl.maximum(row + N_ROWS - 1, 0))
     return blocks_between(first_of_first, end_of_first, first_of_last, end_of_last, tiles.BLOCK_N)

@@ -1,8 +1,9 @@
 """Hugging Face models on these kernels: attn_implementation="nanoflash", after register().
 
-Padding masks of shape (B, Tk), packed position_ids or cu_seq_lens, sliding windows, grouped heads and dropout
-are taken over; what these kernels do not compute (soft caps, sinks, attention weights, windows that look
-ahead) is refused. Only `register` imports transformers.
+Padding masks of shape (B, Tk), or of the filled slots of a static cache, packed position_ids or
+cu_seq_lens, sliding windows, grouped heads and dropout are taken over; what these kernels do not compute
+(soft caps, sinks, attention weights, windows that look ahead) is refused. Only `register` imports
+transformers.
 """
 
 from collections.abc import Callable
@@ -80,6 +81,9 @@ def attention_forward(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     starts, ids = None, None
     if attention_mask is not None and causal:
+        # the slots of a static cache behind the mask are empty
+        k, v = (x[:, : attention_mask.shape[1]] for x in (k, v))
+    if attention_mask is not None and causal:
         ids = once(module, attention_mask, of_mask, q, k)
     elif attention_mask is not None:
         starts = once(module, attention_mask, of_text, q, k)
@@ -87,7 +91,7 @@ def attention_forward(
         # sequences one behind the other, in a batch of one
         starts = cu_seq_lens_q.int(), cu_seq_lens_k.int()
     elif position_ids is not None:
-        ids = once(module, position_ids, of_positions, q, k)
+        ids = once(module, position_ids, of_causal_positions if causal else of_positions, q, k)
     if starts is None:
         return flash_attention(q, k, v, document_ids=ids, **options), None
     packed = (x.flatten(0, 1) for x in (q, k, v))
@@ -153,3 +157,14 @@ def of_positions(position_ids: Tensor, q: Tensor, k: Tensor) -> Tensor | None:
         return None
     ids = torch.nn.functional.pad(starts.cumsum(1), (1, 0)).int()
     return ids.expand(k.shape[0], -1)
+
+
+def of_causal_positions(position_ids: Tensor, q: Tensor, k: Tensor) -> Tensor | None:
+    """The same. Raises ValueError where the last query stands before the last key: in a half empty cache."""
+    one_each = position_ids.dim() == 2 and position_ids.shape[1] == q.shape[1] < k.shape[1]
+    if one_each and may_read(position_ids) and (last := int(position_ids[:, -1].max())) + 1 < k.shape[1]:
+        raise ValueError(
+            f"position_ids end at {last}, but there are {k.shape[1]} keys: where a static cache is not full, "
+            f"pass attention_mask, ones of shape (B, {last + 1}), by which its empty slots are left out"
+        )
+    return of_positions(position_ids, q, k)

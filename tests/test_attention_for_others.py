@@ -116,7 +116,7 @@ def test_hugging_face_masks_with_holes_or_of_other_lengths_are_refused(find):
 def test_hugging_face_masks_are_read_once_for_all_layers(given, device, monkeypatch):
     """Each reading waits for the GPU."""
     hugging_face.register()
-    readings, name = [], {"position_ids": "of_positions", "attention_mask": "of_mask"}[given]
+    readings, name = [], {"position_ids": "of_causal_positions", "attention_mask": "of_mask"}[given]
     find = getattr(hugging_face, name)
     monkeypatch.setattr(hugging_face, name, lambda *of: readings.append(find(*of)) or readings[-1])
     config = transformers.LlamaConfig(**SMALL | {"num_hidden_layers": 3}, **HEADS)
@@ -135,6 +135,45 @@ def test_hugging_face_masks_are_read_once_for_all_layers(given, device, monkeypa
     with torch.inference_mode():
         model(tokens, **{given: values}, use_cache=False)
     model(tokens, **{given: values}, use_cache=False).logits.sum().backward()
+
+
+@pytest.mark.parametrize("n_padding", [0, 4])
+@pytest.mark.parametrize("name", ["llama", "mistral with a window"])
+def test_the_empty_slots_of_a_static_cache_are_left_out(name, n_padding, device):
+    hugging_face.register()
+    tokens = torch.randint(32, (2, 12), device=device)
+    mask = torch.ones_like(tokens)
+    mask[0, :n_padding] = 0
+    generated, logits = [], []
+    for implementation in ("eager", "nanoflash"):
+        torch.manual_seed(0)
+        config = CONFIGS[name]()
+        config._attn_implementation = implementation
+        model = transformers.AutoModelForCausalLM.from_config(config).eval().to(device)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+        with torch.no_grad():
+            logits.append(model(tokens, attention_mask=mask, past_key_values=cache, use_cache=True).logits)
+        options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
+        generated.append(
+            model.generate(tokens, attention_mask=mask, cache_implementation="static", **options)
+        )
+    real = mask.bool()
+    torch.testing.assert_close(logits[1][real], logits[0][real], rtol=1e-4, atol=1e-5)
+    assert torch.equal(*generated)
+
+
+def test_a_static_cache_without_a_mask_that_tells_its_empty_slots_is_refused(device):
+    hugging_face.register()
+    config = CONFIGS["llama"]()
+    config._attn_implementation = "nanoflash"
+    model = transformers.AutoModelForCausalLM.from_config(config).to(device)
+    tokens = torch.randint(32, (1, 12), device=device)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+    with pytest.raises(ValueError, match=r"end at 11, but there are 32 keys.*ones of shape \(B, 12\)"):
+        model(tokens, past_key_values=cache, use_cache=True)
+    # a cache that grows is always full
+    grown = model(tokens, use_cache=True).past_key_values
+    model(tokens[:, :1], past_key_values=grown, use_cache=True)
 
 
 def test_hugging_face_sequences_are_kept_apart_by_their_lengths(device):

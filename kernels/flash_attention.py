@@ -40,7 +40,8 @@ def flash_attention(
     float32, through which gradients flow. softmax_scale: default D**-0.5. causal: query i sees keys up to
     i + Tk - Tq. window: only the last `window` of these. document_ids: (B, Tk) int32, non-decreasing; a token
     sees its own document only, a negative id is padding; the queries are the last Tq tokens. A row that sees
-    nothing gives 0, lse -inf and zero gradients. dropout_seed: int, or int64 tensor of one element on q's
+    nothing gives 0, lse -inf and zero gradients. What is hidden weighs 0 and must be finite too, padding and
+    other documents: 0 * NaN is NaN. dropout_seed: int, or int64 tensor of one element on q's
     device, which a CUDA graph reads anew at each replay; default: drawn from PyTorch's generator of that
     device. deterministic: gradients equal bit for bit in every run. Under autocast q, k and v are cast to its
     dtype. Raises ValueError for anything else, before anything is launched, but for the 2**31 queries of all
@@ -97,7 +98,7 @@ def flash_attention_varlen(
     q: (total_q, H, D); k, v: (total_k, Hkv, D). cu_seqlens: (n_sequences + 1,) int32, where each sequence
     starts, and behind the last one total_q. cu_seqlens_k: the same for k and v, if their lengths differ.
     Returns (total_q, H, D), and with return_lse also (H, total_q). A new set of lengths never recompiles a
-    kernel.
+    kernel. Sequences share tiles: a number that is not finite may spoil its neighbours.
     """
     q, k, v = checks.autocast(q=q, k=k, v=v)
     checks.check_tensors(q, k, v, n_dims=3)

@@ -16,6 +16,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # of Python, of NumPy, tensors of one, and torch.compile's; the first two are Real too, and found faster
 NUMBERS = (int, float, Real, Tensor, torch.SymInt, torch.SymFloat)
 
+# float32 holds these with scores times them, and lse over them
+SCALES = 1e-30, 1e30
+
 # the kernels add a window to a position in 32 bits
 MOST_TOKENS = 2**30
 
@@ -55,6 +58,19 @@ def check_device(name: str, x: Tensor) -> None:
         )
 
 
+def is_interpreted_wrongly(device: torch.device, dtype: torch.dtype) -> bool:
+    """Triton 3.6 and 3.7: products of bfloat16 are off by factors of 1e8 in the interpreter."""
+    return device.type == "cpu" and dtype == torch.bfloat16
+
+
+def check_scale(name: str, scale: float) -> None:
+    if not SCALES[0] <= scale <= SCALES[1]:
+        raise ValueError(
+            f"{name} must be positive and finite, got {scale}: negate or scale q instead (the kernels take "
+            f"{SCALES[0]} to {SCALES[1]})"
+        )
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, n_dims: int) -> None:
     """Shapes, dtypes and devices of q, k and v."""
     layout = "(B, T, H, D)" if n_dims == 4 else "(total, H, D)"
@@ -74,6 +90,11 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, n_dims: int) -> None:
         if 0 in x.shape:
             raise ValueError(f"{name} must not be empty, got shape {tuple(x.shape)}")
     check_device("q", q)
+    if is_interpreted_wrongly(q.device, q.dtype):
+        raise ValueError(
+            "q, k and v must be float16 or float32 on a CPU, got bfloat16, which Triton's interpreter "
+            "multiplies wrongly: cast them, or use attention_reference"
+        )
     head_dim = q.shape[-1]
     if head_dim % 8 != 0 or not 8 <= head_dim <= 256:
         raise ValueError(
@@ -113,8 +134,7 @@ def check_options(
     for name, x in (("softmax_scale", scale), ("dropout_p", dropout_p)):
         if not isinstance(x, NUMBERS):
             raise ValueError(f"{name} must be a number, got {type(x).__name__} {x!r}")
-    if not 0.0 < scale < float("inf"):
-        raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale}: negate q instead")
+    check_scale("softmax_scale", scale)
     seed = None if isinstance(dropout_seed, Tensor) else dropout_seed
     for name, x in (("window", window), ("dropout_seed", seed)):
         if not isinstance(x, (int, torch.SymInt, NoneType)):

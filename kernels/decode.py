@@ -3,8 +3,6 @@
 The kernels, and how they share out one query's work: portable/decode.py.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -82,8 +80,11 @@ def _lists(block_mask: BlockMask | None) -> list[Tensor]:
 
 
 def _scale(softmax_scale: float | None, q: Tensor) -> float:
-    if softmax_scale is not None and not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
+    if softmax_scale is not None and not abs(softmax_scale) <= checks.SCALES[1]:
+        raise ValueError(
+            f"softmax_scale must be finite, got {softmax_scale}: scale q instead (the kernels take up to "
+            f"{checks.SCALES[1]})"
+        )
     return q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
 
 

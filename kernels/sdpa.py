@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.library import Library
 from torch.nn.attention import register_flash_attention_impl
 
+from kernels.checks import check_scale
 from kernels.operators import attention_backward, attention_forward
 
 
@@ -56,8 +57,8 @@ def sdpa_forward(
             f"is_causal needs as many queries as keys, got {query.shape[2]} and {key.shape[2]}: "
             "PyTorch aligns their starts and nanoflash their ends; call flash_attention"
         )
-    if scale is not None and not 0.0 < scale < float("inf"):
-        raise ValueError(f"scale must be positive and finite, got {scale}: negate the query instead")
+    if scale is not None:
+        check_scale("scale", scale)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
     seed = torch.zeros(2, dtype=torch.int64, device=query.device).view(torch.uint64)

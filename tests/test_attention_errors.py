@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.decode import decode_attention
 from kernels.flash_attention import flash_attention, flash_attention_varlen
 from kernels.packed import flash_attention_packed
 from kernels.portable.backward import attention_backward
@@ -32,6 +33,9 @@ X = torch.zeros(2, 8, 4, 16, device=DEVICE)
         ({"k": X[:1], "v": X[:1]}, "batch of q, 2, got 1"),
         ({"k": X[:, :, :3], "v": X[:, :, :3]}, "4 heads of q must be a multiple.*3"),
         ({"softmax_scale": 0.0}, "softmax_scale must be positive.*0.0"),
+        ({"softmax_scale": 1e-46}, "softmax_scale must be positive and finite, got 1e-46.*1e-30 to 1e"),
+        ({"softmax_scale": 1e39}, "softmax_scale must be positive and finite, got 1e.39"),
+        ({"softmax_scale": float("nan")}, "softmax_scale must be positive and finite, got nan"),
         ({"softmax_scale": torch.tensor(0.5)}, "softmax_scale must be a float, got a tensor"),
         ({"softmax_scale": "x"}, "softmax_scale must be a number, got str 'x'"),
         ({"dropout_p": "a"}, "dropout_p must be a number, got str 'a'"),
@@ -92,6 +96,22 @@ def test_every_form_of_the_call_refuses_a_text_for_a_flag():
     ):
         with pytest.raises(ValueError, match="^deterministic must be True or False, got 'false'"):
             call()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's test")
+def test_every_form_of_the_call_refuses_what_the_interpreter_computes_wrongly():
+    x = X.bfloat16()
+    packed, filled = x[:, :, None].expand(-1, -1, 3, -1, -1).contiguous(), torch.tensor([8, 8])
+    for call in (
+        lambda: flash_attention(x, x, x),
+        lambda: flash_attention_varlen(x[0], x[0], x[0], torch.tensor([0, 8]).int()),
+        lambda: flash_attention_packed(packed),
+        lambda: decode_attention(x[:, :1], x, x, filled),
+    ):
+        with pytest.raises(ValueError, match="float16 or float32 on a CPU, got bfloat16"):
+            call()
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="or use attention_reference"):
+        flash_attention(X, X, X)
 
 
 @pytest.mark.parametrize("number", [1, True, np.float64(0.5), np.float32(0.5), Fraction(1, 2)], ids=repr)

@@ -13,6 +13,8 @@ from kernels.block_mask import BlockMask
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+HEAD_DIMS = "a multiple of 8 from 8 to 256"
+
 # of Python, of NumPy, tensors of one, and torch.compile's; the first two are Real too, and found faster
 NUMBERS = (int, float, Real, Tensor, torch.SymInt, torch.SymFloat)
 
@@ -71,6 +73,11 @@ def check_scale(name: str, scale: float) -> None:
         )
 
 
+def takes_head_dim(head_dim: int) -> bool:
+    """Whether the kernels take heads of so many channels, HEAD_DIMS."""
+    return head_dim % 8 == 0 and 8 <= head_dim <= 256
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, n_dims: int) -> None:
     """Shapes, dtypes and devices of q, k and v."""
     layout = "(B, T, H, D)" if n_dims == 4 else "(total, H, D)"
@@ -96,10 +103,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, n_dims: int) -> None:
             "multiplies wrongly: cast them, or use attention_reference"
         )
     head_dim = q.shape[-1]
-    if head_dim % 8 != 0 or not 8 <= head_dim <= 256:
-        raise ValueError(
-            f"head_dim must be a multiple of 8 from 8 to 256, got {head_dim}: change n_head or pad"
-        )
+    if not takes_head_dim(head_dim):
+        raise ValueError(f"head_dim must be {HEAD_DIMS}, got {head_dim}: change n_head or pad")
     if k.shape != v.shape:
         raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
     if k.shape[-1] != head_dim:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kernels import block_masks
 from kernels.block_mask import BLOCK_SIZES, BlockMask, reach
+from kernels.checks import HEAD_DIMS, takes_head_dim
 from kernels.flash_attention import flash_attention
 from kernels.packed import flash_attention_packed
 from kernels.reference import attention_reference
@@ -63,6 +64,16 @@ class AttentionConfig:
     @property
     def sparse(self) -> bool:
         return any(pattern != DENSE for pattern in self.patterns)
+
+
+def why_not_flash(config: ModelConfig) -> str | None:
+    """What flash needs of the heads, in the configuration's words; None if it takes those of this model."""
+    if takes_head_dim(config.head_dim):
+        return None
+    return (
+        f"needs model.head_dim to be {HEAD_DIMS}, got {config.head_dim} of model.n_embd={config.n_embd} and "
+        f"model.n_head={config.n_head}"
+    )
 
 
 class SelfAttention(nn.Module):

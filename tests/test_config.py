@@ -11,6 +11,7 @@ from model import GPT, AttentionConfig, ModelConfig
 from model.gpt import has_fused_gelu
 from model.pretrained import export_pretrained
 from train.config import check_machine, parse, write_config
+from train.weights import run_attention
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 GROUPS = ("model", "data", "optim", "attention", "experiment")
@@ -130,6 +131,15 @@ def test_weights_that_cannot_be_started_from_are_refused_by_key_value_and_way_ou
         parse(composed(*overrides))
 
 
+def test_a_script_runs_a_model_whose_heads_flash_cannot_take_by_what_can(tmp_path):
+    gpt2 = ModelConfig(n_layer=1, n_head=1, n_embd=12, vocab_size=500, max_seq_len=64, dropout=0.0)
+    export_pretrained(GPT(gpt2, AttentionConfig(implementation="sdpa")), tmp_path / "weights")
+    assert run_attention(tmp_path / "weights", "", "cuda").implementation == "sdpa"
+    message = "^attention=flash needs model.head_dim to be a multiple of 8 .*got 12 .* use attention=sdpa"
+    with pytest.raises(ValueError, match=message):
+        run_attention(tmp_path / "weights", "flash", "cuda")
+
+
 def test_the_run_is_rounded_up_to_whole_steps():
     assert parse(composed("total_tokens=300000", "tokens_per_step=131072")).steps == 3
 
@@ -214,6 +224,23 @@ def test_flash_without_a_gpu_is_refused_with_the_change_to_make():
     config = parse(composed("device=cpu", "attention=window"))
     with pytest.raises(ValueError, match=r"flash runs on a GPU, got device=cpu: use .*=reference"):
         check_machine(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.n_embd=100", "model.n_head=10"], "got 10 of model.n_embd=100 and model.n_head=10: change"),
+        (["model.n_embd=2048", "model.n_head=4"], "got 512 of .*: .* set model.head_dim, or use .*=sdpa"),
+        (["+model.head_dim=12", "attention=window"], "got 12 of model.n_embd=768 .* or use .*=reference"),
+    ],
+)
+def test_heads_that_flash_cannot_take_are_refused_before_the_run_by_the_keys_that_make_them(
+    overrides, message
+):
+    needed = "attention.implementation=flash needs model.head_dim to be a multiple of 8 from 8 to 256, "
+    with pytest.raises(ValueError, match=f"^{needed}{message}"):
+        parse(composed(*overrides))
+    assert parse(composed(*overrides, "attention=reference")).model.head_dim in (10, 12, 512)
 
 
 def test_the_fused_loss_without_a_gpu_is_refused_with_the_change_to_make():

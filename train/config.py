@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from data.prepare import DataConfig
 from data.tokenizer import is_tokenizer, load_tokenizer, same_tokens
 from model import AttentionConfig, ModelConfig
+from model.attention import why_not_flash
 from model.families import family_of
 from model.gpt import has_fused_gelu
 from model.recompute import RECOMPUTE
@@ -192,6 +193,16 @@ class Config:
                 f"context_parallel=1, got {self.separate_documents} and {self.context_parallel}"
             )
 
+    def check_heads(self) -> None:
+        """Against the model, which may be that of start.weights. Raises ValueError."""
+        reason = why_not_flash(self.model)
+        if self.attention.implementation != "flash" or reason is None:
+            return
+        ways_out = f"use attention.implementation={'reference' if self.attention.sparse else 'sdpa'}"
+        if self.start.weights is None:
+            ways_out = f"change one of them, set model.head_dim, or {ways_out}"
+        raise ValueError(f"attention.implementation=flash {reason}: {ways_out}")
+
     def check_processes(self, world_size: int) -> None:
         """Raises ValueError unless the processes divide into groups that share a sequence, or the weights."""
         for name, size in (
@@ -237,6 +248,7 @@ def parse(cfg: DictConfig) -> Config:
         longest = max(config.seq_len, config.pose_seq_len or 0)
         config.model = start_model(config.start, longest, config.model.dropout, config.folder)
     config.check_pose()
+    config.check_heads()
     config.lora.check_rank(config.model)
     return config
 

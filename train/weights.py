@@ -5,6 +5,7 @@ from pathlib import Path
 
 from data.prepare import spelled_out
 from model import GPT, AttentionConfig, ModelConfig
+from model.attention import why_not_flash
 from model.extend import EXTENSIONS, ROTARY_METHODS, extended_config, extended_state
 from model.pretrained import check_pretrained, load_pretrained, read_pretrained_config
 from train.checkpoint import (
@@ -131,15 +132,21 @@ def adapters_of(config: dict) -> LoraConfig | None:
 def run_attention(source: Path | str, implementation: str, device: str) -> AttentionConfig:
     """What the layers of this model see, its patterns of blocks, by this implementation; "": by any.
 
-    A model in a Hugging Face folder is dense. Raises ValueError for an implementation that lacks a pattern.
+    A model in a Hugging Face folder is dense. Raises ValueError for an implementation that lacks a pattern,
+    or heads of this size.
     """
     source = Path(source)
     trained = {}
     if not (source / "config.json").is_file():
         trained = read_checkpoint(_checkpoint(source))["config"]["attention"]
     attention = AttentionConfig(**{**trained, "implementation": "reference"})
+    reason = why_not_flash(read_model_config(source))
     # sdpa knows no block masks
-    able = "flash" if device == "cuda" else "reference" if attention.sparse else "sdpa"
+    able = "reference" if attention.sparse else "sdpa"
+    if implementation == "flash" and reason is not None:
+        raise ValueError(f"attention=flash {reason} in {source}: use attention={able}")
+    if device == "cuda" and reason is None:
+        able = "flash"
     if implementation == "sdpa" and attention.sparse:
         raise ValueError(
             f"attention=sdpa has no patterns of blocks, and {source} was trained with "

@@ -15,6 +15,7 @@ from model.families import family_of
 from model.gpt import has_fused_gelu
 from model.recompute import RECOMPUTE
 from train.bad_steps import BAD_STEP_ACTIONS, SpikeConfig
+from train.c_compiler import check_c_compiler
 from train.checkpoint import CheckpointConfig
 from train.evaluate import EvaluationConfig
 from train.logger import LoggingConfig, WandbConfig, counted
@@ -272,6 +273,9 @@ def check_machine(config: Config) -> None:
     if config.fused_gelu and config.device == "cuda":
         # refuses a card that would have it if its library were installed
         has_fused_gelu(torch.device("cuda"))
+    uses_triton = config.attention.implementation == "flash" or config.fused_loss or config.compile
+    if config.device == "cuda" and uses_triton:
+        check_c_compiler()
     if config.precision == "fp16" and config.device == "cpu":
         raise ValueError("precision=fp16 needs a GPU, got device=cpu: use precision=fp32 or bf16")
     if config.export:

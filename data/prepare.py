@@ -27,6 +27,15 @@ from data.tokenizer import TOKENIZERS, check_tokenizer, load_tokenizer, shard_ma
 log = logging.getLogger(__name__)
 
 SOURCES = ("pystdlib", "pypackages", "text", "huggingface")
+# the sources that read a key, where not all do
+READ_BY = {
+    "paths": ("text",),
+    "text_field": ("text", "huggingface"),
+    "dataset": ("huggingface",),
+    "dataset_name": ("huggingface",),
+}
+# how data is prepared, not what it is
+FREE_KEYS = ("folder", "workers")
 LOCK = ".lock"
 
 
@@ -38,11 +47,12 @@ class DataConfig:
     source: str
     # files and folders; for source text alone, otherwise empty
     paths: list[str]
-    # the field of a .jsonl line, .parquet row or data set row that holds the text
+    # the field of a .jsonl line, .parquet row or data set row that holds the text; for sources text and
+    # huggingface alone, otherwise "text"
     text_field: str
     # "owner/name" on the hub or a local folder; for source huggingface alone, otherwise empty
     dataset: str
-    # which configuration of dataset, empty if it has one
+    # which configuration of dataset, empty if it has one; for source huggingface alone, otherwise empty
     dataset_name: str
     # where the shards go; may not exist yet, or be what the same configuration prepared
     folder: str
@@ -73,6 +83,13 @@ class DataConfig:
                 f"data.dataset must name a data set for data.source=huggingface and be empty otherwise, "
                 f"got {self.dataset!r} with data.source={self.source}"
             )
+        for key, unset in (("text_field", "text"), ("dataset_name", "")):
+            value, readers = getattr(self, key), READ_BY[key]
+            if value != unset and self.source not in readers:
+                raise ValueError(
+                    f"data.{key}={value!r} has no effect with data.source={self.source}, only with "
+                    f"{' and '.join(readers)}: leave it {unset!r}, or use another source"
+                )
         if not self.folder:
             raise ValueError("data.folder must name the folder for the shards, got an empty text")
         if not 0 < self.validation_fraction <= 0.5:
@@ -132,7 +149,7 @@ def _is_prepared(folder: Path, config: DataConfig) -> bool:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     manifest = read_manifest(folder)
-    for key, now in _identity(config).items():
+    for key, now in identity(asdict(config)).items():
         then = manifest["config"].get(key)
         if key == "tokenizer" and not {then, now} & set(TOKENIZERS):
             # folders, which may move: shards carry the digest, compared below
@@ -166,9 +183,13 @@ def spelled_out(value: Any) -> Any:
     return os.path.abspath(value) if isinstance(value, str) else value
 
 
-def _identity(config: DataConfig) -> dict[str, Any]:
-    # what decides the tokens
-    return {key: value for key, value in asdict(config).items() if key not in ("folder", "workers")}
+def identity(config: dict[str, Any]) -> dict[str, Any]:
+    """Of the values of a DataConfig those that decide the tokens."""
+    return {
+        key: value
+        for key, value in config.items()
+        if key not in FREE_KEYS and config["source"] in READ_BY.get(key, SOURCES)
+    }
 
 
 def _open_source(config: DataConfig) -> Source:
@@ -264,7 +285,7 @@ def _write_corpus(partial: Path, config: DataConfig) -> None:
     write_manifest(
         partial,
         {
-            "config": _identity(config),
+            "config": identity(asdict(config)),
             "source_fingerprint": source_fingerprint,
             "tokenizer": config.tokenizer,
             "vocab_size": tokenizer.vocab_size,

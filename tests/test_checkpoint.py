@@ -272,6 +272,8 @@ def test_a_checkpoint_of_a_time_when_no_digest_was_kept_fits_any_text(tmp_path):
     ("group", "key", "value"),
     [
         ("data", "workers", 4),
+        # which no source of Python files reads
+        ("data", "dataset_name", "given in vain"),
         ("model", "dropout", 0.1),
         ("start", "weights", "./published/"),
         ("attention", "implementation", "reference"),

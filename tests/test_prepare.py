@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.manifest import SPLITS, read_manifest
+from data.manifest import SPLITS, read_manifest, write_manifest
 from data.prepare import DataConfig, prepare
 from data.shards import HEADER_BYTES, read_shard
 from data.tokenizer import load_tokenizer
@@ -168,6 +168,18 @@ def test_a_folder_is_found_again_however_its_paths_are_written(config):
     assert contents(Path(config.folder)) == before
 
 
+def test_a_folder_prepared_with_values_that_its_source_does_not_read_is_found_again(config):
+    folder = prepare(config)
+    manifest = read_manifest(folder)
+    assert not {"dataset", "dataset_name"} & set(manifest["config"])
+    # as all were kept once, and one could be given in vain
+    manifest["config"] |= {"dataset": "", "dataset_name": "given in vain"}
+    write_manifest(folder, manifest)
+    before = contents(folder)
+    prepare(config)
+    assert contents(folder) == before
+
+
 def test_a_folder_of_the_user_is_refused_and_left_alone(config):
     folder = Path(config.folder)
     folder.mkdir()
@@ -291,6 +303,15 @@ def test_a_corpus_of_copies_of_one_document_is_refused_with_what_was_left_out(co
         ({"source": "pystdlib"}, r"data\.paths must .* be empty otherwise"),
         ({"source": "huggingface", "paths": []}, r"data\.dataset must name a data set"),
         ({"dataset": "a/b"}, r"data\.dataset .*be empty otherwise, got 'a/b'"),
+        ({"dataset_name": "b"}, r"data\.dataset_name='b' has no effect with data\.source=text, only with"),
+        (
+            {"source": "pystdlib", "paths": [], "dataset_name": "b"},
+            r"data\.dataset_name='b' has no effect with data\.source=pystdlib.*: leave it '', or use another",
+        ),
+        (
+            {"source": "pypackages", "paths": [], "text_field": "content"},
+            r"data\.text_field='content' has no effect .*, only with text and huggingface: leave it 'text'",
+        ),
         ({"folder": ""}, r"data\.folder must name the folder"),
     ],
 )

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
 
-from data.prepare import spelled_out
+from data.prepare import identity, spelled_out
 
 # torch.distributed.checkpoint warns of every save and load by a single process
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -34,8 +34,6 @@ FREE_MODEL_KEYS = ("dropout",)
 STREAM_KEYS = ("seed", "seq_len", "tokens_per_step")
 # what a token sees and where it stands: another function of the same weights
 FUNCTION_KEYS = ("separate_documents", "pose_seq_len")
-# these two change how data is prepared, not what it is
-FREE_DATA_KEYS = ("workers", "folder")
 # shards that this process has read and found whole
 _verified: set[tuple[str, int, int]] = set()
 
@@ -262,7 +260,7 @@ def check_fits(info: dict, path: Path, config: dict, *, same_run: bool, corpus: 
         if any(pattern != "dense" for pattern in config["attention"]["patterns"]):
             # what a pattern keeps are blocks
             compared += [("attention", "block_size")]
-        compared += [("data", key) for key in config["data"] if key not in (*FREE_DATA_KEYS, "tokenizer")]
+        compared += [("data", key) for key in identity(config["data"]) if key != "tokenizer"]
     differences, fits_by_path = [], same_run
     for group, key in compared:
         old = (saved[group] if group else saved).get(key)

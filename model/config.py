@@ -48,7 +48,7 @@ class ModelConfig:
     def __post_init__(self):
         if isinstance(self.rotary, dict):
             # a checkpoint's configuration holds plain values
-            self.rotary = RotaryConfig(**self.rotary)
+            self.rotary = RotaryConfig.from_checkpoint(self.rotary)
         for name in ("n_layer", "n_head", "n_embd", "vocab_size", "max_seq_len"):
             _check_positive(self, name)
         if self.head_dim is None and self.n_embd % self.n_head:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from model.config import ModelConfig
-from model.rope import RotaryConfig
+from model.rope import READS, RotaryConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +176,12 @@ def read_rotary(theirs: dict) -> RotaryConfig:
     if kind != "linear":
         longest = rope.get("original_max_position_embeddings") or theirs["max_position_embeddings"]
         scaling["original_seq_len"] = longest
-    for name in ("beta_fast", "beta_slow", "attention_factor", "low_freq_factor", "high_freq_factor"):
-        if rope.get(name) is not None:
+    # a config.json may hold more than its scaling reads
+    for name in READS[kind]:
+        if name not in scaling and rope.get(name) is not None:
             scaling[name] = float(rope[name])
-    if rope.get("mscale") and rope.get("mscale_all_dim") and "attention_factor" not in scaling:
+    mscales = kind == "yarn" and rope.get("mscale") and rope.get("mscale_all_dim")
+    if mscales and "attention_factor" not in scaling:
         over, under = (
             0.1 * rope[name] * math.log(rope["factor"]) + 1 for name in ("mscale", "mscale_all_dim")
         )
@@ -212,18 +214,16 @@ def write_rotary_family_config(config: ModelConfig) -> dict:
 
 def write_rotary(rotary: RotaryConfig, head_dim: int) -> dict:
     """In the words that every version of transformers reads."""
+    theirs = {"original_seq_len": "original_max_position_embeddings"}
     if rotary.scaling == "none":
         return {"rope_theta": rotary.base}
     if rotary.scaling == "ntk":
         # a larger base, and no more
         return {"rope_theta": rotary.base * rotary.factor ** (head_dim / (head_dim - 2))}
-    scaling = {"rope_type": rotary.scaling, "factor": rotary.factor}
-    names = {"yarn": ("beta_fast", "beta_slow", "attention_factor"), "linear": ()}
-    for name in names.get(rotary.scaling, ("low_freq_factor", "high_freq_factor")):
+    scaling = {"rope_type": rotary.scaling}
+    for name in READS[rotary.scaling]:
         if getattr(rotary, name) is not None:
-            scaling[name] = getattr(rotary, name)
-    if rotary.scaling != "linear":
-        scaling["original_max_position_embeddings"] = rotary.original_seq_len
+            scaling[theirs.get(name, name)] = getattr(rotary, name)
     return {"rope_theta": rotary.base, "rope_scaling": scaling}
 
 

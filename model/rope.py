@@ -14,13 +14,20 @@ al., YaRN, arXiv:2309.00071; Llama 3, arXiv:2407.21783. The numbers are those of
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SCALINGS = ("none", "linear", "ntk", "yarn", "llama3")
+# which values of RotaryConfig each scaling reads, besides the base
+READS = {
+    "none": (),
+    "linear": ("factor",),
+    "ntk": ("factor",),
+    "yarn": ("factor", "original_seq_len", "beta_fast", "beta_slow", "attention_factor"),
+    "llama3": ("factor", "original_seq_len", "low_freq_factor", "high_freq_factor"),
+}
 EXTENSIONS = ("repeat", "interpolate")
 
 
@@ -28,11 +35,11 @@ EXTENSIONS = ("repeat", "interpolate")
 class RotaryConfig:
     # the slowest pair of channels turns once in about 2 pi base tokens
     base: float
-    # one of SCALINGS
+    # a key of READS
     scaling: str = "none"
-    # how many times longer than in pretraining sequences may be; none ignores it
+    # how many times longer than in pretraining sequences may be
     factor: float = 1.0
-    # the longest sequence of pretraining; yarn and llama3 need it
+    # the longest sequence of pretraining; yarn and llama3 need it, linear and ntk may say it
     original_seq_len: int | None = None
     # yarn: pairs that turn more often in original_seq_len are kept, those that turn less often are squeezed
     beta_fast: float = 32.0
@@ -44,10 +51,8 @@ class RotaryConfig:
     high_freq_factor: float = 4.0
 
     def __post_init__(self):
-        if self.scaling not in SCALINGS:
-            raise ValueError(
-                f"model.rotary.scaling must be one of {', '.join(SCALINGS)}, got {self.scaling!r}"
-            )
+        if self.scaling not in READS:
+            raise ValueError(f"model.rotary.scaling must be one of {', '.join(READS)}, got {self.scaling!r}")
         for name in ("base", "factor"):
             if getattr(self, name) < 1.0:
                 raise ValueError(f"model.rotary.{name} must be at least 1, got {getattr(self, name)}")
@@ -61,6 +66,27 @@ class RotaryConfig:
                 f"model.rotary.low_freq_factor={self.low_freq_factor} must be below "
                 f"model.rotary.high_freq_factor={self.high_freq_factor}"
             )
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default and not _is_read(field.name, self.scaling):
+                reader = "yarn" if field.name in READS["yarn"] else "llama3"
+                raise ValueError(
+                    f"model.rotary.{field.name}={value} has no effect with model.rotary.scaling="
+                    f"{self.scaling}: add model.rotary.scaling={reader}, or leave it out"
+                )
+
+    @classmethod
+    def from_checkpoint(cls, values: dict) -> "RotaryConfig":
+        """Of plain values; older checkpoints may hold some that their scaling did not read."""
+        scaling = values.get("scaling", "none")
+        return cls(**{name: value for name, value in values.items() if _is_read(name, scaling)})
+
+
+def _is_read(name: str, scaling: str) -> bool:
+    """Whether a scaling reads a value of RotaryConfig, or may be told it."""
+    if name == "original_seq_len":
+        return scaling != "none"
+    return name in ("base", "scaling") or name in READS.get(scaling, ())
 
 
 def frequencies(

@@ -7,7 +7,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from model import GPT, AttentionConfig
-from model.families import FAMILIES, family_of
+from model.families import FAMILIES, family_of, read_rotary
 from model.pretrained import (
     check_pretrained,
     export_pretrained,
@@ -187,6 +187,26 @@ def test_what_we_lack_is_refused_by_key(folder, changes, message):
     path.write_text(json.dumps(values))
     with pytest.raises(ValueError, match=message):
         load_pretrained(folder, REFERENCE)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {},
+        {"rope_type": "linear", "factor": 2.0},
+        {key: value for key, value in YARN.items() if key != "rope_theta"},
+        {key: value for key, value in LLAMA3.items() if key != "rope_theta"},
+    ],
+    ids=["default", "linear", "yarn", "llama3"],
+)
+def test_what_a_scaling_of_theirs_does_not_read_changes_nothing(scaling):
+    published = {"rope_theta": 1e6, "max_position_embeddings": 64, "rope_scaling": scaling}
+    idle = {"factor": 8.0, "beta_fast": 16.0, "low_freq_factor": 2.0, "mscale": 0.7, "mscale_all_dim": 0.7}
+    own = {"yarn": ("beta_fast", "mscale", "mscale_all_dim"), "llama3": ("low_freq_factor",)}
+    for name in own.get(scaling.get("rope_type"), ()):
+        del idle[name]
+    more = {**published, "rope_scaling": idle | scaling}
+    assert read_rotary(more) == read_rotary(published)
 
 
 @pytest.mark.parametrize("kind", ["gpt2"], indirect=True)

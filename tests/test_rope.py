@@ -85,6 +85,29 @@ def test_an_impossible_scaling_is_refused(values, message):
         RotaryConfig(**{"base": 10_000.0, **values})
 
 
+@pytest.mark.parametrize(
+    ("values", "reader"),
+    [
+        ({"factor": 8.0}, "yarn"),
+        ({"original_seq_len": ORIGINAL}, "yarn"),
+        ({"beta_fast": 16.0}, "yarn"),
+        ({"scaling": "linear", "factor": 8.0, "beta_slow": 2.0}, "yarn"),
+        ({"scaling": "llama3", "factor": 8.0, "original_seq_len": ORIGINAL, "attention_factor": 1.0}, "yarn"),
+        ({"scaling": "ntk", "factor": 8.0, "low_freq_factor": 2.0}, "llama3"),
+    ],
+)
+def test_a_value_that_the_scaling_does_not_read_is_refused_with_one_that_does(values, reader):
+    name, value = list(values.items())[-1]
+    scaling = values.get("scaling", "none")
+    message = f"^model.rotary.{name}={value} has no effect with model.rotary.scaling={scaling}: "
+    with pytest.raises(ValueError, match=f"{message}add model.rotary.scaling={reader}, or leave it out"):
+        RotaryConfig(**{"base": 10_000.0, **values})
+    # checkpoints hold it from a time when it was taken
+    values = {"base": 10_000.0, **values}
+    read = RotaryConfig(**{key: values[key] for key in values if key != name})
+    assert RotaryConfig.from_checkpoint(values) == read
+
+
 def test_positions_are_not_made_fewer():
     with pytest.raises(ValueError, match="n_positions=3 must be at least the 4 that there are"):
         extend_learned_positions(torch.zeros(4, 2), 3, "repeat")

@@ -1,5 +1,7 @@
 # Every target sets up .venv by itself; nothing is installed outside it.
 #   make train NGPU=4 ARGS="seq_len=8192 model=gpt2_medium"
+# ARGS holds words as a shell has them, quotes and all:
+#   make train ARGS="data=text 'data.paths=[my_folder]'"
 # NGPU is a number of processes: with as many GPUs, or on a CPU with a step of as many micro-batches,
 #   make train NGPU=2 ARGS="tokens_per_step=1024"
 
@@ -39,18 +41,18 @@ KEEP_MEMORY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184
 
 # without a GPU the run is a small one; an experiment named in ARGS wins
 train: $(RUNTIME)  ## prepare the text, train, draw the loss curve, print a sample
-	@arguments="$(ARGS)"; \
+	@set -- $(ARGS); \
 	if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 		echo "GPU found: GPT-2 124M with flash attention, unless ARGS says otherwise"; \
-	else case " $$arguments" in *" experiment="*) ;; *) \
+	else case " $$*" in *" experiment="*) ;; *) \
 		echo "no GPU found: a small GPT on the CPU (experiment=laptop)"; \
-		arguments="experiment=laptop $$arguments";; esac; \
+		set -- experiment=laptop "$$@";; esac; \
 		export $(KEEP_MEMORY); \
 	fi; \
 	if [ "$(NGPU)" -gt 1 ]; then \
-		$(VENV)/bin/torchrun --standalone --nproc-per-node=$(NGPU) -m train $$arguments; \
+		$(VENV)/bin/torchrun --standalone --nproc-per-node=$(NGPU) -m train "$$@"; \
 	else \
-		$(PY) -m train $$arguments; \
+		$(PY) -m train "$$@"; \
 	fi
 
 # files in the order of their names, test_hopper.py before them: those that compile for minutes come first

@@ -36,7 +36,7 @@ def trainings() -> list:
             options = dict(word.lstrip("-").split("=", 1) for word in words if "=" in word)
             processes = int(options.get("nproc-per-node", 1))
             if words[0] == "make":
-                processes, overrides = int(options.get("NGPU", 1)), options.get("ARGS", "").split()
+                processes, overrides = int(options.get("NGPU", 1)), shlex.split(options.get("ARGS", ""))
             elif "scripts/slurm.sh" in words:
                 processes = GPUS_PER_NODE * int(options["nodes"])
                 overrides = words[words.index("scripts/slurm.sh") + 1 :]

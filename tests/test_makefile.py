@@ -1,0 +1,57 @@
+"""Makefile: what make train hands to python -m train, shown by a Python that prints its arguments."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+
+
+@pytest.fixture
+def venv(tmp_path) -> Path:
+    """An environment newer than its requirements, on a machine without a GPU."""
+    (tmp_path / "bin").mkdir()
+    for name in ("python", "torchrun"):
+        # -c asks whether there is a GPU
+        text = '#!/bin/sh\n[ "$1" = -c ] && exit 1\nprintf "%s\\n" "$@"\n'
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / ".runtime").touch()
+    return tmp_path
+
+
+def trained_with(venv: Path, *words: str) -> list[str]:
+    """The arguments behind `-m train`, one a line."""
+    command = ["make", "--silent", "train", f"VENV={venv}", *words]
+    # without the variables of a make test around it
+    outside = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKEOVERRIDES")}
+    done = subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("-m\ntrain\n")[1].splitlines()
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("", []),
+        ("seq_len=512 seed=1", ["seq_len=512", "seed=1"]),
+        ("data=text 'data.paths=[kernels, model]'", ["data=text", "data.paths=[kernels, model]"]),
+        ("data.paths=[kernels]", ["data.paths=[kernels]"]),
+        ("sample.prompt='import torch'", ["sample.prompt=import torch"]),
+        ("'sample.prompt=\"def f(x):\"' seed=1", ['sample.prompt="def f(x):"', "seed=1"]),
+        ("'name=seed$${seed}'", ["name=seed${seed}"]),
+    ],
+)
+def test_quoted_words_of_args_reach_training_as_a_shell_would_give_them(venv, processes, given, words):
+    assert trained_with(venv, f"NGPU={processes}", f"ARGS={given}") == ["experiment=laptop", *words]
+
+
+def test_an_experiment_in_args_takes_the_place_of_the_laptops(venv):
+    words = "seed=1 experiment=same_curve 'name=a b'"
+    assert trained_with(venv, f"ARGS={words}") == ["seed=1", "experiment=same_curve", "name=a b"]

@@ -14,6 +14,10 @@ from model.cache import LayerCache
 from model.gpt import GPT
 from model.rope import rotation
 
+# float32 ends at 3e38: divided by less, logits could be infinite; the likeliest token has all the probability
+# long before
+LEAST_TEMPERATURE = 1e-30
+
 
 def generate(model: GPT, tokens: Tensor, n_new: int, **options) -> Tensor:
     """The prompts and up to n_new sampled tokens, (B, T + n) int64; arguments as of `stream`."""
@@ -39,11 +43,12 @@ def stream(
     """Yields the next token of each of B sequences, (B,) int64 on the CPU, up to n_new times.
 
     tokens: prompts (B, T), T >= 1; lengths: (B,) int64, where they end, if some are shorter than T.
-    temperature 0 takes the likeliest token; top_k keeps the k likeliest; top_p keeps the smallest set of
-    likeliest tokens that holds probability p (Holtzman et al., arXiv:1904.09751). vocab_size: only ids below
-    it are drawn, where the tokenizer has fewer than the model. A sequence that has given one of stop_tokens
-    repeats it; when all have, no more comes. compiled: by torch.compile, for long outputs on a GPU. The
-    model's mode is left as it was found. Raises ValueError if the whole exceeds the model's positions.
+    temperature 0, or below LEAST_TEMPERATURE, takes the likeliest token; top_k keeps the k likeliest; top_p
+    keeps the smallest set of likeliest tokens that holds probability p (Holtzman et al., arXiv:1904.09751).
+    vocab_size: only ids below it are drawn, where the tokenizer has fewer than the model. A sequence that has
+    given one of stop_tokens repeats it; when all have, no more comes. compiled: by torch.compile, for long
+    outputs on a GPU. The model's mode is left as it was found. Raises ValueError if the whole exceeds the
+    model's positions.
     """
     batch, prompt_len = tokens.shape
     _check(model, prompt_len, n_new, temperature, top_k, top_p, vocab_size)
@@ -54,7 +59,8 @@ def stream(
     was_training = model.training
     model.eval()
     try:
-        if temperature == 0.0:
+        is_greedy = temperature < LEAST_TEMPERATURE
+        if is_greedy:
             draw = likeliest if compiled else partial(torch.argmax, dim=-1)
         else:
             draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
@@ -72,7 +78,7 @@ def stream(
             return torch.where((newest[:, None] == stops_there).any(dim=-1), newest, drawn)
 
         # random numbers in a captured graph would need a generator that is registered with it
-        choose_in_step = choose if temperature == 0.0 else None
+        choose_in_step = choose if is_greedy else None
         decoder = Decoder(model, batch, prompt_len + n_new, choose_in_step, compiled=compiled)
         drawn, arrivals = decoder.drawn, Arrivals(decoder.drawn[:n_new])
         is_ahead = False
@@ -250,7 +256,7 @@ def sample(
     top_p: float | None,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """One token id a row, (B,), from logits (B, V), at a temperature above 0."""
+    """One token id a row, (B,), from logits (B, V), at LEAST_TEMPERATURE or above."""
     logits = logits.float() / temperature
     if top_k is None:
         values, ids = logits.sort(dim=-1, descending=True)

@@ -272,6 +272,14 @@ def test_a_tiny_top_p_is_greedy(gpt):
     assert torch.equal(generate(gpt, prompt, 10, top_p=1e-6), greedy)
 
 
+@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.9}])
+@pytest.mark.parametrize("temperature", [1e-30, 9e-31, 1e-38, 1e-40, 1e-300])
+def test_a_tiny_temperature_is_greedy_even_where_float32_cannot_divide_by_it(gpt, temperature, options):
+    prompt = torch.randint(100, (4, 5))
+    greedy = generate(gpt, prompt, 10, temperature=0.0)
+    assert torch.equal(generate(gpt, prompt, 10, temperature=temperature, **options), greedy)
+
+
 def test_generation_leaves_the_training_mode_as_it_was(gpt):
     gpt.train()
     generate(gpt, torch.zeros(1, 1, dtype=torch.long), 2)

@@ -1,5 +1,7 @@
-"""The commands that README.md and docs/ tell their reader to type."""
+"""The commands and the Python that README.md and docs/ tell their reader to type."""
 
+import ast
+import builtins
 import re
 import shlex
 from pathlib import Path
@@ -13,6 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # scripts/slurm.sh starts a process for each of a node's GPUs
 GPUS_PER_NODE = 8
+# what the text around a block of Python has
+GIVEN = {"q", "k", "v"}
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -56,3 +60,38 @@ def test_a_training_command_of_the_docs_is_accepted_on_its_number_of_processes(p
     config = parse(composed(*given, "start.weights=null"))
     config.check_processes(processes)
     assert config.accumulation(processes) >= 1
+
+
+def python_blocks() -> list:
+    """Each fenced block of Python, by its page and the line of its fence."""
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for block in re.finditer(r"^```(?:python|py)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+            line = text.count("\n", 0, block.start()) + 1
+            found.append(pytest.param(block[1], id=f"{page.name}:{line}"))
+    return found
+
+
+def undefined_names(code: str) -> set[str]:
+    """The names that a module of this code reads, and neither makes, imports nor has from Python."""
+    nodes = list(ast.walk(ast.parse(code)))
+    read = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    made = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    made |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    made |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    made |= {(name.asname or name.name).split(".")[0] for node in imports for name in node.names}
+    return read - made - set(dir(builtins))
+
+
+@pytest.mark.parametrize("code", python_blocks())
+def test_python_of_the_docs_imports_what_there_is_and_uses_no_name_that_it_lacks(code):
+    assert undefined_names(code) <= GIVEN
+    imports = [node for node in ast.parse(code).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    exec(compile(ast.Module(imports, []), "imports", "exec"), {})
+
+
+def test_a_name_that_a_block_lacks_is_found():
+    code = "import a.b\nfrom c import d as e\ndef f(g):\n    return print(a, e, f, g, [h for h in i], d)\n"
+    assert undefined_names(code) == {"i", "d"}

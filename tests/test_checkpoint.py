@@ -260,6 +260,21 @@ def test_another_stream_of_tokens_or_view_of_it_is_refused_unless_asked_for_by_p
     refuse_other_run(tmp_path / "elsewhere", str(path), config)
 
 
+def test_steps_of_another_size_are_refused_in_the_same_folder_with_the_way_out(tmp_path):
+    run, other = tmp_path / "run", changed("", "tokens_per_step", 128)
+    path = write(run, 7)
+    with pytest.raises(ValueError, match=f"resume={path} to go on with .* on purpose, under another name="):
+        refuse_other_run(run, "auto", other)
+    message = "tokens_per_step is 64 in .* and 128 in the configuration, .*: choose another name= .*{}, or "
+    with pytest.raises(ValueError, match=message.format(f"checkpoint.resume={path}")):
+        refuse_other_run(run, str(path), other)
+    # nor when it goes on from its own
+    own = write(tmp_path / "new", 9, resume=str(path))
+    refuse_other_run(tmp_path / "new", str(path), CONFIG)
+    with pytest.raises(ValueError, match=message.format(f"checkpoint.resume={own}")):
+        refuse_other_run(tmp_path / "new", str(path), other)
+
+
 def test_a_checkpoint_of_a_time_when_no_digest_was_kept_fits_any_text(tmp_path):
     for step, then in ((1, {}), (2, {"corpus": "a"})):
         path = write(tmp_path, step, **then)

@@ -20,6 +20,7 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
 import train.loop
+from data.loader import TokenLoader
 from scripts import sample
 from train.config import parse
 from train.logger import RunLogger, read_metrics
@@ -203,6 +204,42 @@ def test_a_raised_budget_continues_a_finished_run_and_tells_of_other_settings(co
     run("total_tokens=7168")
     assert "continues after step 12 with the settings of runs/test/config_from_s" in capsys.readouterr().out
     assert len(losses()) == 14
+
+
+@pytest.mark.parametrize(
+    ("size", "first_step", "again"), [(1024, 5, 0), (256, 20, 0), (768, 6, 512)], ids=["twice", "half", "odd"]
+)
+def test_steps_of_another_size_go_on_in_the_text_and_the_budget_where_the_checkpoint_was(
+    corpus, capsys, monkeypatch, size, first_step, again
+):
+    read, batch = [], TokenLoader.batch
+
+    def watched(self, step):
+        tokens, targets = batch(self, step)
+        if self.shuffle:
+            read.extend(tokens.tolist())
+        return tokens, targets
+
+    monkeypatch.setattr(TokenLoader, "batch", watched)
+    run("name=whole", "total_tokens=9216")
+    whole, read = read, []
+    run("total_tokens=5120")
+    before, read = read, []
+    capsys.readouterr()
+    given = [f"tokens_per_step={size}", "total_tokens=9216", "name=other"]
+    run(*given, "checkpoint.resume=runs/test/checkpoints/step_00000010")
+    told = capsys.readouterr().out.splitlines()[0]
+    assert told.startswith(f"step 10 of 512 tokens is step {first_step} of {size:,} tokens, in which ")
+    assert ("the last 512 tokens before it are read again" in told) == (again > 0)
+    # sequences are of 32 tokens
+    assert before[: len(before) - again // 32] + read == whole
+    metrics = read_metrics(Path("runs/other/metrics.jsonl"))
+    assert [m["tokens"] for m in metrics] == list(range((first_step + 1) * size, 9217, size))
+    [row] = json.loads(Path("runs/other/summary.json").read_text())["rows"]
+    assert row["tokens"] == 9216
+    # and again from its own checkpoint, with a larger budget
+    run(*given, "total_tokens=12288", "checkpoint.resume=runs/test/checkpoints/step_00000010")
+    assert read_metrics(Path("runs/other/metrics.jsonl"))[-1]["tokens"] == 12288
 
 
 def test_a_warm_up_beyond_the_end_of_the_run_is_told_with_the_rate_that_it_reaches(corpus, capsys):

@@ -127,6 +127,7 @@ def refuse_other_run(folder: Path, resume: str, config: dict) -> None:
     if newest and spelled_out(newest_info["resume"]) == spelled_out(resume):
         # it goes on from its own, whatever became of the one that it started from
         check_fits(newest_info, newest, config, same_run=resume == "auto")
+        _refuse_other_steps(newest_info, newest, folder, config)
     elif resume not in ("auto", "never"):
         if not Path(resume).is_dir():
             raise ValueError(
@@ -135,9 +136,21 @@ def refuse_other_run(folder: Path, resume: str, config: dict) -> None:
             )
         info = read_checkpoint(Path(resume))
         check_fits(info, Path(resume), config, same_run=False)
+        _refuse_other_steps(info, Path(resume), folder, config)
         _refuse_to_replace(found, folder, resume, info["step"])
     elif found:
         check_fits(newest_info, newest, config, same_run=True)
+
+
+def _refuse_other_steps(info: dict, path: Path, folder: Path, config: dict) -> None:
+    old, new = info["config"]["tokens_per_step"], config["tokens_per_step"]
+    # metrics, checkpoints and the batches left out of one folder have numbers of steps of one size
+    if old != new and path.resolve().parent == folder.resolve():
+        raise ValueError(
+            f"tokens_per_step is {old} in {path} and {new} in the configuration, and a run counts its steps "
+            f"in one: choose another name= to go on from there with checkpoint.resume={path}, or "
+            f"tokens_per_step={old}"
+        )
 
 
 def _refuse_to_replace(found: dict[Path, dict], folder: Path, resume: str, step: int) -> None:
@@ -278,4 +291,6 @@ def check_fits(info: dict, path: Path, config: dict, *, same_run: bool, corpus: 
         way_out = "choose another name= for a new run, or the checkpoint's own values"
         if fits_by_path:
             way_out += f", or checkpoint.resume={path} to go on with these on purpose"
+            if saved["tokens_per_step"] != config["tokens_per_step"]:
+                way_out += ", under another name="
         raise ValueError(f"{path} does not fit this run: {'; '.join(differences)}: {way_out}")

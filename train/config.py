@@ -216,8 +216,15 @@ class Config:
                     f"start a multiple of {size} of them, or lower {name}"
                 )
 
+    def step_after(self, step: int, tokens_per_step: int) -> int:
+        """How many whole steps of this run `step` steps of tokens_per_step tokens are."""
+        return step * tokens_per_step // self.tokens_per_step
+
     def check_first_step(self, step: int, *, is_own: bool) -> None:
-        """Raises ValueError if a checkpoint of this step, the run's own or not, leaves nothing to train."""
+        """Raises ValueError if a checkpoint of this step, the run's own or not, leaves nothing to train.
+
+        step: counted in steps of this run's size.
+        """
         if step > self.steps or (step == self.steps and not is_own):
             raise ValueError(
                 f"the checkpoint is of step {step}, but total_tokens={self.total_tokens} are {self.steps} "

@@ -35,7 +35,7 @@ from train.optim import build_optimizer, learning_rate
 from train.out_of_memory import end_out_of_memory
 from train.parallel import gather, shard
 from train.profiler import Profiler
-from train.report import finish_run, open_run, run_flops, set_aside, step_metrics
+from train.report import finish_run, open_run, run_flops, set_aside, step_metrics, tell_other_steps
 from train.run_lock import lock_run
 from train.saving import CheckpointSaver, remove_unfinished
 from train.step import autocast_context, forward_backward, update
@@ -157,8 +157,13 @@ def _train(
     if saved_path:
         info = read_checkpoint(saved_path)
         check_fits(info, saved_path, asdict(config), same_run=resume == "auto", corpus=corpus)
-        config.check_first_step(info["step"], is_own=saved_path.parent == checkpoints)
-        first_step = processes.step = _restore(saved_path, info, weights, optimizer, scaler, guard)
+        # tokens trained are those of a run that had this many of them in each step from its first on
+        first_step = config.step_after(info["step"], info["config"]["tokens_per_step"])
+        config.check_first_step(first_step, is_own=saved_path.parent == checkpoints)
+        _restore(saved_path, info, weights, optimizer, scaler, guard)
+        processes.step = first_step
+        if is_main:
+            tell_other_steps(config, info, first_step)
     model = build_step_model(weights, config, processes, context, is_sharded=is_sharded)
     autocast = partial(autocast_context, device.type, config.precision)
     timer, clock, flops = StepTimer(device), RunClock(device), run_flops(config, train_data)
@@ -248,8 +253,8 @@ def _train(
     return val_loss
 
 
-def _restore(path: Path, info: dict, weights, optimizer, scaler, guard: StepGuard) -> int:
-    """Fills everything that a step changes from a checkpoint; returns the steps that it has done.
+def _restore(path: Path, info: dict, weights, optimizer, scaler, guard: StepGuard) -> None:
+    """Fills everything that a step changes from a checkpoint.
 
     info: what read_checkpoint tells of it.
     """
@@ -258,7 +263,6 @@ def _restore(path: Path, info: dict, weights, optimizer, scaler, guard: StepGuar
         # empty after a precision that needs no scale
         scaler.load_state_dict(info["scaler"])
     guard.load_state(info["guard"])
-    return info["step"]
 
 
 def _settle_buckets(model, config: Config, processes: Processes, autocast, scaler, optimizer) -> None:

@@ -51,6 +51,22 @@ def set_aside(folder: Path) -> None:
     print(f"starts over; what an attempt without a checkpoint left is in {aside}", flush=True)
 
 
+def tell_other_steps(config: Config, info: dict, first_step: int) -> None:
+    """Says which step of this run a checkpoint is at, where its own steps have another number of tokens.
+
+    info: what read_checkpoint tells of it.
+    """
+    step, size, own_size = info["step"], info["config"]["tokens_per_step"], config.tokens_per_step
+    if size == own_size:
+        return
+    again = step * size - first_step * own_size
+    remark = f"; the last {counted(again, 'token')} before it are read again" if again else ""
+    print(
+        f"step {step:,} of {counted(size, 'token')} is step {first_step:,} of {counted(own_size, 'token')}, "
+        f"in which warm-up and schedule are counted{remark}"
+    )
+
+
 def open_run(
     config: Config,
     folder: Path,

@@ -1,4 +1,5 @@
 import json
+import math
 import multiprocessing
 import os
 import resource
@@ -28,6 +29,18 @@ def write(folder, steps, start_step=0, settings=SETTINGS):
 def test_each_logged_step_is_one_line_of_json(tmp_path):
     path = write(tmp_path, [1, 2])
     assert [json.loads(text) for text in path.read_text().splitlines()] == [line(1), line(2)]
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_file_before_and_after_a_resumption(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with RunLogger(tmp_path, "test", 10, 0, {}, SETTINGS) as logger:
+        logger.log({"step": 1, "train_loss": math.nan, "grad_norm": math.inf})
+    assert path.read_text() == '{"step": 1, "train_loss": null, "grad_norm": null}\n'
+    # as older files have it
+    path.write_text('{"step": 1, "train_loss": NaN, "grad_norm": Infinity}\n')
+    assert read_metrics(path) == [{"step": 1, "train_loss": None, "grad_norm": None}]
+    write(tmp_path, [], start_step=1)
+    assert path.read_text() == '{"step": 1, "train_loss": null, "grad_norm": null}\n'
 
 
 def test_a_line_can_be_read_as_soon_as_it_is_logged(tmp_path):

@@ -1,5 +1,6 @@
 import errno
 import json
+import math
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -170,6 +171,18 @@ def test_what_is_kept_is_the_newest_every_nth_and_the_best(tmp_path):
         "4",
         "8",
     ]
+
+
+def test_the_best_is_the_lowest_of_the_finite_losses(tmp_path):
+    model = trained()
+    for step, loss in enumerate([math.nan, 3.0, 2.0, -math.inf, 3.5, math.inf], 1):
+        save(tmp_path, step, model=model, val_loss=loss, keep_last=2, keep_best=True)
+    assert [path.name[-1] for path in sorted(tmp_path.iterdir())] == ["3", "5", "6"]
+    # a checkpoint of a time when NaN was written
+    marker = tmp_path / "step_00000005" / "checkpoint.json"
+    marker.write_text(marker.read_text().replace('"val_loss": 3.5', '"val_loss": NaN'))
+    save(tmp_path, 7, model=model, val_loss=4.0, keep_last=1, keep_best=True)
+    assert [path.name[-1] for path in sorted(tmp_path.iterdir())] == ["3", "7"]
 
 
 def test_a_checkpoint_just_written_stays_although_a_damaged_one_is_later(tmp_path):

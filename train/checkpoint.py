@@ -5,7 +5,6 @@ which is written last: a folder without it was cut off. The file holds everythin
 and CRC-32 of every shard.
 """
 
-import json
 import sys
 import warnings
 import zlib
@@ -20,6 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
 
 from data.prepare import identity, spelled_out
+from train.strict_json import from_json
 
 # torch.distributed.checkpoint warns of every save and load by a single process
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -171,10 +171,11 @@ def _refuse_to_replace(found: dict[Path, dict], folder: Path, resume: str, step:
 
 
 def read_checkpoint(path: Path) -> dict:
-    """What a checkpoint holds besides tensors: "step", "val_loss" of that step or None, "resume", "config"
-    and "corpus" (data.manifest.corpus_digest) of the run, and the state of its parts."""
+    """What a checkpoint holds besides tensors: "step", "val_loss" of that step (None if not taken or
+    not finite), "resume", "config" and "corpus" (data.manifest.corpus_digest) of the run, and the state of
+    its parts."""
     try:
-        info = json.loads((path / MARKER).read_text())
+        info = from_json((path / MARKER).read_text())
     except FileNotFoundError:
         raise ValueError(f"{path} is not a checkpoint: it has no {MARKER}") from None
     except ValueError as error:

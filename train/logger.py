@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from train.strict_json import from_json, to_json
 from train.whole_file import write_whole
 
 WANDB_MODES = ("offline", "online", "disabled")
@@ -48,7 +49,7 @@ class RunLogger:
         self._steps = steps
         path = folder / "metrics.jsonl"
         kept = read_metrics(path) if start_step and path.exists() else []
-        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept if line["step"] <= start_step))
+        write_whole(path, "".join(to_json(line) + "\n" for line in kept if line["step"] <= start_step))
         self._file = path.open("ab", buffering=0)
         self._size = path.stat().st_size
         self._unwritten = b""
@@ -57,8 +58,11 @@ class RunLogger:
             self._wandb = _start_wandb(folder, name, config, settings)
 
     def log(self, metrics: dict) -> None:
-        """Adds one line of metrics, to the file and to wandb, under the same keys."""
-        self._append(json.dumps(metrics) + "\n")
+        """Adds one line of metrics, to the file and to wandb, under the same keys.
+
+        Numbers that are not finite are null in the file; wandb has words for them.
+        """
+        self._append(to_json(metrics) + "\n")
         given = {key: value for key, value in metrics.items() if value is not None}
         with self._wandb_may_fail():
             if self._wandb:
@@ -144,12 +148,15 @@ def _warn(message: str) -> None:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The lines of a metrics.jsonl; a half line that a crash left at the end is passed over."""
+    """The lines of a metrics.jsonl; a half line that a crash left at the end is passed over.
+
+    A loss or norm that was not finite is None.
+    """
     metrics = []
     lines = path.read_text().splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            metrics.append(json.loads(line))
+            metrics.append(from_json(line))
         except json.JSONDecodeError:
             if number < len(lines):
                 raise ValueError(f"{path}, line {number} is not JSON: {line[:80]!r}") from None

@@ -1,6 +1,5 @@
 """Result files: measured rows with the card, versions, command and date that they came from."""
 
-import json
 import os
 import platform
 import shlex
@@ -12,17 +11,19 @@ from pathlib import Path
 
 import torch
 
+from train.strict_json import to_json
 from train.whole_file import write_whole
 
 
 def write_result(path: Path, rows: list[dict], n_gpus: int = 1) -> dict:
     """Writes and returns the rows under "rows", with what `provenance` tells of their origin.
 
+    Numbers that are not finite are null in the file.
     Call it for each row as it is measured: whoever ends a run keeps what it has.
     """
     result = {**origin(n_gpus), "rows": rows}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(result, indent=1) + "\n")
+    write_whole(path, to_json(result, indent=1) + "\n")
     return result
 
 

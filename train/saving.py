@@ -32,6 +32,7 @@ from train.checkpoint import (
 )
 from train.distributed import Processes
 from train.page_locked import lock_pages, unlock_pages
+from train.strict_json import to_json
 
 # the names of dtypes in safetensors' header
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
@@ -225,7 +226,7 @@ class ShardWriter(StorageWriter):
         shards = dict(result.storage_data for part in results for result in part)
         partial = self._path / f"{MARKER}.partial"
         with partial.open("w") as file:
-            json.dump({**self._info, "shards": shards}, file, indent=1)
+            file.write(to_json({**self._info, "shards": shards}, indent=1))
             file.flush()
             os.fsync(file.fileno())
         partial.replace(self._path / MARKER)

@@ -353,6 +353,26 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_reaches_the_weights(c
     assert len(saved) == len(losses()), "the step that failed left neither a checkpoint nor a metric"
 
 
+def test_a_final_validation_loss_that_is_not_finite_ends_with_2_after_the_last_checkpoint(corpus):
+    # the only update leaves weights that are finite, and too large
+    given = [*SMALL, "total_tokens=512", "optim.learning_rate=1e30", "optim.warmup_steps=0"]
+    process = start(*given)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "error: the validation loss is nan after 1 step: no summary and no sample are made of it" in errors
+    assert "Traceback" not in errors
+    folder = Path("runs/test")
+    assert not (folder / "summary.json").exists()
+    marker = folder / "checkpoints" / "step_00000001" / "checkpoint.json"
+    for text in (*(folder / "metrics.jsonl").read_text().splitlines(), marker.read_text()):
+        json.loads(text, parse_constant=pytest.fail)
+    assert json.loads(marker.read_text())["val_loss"] is None
+    # nor does it count as finished when it is started again
+    process = start(*given)
+    process.communicate(timeout=120)
+    assert process.returncode == 2
+
+
 def test_another_model_under_the_same_name_is_refused_before_any_work_and_changes_nothing(corpus):
     run()
     before = {p: p.stat().st_mtime_ns for p in Path("runs").rglob("*")}

@@ -1,6 +1,7 @@
 """The training loop: one code path for a laptop CPU, one GPU, and many."""
 
 import gc
+import math
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -49,8 +50,9 @@ def train(config: Config) -> float:
 
     Raises ValueError for what this machine, the text or an earlier run of that name rule out, before any
     long work; FloatingPointError for a loss or gradients that are not finite, before they reach the
-    weights; MemoryError for a step that does not fit into the GPU, with one that does; Interrupted after
-    SIGTERM or SIGINT, when the state is saved.
+    weights, and for a final validation loss that is not, when the state is saved; MemoryError for a step
+    that does not fit into the GPU, with one that does; Interrupted after SIGTERM or SIGINT, when the state
+    is saved.
     """
     check_machine(config)
     # with --multirun a process trains one run after the other, and torch gives up compiling after some shapes
@@ -240,6 +242,12 @@ def _train(
                 _check_saved(saver, done)
                 raise Interrupted(f"stopped after step {done}; the same command goes on from there")
 
+    if not math.isfinite(val_loss):
+        raise FloatingPointError(
+            f"the validation loss is {val_loss} after {counted(config.steps, 'step')}: no summary and no "
+            "sample are made of it. Lower optim.learning_rate, or use precision=bf16 or fp32, and start "
+            "anew, or from an earlier checkpoint with checkpoint.resume=FOLDER, under another name="
+        )
     # saved, and its room may be what the whole weights need
     optimizer.state.clear()
     weights = gather(weights, lambda: build_weights(config, device), is_main=is_main)

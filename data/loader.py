@@ -23,8 +23,9 @@ class TokenLoader:
     same step; an epoch holds each sequence once; a resumed run, with the same numpy, needs no saved state.
 
     folder: what prepare returned. split: "train" or "val". tokenizer: the one that the shards must be of.
-    shuffle=False keeps the order of the text, for validation. sequences_per_epoch and tokens_per_epoch count
-    the whole split, all ranks together.
+    shuffle=False keeps the order of the text, for validation; a step may then be longer than the split,
+    which begins again at its end. sequences_per_epoch and tokens_per_epoch count the whole split, all ranks
+    together.
     Raises ValueError for a folder or shard that does not fit, for too little text, and if the ranks do not
     divide sequences_per_step.
     """
@@ -70,15 +71,16 @@ class TokenLoader:
         # the last sequence needs one token more for its last target
         self.sequences_per_epoch = max(0, self._ends[-1] - 1) // seq_len
         self.tokens_per_epoch = self.sequences_per_epoch * seq_len
-        if self.sequences_per_epoch < sequences_per_step:
+        if shuffle and self.sequences_per_epoch < sequences_per_step:
             raise ValueError(
                 f"split {split!r} in {str(folder)!r} has {self._ends[-1]} tokens, too few for one step of "
-                f"{sequences_per_step} sequences of seq_len {seq_len}: lower seq_len or "
-                + (
-                    "tokens_per_step, or prepare more text"
-                    if split == "train"
-                    else "tokens_per_microbatch, or prepare a larger data.validation_fraction"
-                )
+                f"{sequences_per_step} sequences of seq_len {seq_len}: lower seq_len or tokens_per_step, or "
+                "prepare more text"
+            )
+        if self.sequences_per_epoch == 0:
+            raise ValueError(
+                f"split {split!r} in {str(folder)!r} has {self._ends[-1]} tokens, too few for one sequence "
+                f"of seq_len {seq_len}: lower seq_len, or prepare a larger data.validation_fraction"
             )
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)

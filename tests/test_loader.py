@@ -95,6 +95,10 @@ def test_another_epoch_has_another_order(folder):
 def test_without_shuffle_the_text_comes_in_order(folder):
     loader = load(folder, split="val", shuffle=False)
     assert torch.equal(loader.batch(2)[0].flatten(), torch.arange(2 * 8 * SEQ_LEN, 3 * 8 * SEQ_LEN))
+    # of 62 sequences; the rest of a step, or a step longer than the text, begins again
+    assert torch.equal(loader.batch(7)[0][-2:], loader.batch(0)[0][:2])
+    long = load(folder, split="val", shuffle=False, sequences_per_step=63)
+    assert torch.equal(long.batch(0)[0][-1], loader.batch(0)[0][0])
 
 
 def test_the_last_sequence_that_has_all_its_targets_is_used(folder):
@@ -106,10 +110,10 @@ def test_the_last_sequence_that_has_all_its_targets_is_used(folder):
 def test_too_little_text_is_refused_with_the_keys_to_change(folder):
     with pytest.raises(
         ValueError,
-        match=r"'val' in .* has 1000 tokens.* 63 sequences of seq_len 16: lower seq_len or "
-        r"tokens_per_microbatch, .* data.validation_fraction",
+        match=r"'val' in .* has 1000 tokens, too few for one sequence of seq_len 1000: lower seq_len, or .* "
+        r"data.validation_fraction",
     ):
-        load(folder, split="val", sequences_per_step=63)
+        load(folder, split="val", seq_len=1000, shuffle=False)
     with pytest.raises(ValueError, match="'train' in .* lower seq_len or tokens_per_step, or prepare more"):
         load(folder, sequences_per_step=10_000)
 

@@ -258,9 +258,8 @@ def test_a_warm_up_beyond_the_end_of_the_run_is_told_with_the_rate_that_it_reach
 def test_more_validation_tokens_than_there_are_is_told_with_what_is_taken(corpus, capsys):
     run("evaluation.tokens=1000000")
     remark = (
-        "evaluation.tokens=1000000, but the validation text has 4,384 in whole sequences: an evaluation "
-        "takes 4,352, in whole micro-batches; lower evaluation.tokens, or prepare a larger "
-        "data.validation_fraction"
+        "evaluation.tokens=1000000, but the validation text has 4,384 in whole sequences, all of which an "
+        "evaluation takes: lower evaluation.tokens, or prepare a larger data.validation_fraction"
     )
     assert remark in capsys.readouterr().out.splitlines()
     run("name=all", "evaluation.tokens=4384")
@@ -435,14 +434,39 @@ def test_two_processes_give_the_loss_curve_of_one(corpus):
     assert losses("two") == pytest.approx(losses("one"), abs=1e-5)
 
 
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_an_evaluation_takes_the_same_tokens_on_any_number_of_processes_in_any_micro_batch(
+    corpus, distributed
+):
+    # 19 sequences: of two processes with micro-batches of 4 one has 3 in the last round and the other none
+    given = ["evaluation.tokens=630", "total_tokens=1024", "tokens_per_step=1024"]
+    for tokens in (32, 128, 1024):
+        run(f"name={tokens}", *given, f"tokens_per_microbatch={tokens}")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    of_two = ["name=two", *given, "tokens_per_microbatch=128", f"distributed={distributed}"]
+    process = start(*SMALL, *of_two, launcher=launcher)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    first, *others = (
+        [m["val_loss"] for m in read_metrics(Path("runs", name, "metrics.jsonl"))]
+        for name in ("32", "128", "1024", "two")
+    )
+    assert len(first) == 2
+    for losses in others:
+        assert losses == pytest.approx(first, abs=2e-6)
+
+
 @pytest.mark.parametrize(
     "given",
     [
         [],
         ["recompute=selective"],
         ["attention=reference", "+attention.patterns=['window(16)',dense]", "separate_documents=true"],
+        # 31 sequences, the last micro-batch of 8 is not full; and less than one
+        ["evaluation.tokens=1000"],
+        ["evaluation.tokens=100"],
     ],
-    ids=["plain", "recompute", "documents"],
+    ids=["plain", "recompute", "documents", "rest", "less"],
 )
 def test_nothing_is_compiled_after_the_first_step_nor_with_evaluations_in_between(corpus, monkeypatch, given):
     torch._dynamo.reset()

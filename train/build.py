@@ -23,7 +23,7 @@ from train.weights import load_start
 
 
 def open_text(config: Config, text: Path, context: ContextGroups) -> tuple[TokenLoader, TokenLoader, int]:
-    """The loaders of training and of validation text, and how many validation batches an evaluation takes."""
+    """The loaders of training and of validation text, and how many sequences of that an evaluation takes."""
     load = partial(
         TokenLoader,
         text,
@@ -36,9 +36,8 @@ def open_text(config: Config, text: Path, context: ContextGroups) -> tuple[Token
     train_data = load(split="train", sequences_per_step=config.tokens_per_step // config.seq_len)
     sequences_at_once = config.microbatch * context.data_size
     val_data = load(split="val", sequences_per_step=sequences_at_once, shuffle=False)
-    val_sequences = min(config.evaluation.tokens // config.seq_len, val_data.sequences_per_epoch)
-    val_batches = max(1, val_sequences // sequences_at_once)
-    return train_data, val_data, val_batches
+    wanted = max(1, config.evaluation.tokens // config.seq_len)
+    return train_data, val_data, min(wanted, val_data.sequences_per_epoch)
 
 
 def set_arithmetic(config: Config) -> None:

@@ -1,8 +1,10 @@
 """Validation loss over a fixed set of tokens, shared by all processes."""
 
+import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from data.loader import TokenLoader
 from train.distributed import Processes
@@ -10,8 +12,8 @@ from train.distributed import Processes
 
 @dataclass(kw_only=True, slots=True)
 class EvaluationConfig:
-    # validation tokens, the same ones each time: as many whole micro-batches of all processes as fit into
-    # this number and into the validation split, at least one
+    # validation tokens, the same ones each time, on any number of processes: as many whole sequences as fit
+    # into this number and into the validation split, at least one
     tokens: int
     # steps between evaluations; the run's last step is always evaluated; 0 for the last one only
     every_steps: int
@@ -24,19 +26,39 @@ class EvaluationConfig:
 
 
 @torch.no_grad()
-def evaluate(model, loader: TokenLoader, batches: int, processes: Processes, autocast) -> float:
-    """The mean cross-entropy in nats over the first `batches` batches of the loader, on all ranks.
+def evaluate(model, loader: TokenLoader, sequences: int, processes: Processes, autocast) -> float:
+    """The mean cross-entropy in nats over the first `sequences` sequences of the loader, on all ranks.
 
+    Every micro-batch has the loader's shape, so that a compiled model meets no other: one that goes beyond
+    the last sequence is filled up with copies of that, whose loss is then taken off. Every rank calls the
+    model as often, also without a sequence of its own, since sharded weights are gathered by all.
     autocast: a context manager factory, the training step's own.
     """
     device = processes.device
     was_training = model.training
     model.eval()
-    total = torch.zeros((), device=device)
-    for index in range(batches):
-        tokens, targets = loader.batch(index)
+
+    def total_loss(tokens: Tensor, targets: Tensor) -> Tensor:
         with autocast():
-            total += model(tokens.to(device), targets.to(device)).float()
+            loss = model(tokens.to(device), targets.to(device))
         processes.mark()
+        return loss.double() * len(tokens)
+
+    rows = loader.sequences_per_step // loader.world_size
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for index in range(math.ceil(sequences / loader.sequences_per_step)):
+        tokens, targets = loader.batch(index)
+        left = sequences - index * loader.sequences_per_step - loader.rank * rows
+        if 0 < left < rows:
+            tokens[left:], targets[left:] = tokens[left - 1], targets[left - 1]
+        loss = total_loss(tokens, targets)
+        if left > 0:
+            total += loss
+    if sequences % rows:
+        # of the last round
+        copies = total_loss(tokens[-1:].repeat(rows, 1), targets[-1:].repeat(rows, 1))
+        if 0 < left < rows:
+            total -= copies * (rows - left) / rows
     model.train(was_training)
-    return processes.mean(total / batches).item()
+    # ranks that share a sequence add the losses of its parts, each a mean over as many tokens
+    return processes.mean(total).item() * loader.world_size / sequences

@@ -131,7 +131,7 @@ def _train(
     if is_main and processes.step:
         # only a spike leads here from a step
         print(f"goes back to {saved_path or 'the start: no checkpoint was saved yet'}", flush=True)
-    train_data, val_data, val_batches = open_text(config, text, context)
+    train_data, val_data, val_sequences = open_text(config, text, context)
     set_arithmetic(config)
     start = None
     if config.start.weights and not saved_path:
@@ -172,11 +172,12 @@ def _train(
 
     def validate() -> float:
         with clock.counting("evaluation_seconds"):
-            return evaluate(model, val_data, val_batches, processes, autocast)
+            return evaluate(model, val_data, val_sequences, processes, autocast)
 
     saver = CheckpointSaver(checkpoints, config.checkpoint, processes)
-    texts = train_data, val_data, val_batches
-    logger = open_run(config, folder, first_step, processes, weights, *texts) if is_main else None
+    logger = None
+    if is_main:
+        logger = open_run(config, folder, first_step, processes, weights, train_data, val_data)
     measure = partial(step_metrics, config, processes, timer, flops)
     val_loss = validate()
     if is_main:

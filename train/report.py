@@ -75,12 +75,8 @@ def open_run(
     weights: GPT,
     train_data: TokenLoader,
     val_data: TokenLoader,
-    val_batches: int,
 ) -> RunLogger:
-    """Creates the run folder, says on the terminal what will be trained, and opens the metrics.
-
-    val_batches: how many of val_data an evaluation takes.
-    """
+    """Creates the run folder, says on the terminal what will be trained, and opens the metrics."""
     folder.mkdir(parents=True, exist_ok=True)
     written = write_config(config, folder, first_step)
     world_size, steps = processes.world_size, config.steps
@@ -108,14 +104,14 @@ def open_run(
     elif first_step:
         changed = "" if written.name == "config.yaml" else f" with the settings of {written}"
         print(f"continues after step {first_step}{changed}")
-    for remark in _remarks(config, val_data, val_batches):
+    for remark in _remarks(config, val_data):
         print(remark)
     if config.compile:
         print("compiling the model: the first step takes 12 to 42 seconds on an H200", flush=True)
     return RunLogger(folder, config.name, steps, first_step, asdict(config), config.wandb)
 
 
-def _remarks(config: Config, val_data: TokenLoader, val_batches: int) -> Iterator[str]:
+def _remarks(config: Config, val_data: TokenLoader) -> Iterator[str]:
     """On settings that are taken, but give less than they say."""
     optim, steps = config.optim, config.steps
     if optim.warmup_steps > steps:
@@ -125,11 +121,10 @@ def _remarks(config: Config, val_data: TokenLoader, val_batches: int) -> Iterato
             f"optim.learning_rate={optim.learning_rate}; lower optim.warmup_steps, or raise total_tokens"
         )
     if config.evaluation.tokens // config.seq_len > val_data.sequences_per_epoch:
-        taken = val_batches * val_data.sequences_per_step * config.seq_len
         yield (
             f"evaluation.tokens={config.evaluation.tokens}, but the validation text has "
-            f"{val_data.tokens_per_epoch:,} in whole sequences: an evaluation takes {taken:,}, in whole "
-            "micro-batches; lower evaluation.tokens, or prepare a larger data.validation_fraction"
+            f"{val_data.tokens_per_epoch:,} in whole sequences, all of which an evaluation takes: lower "
+            "evaluation.tokens, or prepare a larger data.validation_fraction"
         )
 
 

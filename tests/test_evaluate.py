@@ -1,0 +1,44 @@
+from contextlib import nullcontext
+
+import pytest
+import test_loader
+import torch
+import torch.distributed as dist
+from test_loader import SEQ_LEN, load
+
+from train.distributed import Processes
+from train.evaluate import evaluate
+
+# of files in which token i is i
+folder = test_loader.folder
+
+
+class Squares(torch.nn.Module):
+    """As a model's loss, the mean over all tokens, of what is another value for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def forward(self, tokens, targets):
+        self.shapes.append((tokens.shape, tokens.stride(), targets.shape, targets.stride()))
+        return (tokens.double() * targets).mean()
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 4, 5, 16, 29, 61, 62])
+@pytest.mark.parametrize(("rows", "world_size"), [(1, 1), (4, 1), (63, 1), (4, 2), (3, 4), (16, 8)])
+def test_each_sequence_counts_once_in_micro_batches_of_one_shape(folder, rows, world_size, sequences):
+    means, calls = [], set()
+    for rank in range(world_size):
+        model = Squares().train()
+        given = {"sequences_per_step": rows * world_size, "rank": rank, "world_size": world_size}
+        loader = load(folder, split="val", shuffle=False, **given)
+        alone = Processes(0, 1, torch.device("cpu"), dist.HashStore(), None)
+        means.append(evaluate(model, loader, sequences, alone, nullcontext))
+        assert model.training
+        assert set(model.shapes) == {((rows, SEQ_LEN), (SEQ_LEN, 1)) * 2}
+        # as often on every rank, with as many signs of progress
+        calls.add((len(model.shapes), alone.marks))
+    assert len(calls) == 1
+    numbers = torch.arange(sequences * SEQ_LEN, dtype=torch.float64)
+    assert sum(means) / world_size == pytest.approx((numbers * (numbers + 1)).mean().item(), rel=1e-12)

@@ -46,22 +46,22 @@ class PythonFiles:
         self.roots = roots
 
     def check(self) -> None:
-        if not any(True for _ in self._files()):
+        if not any(True for _ in self._files(Counter())):
             raise ValueError(
                 f"data.source finds no .py file in {[str(root) for root in self.roots]}: use data=text"
             )
 
     def documents(self, counts: Counter[str]) -> Iterator[Document]:
-        for root, path in self._files():
+        for root, path in self._files(counts):
             for text in read_plain(path, counts):
                 yield path.relative_to(root).parts[0].removesuffix(".py"), text
 
     def fingerprint(self) -> str:
-        return fingerprint(path for _, path in self._files())
+        return fingerprint(path for _, path in self._files(Counter()))
 
-    def _files(self) -> Iterator[tuple[Path, Path]]:
+    def _files(self, counts: Counter[str]) -> Iterator[tuple[Path, Path]]:
         for root in self.roots:
-            for path in walk(root, (".py",), skip=PACKAGE_FOLDERS):
+            for path in walk(root, (".py",), counts, skip=PACKAGE_FOLDERS):
                 yield root, path
 
 
@@ -80,7 +80,7 @@ class TextFiles:
     """The user's own files, and those in the user's folders, by suffix: .txt .md .py .jsonl .parquet.
 
     A plain file is one document, a .jsonl line or a .parquet row another. Hidden files and folders are left
-    out.
+    out, linked ones are read.
     text_field: which field of a line or row is the text.
     """
 
@@ -98,9 +98,11 @@ class TextFiles:
                 raise ValueError(
                     f"data.paths names {str(path)!r}: a file's suffix must be one of {TEXT_SUFFIXES}"
                 )
-        if not any(True for _ in self._files()):
+        counts: Counter[str] = Counter()
+        if not any(True for _ in self._files(counts)):
             raise ValueError(
-                f"data.paths {[str(p) for p in self.paths]} hold no file ending in {TEXT_SUFFIXES}"
+                f"data.paths {[str(p) for p in self.paths]} hold no file ending in {TEXT_SUFFIXES}, "
+                f"left out: {dict(counts) or 'nothing'}"
             )
 
     def documents(self, counts: Counter[str]) -> Iterator[Document]:
@@ -108,29 +110,33 @@ class TextFiles:
             ".jsonl": self._read_jsonl,
             ".parquet": self._read_parquet,
         }
-        for path in self._files():
+        for path in self._files(counts):
             for text in readers.get(path.suffix, read_plain)(path, counts):
                 yield None, text
 
     def fingerprint(self) -> str | None:
-        return fingerprint(self._files()) if all(path.exists() for path in self.paths) else None
+        return fingerprint(self._files(Counter())) if all(path.exists() for path in self.paths) else None
 
-    def _files(self) -> Iterator[Path]:
+    def _files(self, counts: Counter[str]) -> Iterator[Path]:
         for path in self.paths:
-            yield from [path] if path.is_file() else walk(path, TEXT_SUFFIXES)
+            yield from [path] if path.is_file() else walk(path, TEXT_SUFFIXES, counts)
 
     def _read_jsonl(self, path: Path, counts: Counter[str]) -> Iterator[str]:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    record = json.loads(line)
-                # what is no UTF-8 or no JSON; both are ValueErrors
-                except ValueError:
-                    counts["undecodable"] += 1
-                    continue
-                yield from text_of(record, self.text_field, f"{path} line {number}", counts)
+        try:
+            with path.open("rb") as file:
+                for number, line in enumerate(file, start=1):
+                    if not line.strip():
+                        continue
+                    try:
+                        record = json.loads(line)
+                    # what is no UTF-8 or no JSON, both ValueErrors, or nested deeper than Python reads
+                    except (ValueError, RecursionError):
+                        counts["undecodable"] += 1
+                        continue
+                    yield from text_of(record, self.text_field, f"{path} line {number}", counts)
+        # as in read_plain
+        except OSError:
+            counts["unreadable"] += 1
 
     def _read_parquet(self, path: Path, counts: Counter[str]) -> Iterator[str]:
         # a slow import, for these files only
@@ -187,9 +193,25 @@ class HuggingFace:
             ) from error
 
 
-def walk(root: Path, suffixes: tuple[str, ...], skip: tuple[str, ...] = ()) -> Iterator[Path]:
-    """Each file below root with one of suffixes, sorted; without hidden ones and folders named in skip."""
-    for folder, folders, files in os.walk(root):
+def walk(
+    root: Path, suffixes: tuple[str, ...], counts: Counter[str], skip: tuple[str, ...] = ()
+) -> Iterator[Path]:
+    """Each file below root with one of suffixes, sorted; without hidden ones and folders named in skip.
+
+    Linked folders are entered as others are, and none twice, so that links in a circle come to an end.
+    Folders that cannot be read are counted in counts.
+    """
+
+    def unreadable(error: OSError) -> None:
+        counts["unreadable folder"] += 1
+
+    entered = set()
+    for folder, folders, files in os.walk(root, onerror=unreadable, followlinks=True):
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in entered:
+            folders.clear()
+            continue
+        entered.add((status.st_dev, status.st_ino))
         folders[:] = sorted(name for name in folders if name not in skip and not name.startswith("."))
         for name in sorted(files):
             if name.endswith(suffixes) and not name.startswith("."):
@@ -232,8 +254,13 @@ def fingerprint(paths: Iterator[Path]) -> str:
     """A digest of each path, size and time of change, without reading the files."""
     digest = hashlib.blake2b(digest_size=16)
     for path in paths:
-        stat = path.lstat()
-        digest.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+        try:
+            status = path.lstat()
+            seen = f"{status.st_size}\0{status.st_mtime_ns}"
+        # in a folder that may be listed, and no more
+        except OSError:
+            seen = "unreadable"
+        digest.update(f"{path}\0{seen}\n".encode())
     return digest.hexdigest()
 
 

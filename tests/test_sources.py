@@ -25,7 +25,7 @@ def write(folder: Path, **files: str) -> None:
 
 
 def test_the_standard_library_is_there_without_installed_packages():
-    paths = [path for _, path in PythonFiles(standard_library())._files()]
+    paths = [path for _, path in PythonFiles(standard_library())._files(Counter())]
     names = {path.name for path in paths}
     assert {"argparse.py", "decoder.py"} <= names
     assert len(paths) > 500
@@ -34,7 +34,7 @@ def test_the_standard_library_is_there_without_installed_packages():
 
 def test_every_installed_package_is_found():
     source = PythonFiles(installed_packages())
-    groups = {path.relative_to(root).parts[0] for root, path in source._files()}
+    groups = {path.relative_to(root).parts[0] for root, path in source._files(Counter())}
     assert {"numpy", "torch", "json", "argparse.py"} <= groups
 
 
@@ -81,11 +81,40 @@ def test_what_cannot_be_decoded_is_left_out_and_counted(tmp_path):
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     (tmp_path / "bad.jsonl").write_bytes(b'{"text": "one"}\n{"text": "cut\n\xff\n{"text": null}\n')
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 is what it is not")
-    os.symlink(tmp_path / "nowhere", tmp_path / "link.txt")
+    (tmp_path / "deep.jsonl").write_bytes(b"[" * 200_000 + b'\n{"text": "two"}\n')
+    for name in ("link.txt", "link.jsonl"):
+        os.symlink(tmp_path / "nowhere", tmp_path / name)
     counts = Counter()
     found = [text for _, text in TextFiles([str(tmp_path)], "text").documents(counts)]
-    assert found == ["one", "yes"]
-    assert counts == {"undecodable": 4, "unreadable": 1, "empty": 1}
+    assert found == ["one", "two", "yes"]
+    assert counts == {"undecodable": 5, "unreadable": 2, "empty": 1}
+
+
+def test_a_folder_that_cannot_be_read_is_counted_and_the_others_are_read(tmp_path, monkeypatch):
+    write(tmp_path, a__a_dot_txt="A", locked__b_dot_txt="B")
+    scandir = os.scandir
+
+    # permissions mean nothing to root
+    def locked(folder):
+        if Path(folder).name == "locked":
+            raise PermissionError(13, "Permission denied", folder)
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", locked)
+    counts = Counter()
+    assert [text for _, text in TextFiles([str(tmp_path)], "text").documents(counts)] == ["A"]
+    assert counts == {"unreadable folder": 1}
+    with pytest.raises(ValueError, match="hold no file ending in .*, left out: {'unreadable folder': 1}"):
+        TextFiles([str(tmp_path / "locked")], "text").check()
+
+
+def test_linked_folders_are_read_and_none_twice(tmp_path):
+    write(tmp_path, texts__a_dot_txt="A", elsewhere__b_dot_txt="B")
+    for name, target in (("link", "elsewhere"), ("again", "elsewhere"), ("circle", "texts")):
+        os.symlink(tmp_path / target, tmp_path / "texts" / name)
+    source = TextFiles([str(tmp_path / "texts")], "text")
+    assert texts(source) == ["A", "B"]
+    assert source.fingerprint() == source.fingerprint()
 
 
 def test_a_long_file_comes_in_parts_that_end_with_a_line(tmp_path, monkeypatch):

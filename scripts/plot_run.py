@@ -40,23 +40,29 @@ def main(arguments: Arguments) -> None:
 
 
 def compare(metrics: dict[str, Path]) -> list[dict]:
-    """Rows {run, yardstick, steps, mean_difference, largest_difference} of training loss, in nats."""
+    """Rows {run, yardstick, steps, mean_difference, largest_difference} of training loss, in nats.
+
+    Where both had seen the same number of tokens, as in the picture: their steps may be of other sizes.
+    steps: how many of the run's these are.
+    """
     curves = {
-        name: {m["step"]: m["train_loss"] for m in read_metrics(path) if m.get("train_loss") is not None}
+        name: {m["tokens"]: m["train_loss"] for m in read_metrics(path) if m.get("train_loss") is not None}
         for name, path in metrics.items()
     }
     yardstick, *others = curves
     rows = []
     for name in others:
-        steps = sorted(curves[yardstick].keys() & curves[name].keys())
-        if not steps:
-            raise ValueError(f"runs: {name} and {yardstick} logged no step in common")
-        differences = [abs(curves[name][s] - curves[yardstick][s]) for s in steps]
+        shared = sorted(curves[yardstick].keys() & curves[name].keys())
+        if not shared:
+            raise ValueError(
+                f"runs: {name} and {yardstick} logged no loss after the same number of tokens: leave one out"
+            )
+        differences = [abs(curves[name][tokens] - curves[yardstick][tokens]) for tokens in shared]
         rows.append(
             {
                 "run": name,
                 "yardstick": yardstick,
-                "steps": len(steps),
+                "steps": len(shared),
                 "mean_difference": mean(differences),
                 "largest_difference": max(differences),
             }

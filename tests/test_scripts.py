@@ -79,10 +79,11 @@ def test_the_slurm_script_gives_each_node_the_cores_that_the_job_asked_for(tmp_p
     assert (tmp_path / "cores").read_text() == "32\n"
 
 
-def write_metrics(folder: Path, losses: list[float]) -> None:
+def write_metrics(folder: Path, losses: list[float], tokens_per_step: int = 100) -> None:
     folder.mkdir(parents=True)
     lines = [
-        {"step": n, "tokens": n * 100, "train_loss": loss, "val_loss": None} for n, loss in enumerate(losses)
+        {"step": n, "tokens": n * tokens_per_step, "train_loss": loss, "val_loss": None}
+        for n, loss in enumerate(losses, start=1)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -139,6 +140,19 @@ def test_plot_run_keeps_runs_of_the_same_name_apart(tmp_path, monkeypatch):
     plot_run.main(plot_run.Arguments(runs=["runs/a", "copy/a"], differences="both.json"))
     row = json.loads(Path("both.json").read_text())["rows"][0]
     assert (row["yardstick"], row["run"], row["largest_difference"]) == ("a", "copy/a", 0.5)
+
+
+def test_plot_run_compares_runs_of_other_steps_after_equally_many_tokens(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_metrics(tmp_path / "a", [6.0, 5.0, 4.0, 3.0, 2.5, 2.0])
+    write_metrics(tmp_path / "b", [5.0, 3.0, 2.1], tokens_per_step=200)
+    write_metrics(tmp_path / "c", [5.0, 3.0, 2.1], tokens_per_step=101)
+    (row,) = plot_run.compare({name: Path(name, "metrics.jsonl") for name in ("a", "b")})
+    assert row["steps"] == 3
+    assert row["mean_difference"] == pytest.approx(0.1 / 3)
+    assert row["largest_difference"] == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="runs: c and a logged no loss after the same number of tokens"):
+        plot_run.main(plot_run.Arguments(runs=["a", "c"]))
 
 
 @dataclass

@@ -245,15 +245,18 @@ def report(cases: list[Case], out: Path) -> None:
 
 
 def summary(case: Case, measured: list[dict]) -> dict:
-    """One line of the table: of a run's metrics and of what evaluate_context found."""
+    """One line of the table: of a run's metrics and of what evaluate_context found.
+
+    A loss that was not finite is None; a mean is over those that are there.
+    """
     path = Path("runs", case.run, "metrics.jsonl")
     if not path.exists():
         raise ValueError(
             f"{path} is not there: the report reads it beside the results, run it where runs/ is"
         )
     metrics = read_metrics(path)
-    validated = [line["val_loss"] for line in metrics if line.get("val_loss") is not None]
-    last = metrics[-1]
+    # both are evaluated; null where the loss was not finite, for which no other may stand
+    first, last = metrics[0], metrics[-1]
     by_context = {row["context"]: row["loss"] for row in measured if row["kind"] == "context"}
     recall = {
         kind: [row for row in measured if row["kind"] == kind and row["length"] == measured[0]["seq_len"]]
@@ -266,8 +269,8 @@ def summary(case: Case, measured: list[dict]) -> dict:
         "seq_len": measured[0]["seq_len"],
         "tokens": last["tokens"],
         "tokens_per_second_per_gpu": last["tokens_per_second_per_gpu"],
-        "val_loss_at_start": validated[0],
-        "val_loss": validated[-1],
+        "val_loss_at_start": first["val_loss"],
+        "val_loss": last["val_loss"],
         "loss_with_least_context": by_context[min(by_context)],
         "loss_with_whole_context": by_context[max(by_context)],
         "effective_context": next(r["context"] for r in measured if r["kind"] == "effective_context"),
@@ -275,7 +278,8 @@ def summary(case: Case, measured: list[dict]) -> dict:
     for kind, rows in recall.items():
         for value in ("accuracy", "loss"):
             # evaluation.lengths may leave out the model's own
-            row[f"{kind}_{value}"] = mean(r[value] for r in rows) if rows else None
+            found = [r[value] for r in rows if r[value] is not None]
+            row[f"{kind}_{value}"] = mean(found) if found else None
     return row
 
 

@@ -160,6 +160,31 @@ def test_recall_that_was_not_measured_at_the_models_own_length_is_left_open(tmp_
     assert "| - | - | 1.500 |" in compare_extensions.table([row])
 
 
+def test_a_loss_that_was_not_finite_is_left_open_and_out_of_the_means(started, capsys):
+    call("pretrain", "extend", "evaluate", methods=("linear",))
+    name = "example-128-linear"
+    # as they are written: null, beside an accuracy of 0
+    metrics = Path("runs", name, "metrics.jsonl")
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(json.dumps({**line, "val_loss": None}) + "\n" for line in lines))
+    result = json.loads(Path("out", f"{name}.json").read_text())
+    recall = [row for row in result["rows"] if row["kind"] == "passkey"]
+    for row in result["rows"]:
+        if "loss" in row and row is not recall[0]:
+            row["loss"] = None
+        elif row["kind"] == "effective_context":
+            row["context"] = None
+    Path("out", f"{name}.json").write_text(json.dumps(result))
+    capsys.readouterr()
+    call("report", methods=("linear",))
+    (row,) = json.loads(Path("out/comparison.json").read_text())["rows"]
+    assert row["passkey_loss"] == recall[0]["loss"]
+    for key in ("val_loss_at_start", "val_loss", "loss_with_whole_context", "effective_context"):
+        assert row[key] is None
+    assert row["key_value_loss"] is None
+    assert "| linear | 128 | 128 | - | - | - | - | 0" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("evaluation", "message"),
     [

@@ -66,6 +66,19 @@ def test_effective_context_counts_what_is_gained_before_the_loss_grows_again():
     assert effective_context(rows) == 256
 
 
+@pytest.mark.parametrize(
+    ("losses", "context"),
+    [
+        ((5.0, 2.0, math.nan), 256),
+        ((math.inf, 2.0, 1.0), 4096),
+        ((math.nan, math.inf, math.nan), None),
+    ],
+)
+def test_a_loss_that_is_not_finite_is_no_gain_of_context(losses, context):
+    rows = [{"context": c, "loss": loss} for c, loss in zip((0, 256, 4096), losses, strict=True)]
+    assert effective_context(rows) == context
+
+
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
 def test_a_passkey_prompt_has_its_length_and_asks_for_what_it_hides(name, depth):
@@ -112,11 +125,12 @@ def test_recall_is_right_only_if_every_token_of_the_answer_is():
     assert loss == pytest.approx(20 / 4, abs=1e-3)
 
 
-def test_the_picture_is_drawn(tmp_path):
-    rows = [{"kind": "position", "first": 0, "end": 1, "loss": math.pi}]
-    rows += [{"kind": "context", "context": c, "loss": 3.0} for c in (0, 8)]
+@pytest.mark.parametrize("loss", [3.0, math.nan, None])
+def test_the_picture_is_drawn(tmp_path, loss):
+    rows = [{"kind": "position", "first": 0, "end": 1, "loss": loss}]
+    rows += [{"kind": "context", "context": c, "loss": loss} for c in (0, 8)]
     rows += [
-        {"kind": k, "length": 64, "depth": 0.5, "accuracy": 0.3, "loss": 2.0}
+        {"kind": k, "length": 64, "depth": 0.5, "accuracy": 0.3, "loss": loss}
         for k in ("passkey", "key_value")
     ]
     draw_context(json.loads(json.dumps(rows)), tmp_path / "context.png")

@@ -64,10 +64,15 @@ def loss_by_context(model: GPT, tokens: Tensor, targets: Tensor, n_scored: int) 
     return rows
 
 
-def effective_context(rows: list[dict]) -> int:
-    """The least context of loss_by_context from which on more tokens gain less than CLOSE nats."""
-    losses = [row["loss"] for row in rows]
-    return next(row["context"] for index, row in enumerate(rows) if row["loss"] - min(losses[index:]) < CLOSE)
+def effective_context(rows: list[dict]) -> int | None:
+    """The least context of loss_by_context from which on more tokens gain less than CLOSE nats.
+
+    A loss that is not finite is no gain; None if all are such.
+    """
+    losses = [row["loss"] if math.isfinite(row["loss"]) else math.inf for row in rows]
+    # infinity less infinity is not close to it
+    close = (loss - min(losses[index:]) < CLOSE for index, loss in enumerate(losses))
+    return next((row["context"] for row, is_close in zip(rows, close, strict=True) if is_close), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,14 +34,15 @@ def draw_context(rows: list[dict], picture: Path) -> None:
 def draw_comparison(measured: dict[str, list[dict]], picture: Path) -> None:
     """Draws the two curves of several models, named by the keys, into one picture each."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained", sharey=True)
+    # a logarithmic scale finds no limits in a curve that was drawn before it and is all null
+    _label(axes[0], "loss by position", "position, up to")
+    _label(axes[1], "loss of the same tokens by length of context", "tokens of context")
     for name, rows in measured.items():
         # the first positions have next to no context: their losses would flatten the rest
         by_position = [row for row in rows if row["kind"] == "position" and row["first"] >= FIRST_DRAWN]
         axes[0].plot([r["end"] for r in by_position], [r["loss"] for r in by_position], "o-", label=name)
         by_context = [row for row in rows if row["kind"] == "context" and row["context"] >= FIRST_DRAWN]
         axes[1].plot([r["context"] for r in by_context], [r["loss"] for r in by_context], "o-", label=name)
-    _label(axes[0], "loss by position", "position, up to")
-    _label(axes[1], "loss of the same tokens by length of context", "tokens of context")
     axes[1].legend(frameon=False)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=150)
@@ -79,7 +80,10 @@ def _label(axes, title: str, x_label: str) -> None:
 
 
 def _draw_map(axes, rows: list[dict], title: str) -> None:
-    """Recall as colors: depth downwards, length to the right; in each field accuracy, and loss below it."""
+    """Recall as colors: depth downwards, length to the right; in each field accuracy, and loss below it.
+
+    A loss that is null or not finite is a dash.
+    """
     lengths, depths = (sorted({row[key] for row in rows}) for key in ("length", "depth"))
     accuracy = np.zeros((len(depths), len(lengths)))
     loss = np.zeros_like(accuracy)
@@ -88,7 +92,8 @@ def _draw_map(axes, rows: list[dict], title: str) -> None:
         accuracy[field], loss[field] = row["accuracy"], row["loss"]
     axes.imshow(accuracy, vmin=0.0, vmax=1.0, cmap="RdYlGn", aspect="auto", alpha=0.7)
     for (i, j), value in np.ndenumerate(accuracy):
-        axes.text(j, i, f"{value:.0%}\n{loss[i, j]:.2f}", ha="center", va="center", fontsize=8)
+        nats = f"{loss[i, j]:.2f}" if np.isfinite(loss[i, j]) else "-"
+        axes.text(j, i, f"{value:.0%}\n{nats}", ha="center", va="center", fontsize=8)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axes.set_xlabel("tokens of the prompt")

@@ -14,7 +14,8 @@ import os
 import shlex
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -61,7 +62,7 @@ def main(arguments: Arguments) -> None:
     failed = []
     for name, code, seconds in run_side_by_side(commands, gpus, needed):
         again = repetitions[name]
-        if code or not again.left.exists():
+        if code or not again.left.is_file():
             failed.append(name)
             print(f"{name}: failed after {seconds:.0f} s", flush=True)
             continue
@@ -95,12 +96,25 @@ def repetition(old: Path, new: Path) -> Repetition:
         given = [word for word in given if not word.startswith(("out=", "differences="))]
         given += [f"out={new.with_suffix('.png')}", f"differences={new}"]
     else:
-        named = next((word for word in given if word.startswith("out=")), f"out={old.name}")
+        named = [word for word in given if word.startswith("out=")] or [f"out={usual_out(module, old)}"]
         # some write one file, some a folder of them
-        place = new if named.endswith(".json") else new.parent
-        given = [word for word in given if word != named] + [f"out={place}"]
+        place = new if named[-1].endswith(".json") else new.parent
+        given = [word for word in given if word not in named] + [f"out={place}"]
     launcher = ["-m"] if n_gpus == 1 else [*LAUNCHER, f"--nproc-per-node={n_gpus}", "-m"]
     return Repetition(old, left, new, [sys.executable, *launcher, module, *given], n_gpus)
+
+
+def usual_out(module: str, old: Path) -> str:
+    """Where a script writes if it is not told. Raises ValueError for one that old cannot come from."""
+    try:
+        usual = {item.name: item.default for item in fields(import_module(module).Arguments)}
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{old} comes from {module}, which cannot be called ({error}): leave it out"
+        ) from error
+    if "out" not in usual:
+        raise ValueError(f"{old} comes from {module}, which has no out= for a new result: leave it out")
+    return usual["out"]
 
 
 def comparison(old: Path, new: Path) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -110,6 +111,21 @@ def test_several_gpus_are_launched_by_torchrun_and_results_go_to_out_alone(tmp_p
     assert again.command[2:] == ["scripts.reproduce_paper", "table1", "out=new/paper"]
 
 
+@pytest.mark.parametrize(
+    ("command", "out"),
+    [
+        ("python -m scripts.benchmark_ring", "new/a.json"),
+        ("python -m scripts.evaluate_context model=m data=d", "new/a.json"),
+        ("python -m scripts.compare_extensions 'stages=[evaluate]'", "new"),
+        ("python -m scripts.reproduce_paper table1", "new"),
+    ],
+)
+def test_a_script_that_was_told_no_place_gets_one_of_its_own_kind(command, out, tmp_path):
+    again = repetition(write(tmp_path / "a.json", command=command), Path("new/a.json"))
+    assert again.command[-1] == f"out={out}"
+    assert again.left == Path("new/a.json")
+
+
 def test_the_differences_of_a_plot_and_its_picture_go_to_out_and_the_old_ones_stay(tmp_path):
     plot = "python -m scripts.plot_run 'runs=[runs/a,runs/b]' out=old/d.png title=both differences=old/d.json"
     again = repetition(write(tmp_path / "d.json", command=plot), Path("new/d.json"))
@@ -131,11 +147,16 @@ def test_every_committed_result_but_those_of_the_plots_can_be_made_again():
         ({"command": "rm -r /"}, "comes from 'rm -r /': only train and scripts.* are repeated"),
         ({"command": "python -m http.server"}, "only train and scripts"),
         ({"command": None}, "comes from None: only train"),
+        (
+            {"command": "python -m scripts.sample run=a"},
+            "scripts.sample, which has no out= for a new result: leave",
+        ),
+        ({"command": "python -m scripts.gone"}, "scripts.gone, which cannot be called (No module named"),
         ({"n_gpus": None}, "does not name a command and its GPUs: it is no result file"),
     ],
 )
 def test_other_commands_are_refused(changes, message, tmp_path):
-    with pytest.raises(ValueError, match=message.replace(".*", r"\.\*")):
+    with pytest.raises(ValueError, match=re.escape(message)):
         repetition(write(tmp_path / "a.json", **changes), tmp_path / "new.json")
 
 

@@ -38,6 +38,8 @@ def extended_config(
             f"start.positions={method} is for learned positions, the model has rotary ones: use "
             f"start.positions={' or '.join(ROTARY_METHODS)}"
         )
+    if rotary_base == 1.0 and "yarn" in (method, config.rotary.scaling):
+        raise ValueError(f"start.rotary_base must be above 1 for positions scaled by yarn, got {rotary_base}")
     rotary = replace(config.rotary, base=rotary_base or config.rotary.base)
     if method != "none":
         if rotary.scaling != "none":

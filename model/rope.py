@@ -53,9 +53,25 @@ class RotaryConfig:
     def __post_init__(self):
         if self.scaling not in READS:
             raise ValueError(f"model.rotary.scaling must be one of {', '.join(READS)}, got {self.scaling!r}")
+        # written so that nan fails too
         for name in ("base", "factor"):
-            if getattr(self, name) < 1.0:
-                raise ValueError(f"model.rotary.{name} must be at least 1, got {getattr(self, name)}")
+            if not 1.0 <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"model.rotary.{name} must be at least 1 and finite, got {getattr(self, name)}"
+                )
+        for name in ("beta_fast", "beta_slow", "attention_factor", "low_freq_factor", "high_freq_factor"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value < math.inf:
+                raise ValueError(f"model.rotary.{name} must be above 0 and finite, got {value}")
+        if self.original_seq_len is not None and self.original_seq_len < 1:
+            raise ValueError(
+                f"model.rotary.original_seq_len must be at least 1 or null, got {self.original_seq_len}"
+            )
+        # it looks for the pair that turns so often: with base 1 all turn alike
+        if self.scaling == "yarn" and self.base == 1.0:
+            raise ValueError(
+                f"model.rotary.base must be above 1 with model.rotary.scaling=yarn, got {self.base}"
+            )
         if self.scaling in ("yarn", "llama3") and self.original_seq_len is None:
             raise ValueError(
                 f"model.rotary.scaling={self.scaling} needs model.rotary.original_seq_len: "

@@ -191,8 +191,10 @@ def test_the_run_is_rounded_up_to_whole_steps():
         ("sample.temperature=nan", "sample.temperature must be at least 0 and finite, got nan"),
         ("spikes.z_score=nan", "spikes.z_score must be above 0, got nan"),
         ("hang_seconds=nan", "hang_seconds must be at least 0, got nan"),
-        ("start.rotary_base=nan", "start.rotary_base must be at least 1 or null, got nan"),
-        ("start.rotary_base=0", "start.rotary_base must be at least 1 or null, got 0"),
+        ("start.rotary_base=nan", "start.rotary_base must be at least 1 and finite, or null, got nan"),
+        ("start.rotary_base=inf", "start.rotary_base must be at least 1 and finite, or null, got inf"),
+        ("start.rotary_base=0", "start.rotary_base must be at least 1 and finite, or null, got 0"),
+        ("+model.rotary.base=nan", "model.rotary.base must be at least 1 and finite, got nan"),
         ("model.max_seq_len=512", "seq_len=1024 exceeds the model's positions, model.max_seq_len=512"),
         ("seq_len=65536", "the nearest is tokens_per_microbatch=65536"),
         (

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -7,6 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from model.rope import RotaryConfig, extend_learned_positions, frequencies, rotate, rotation
 
 HEAD_DIM, ORIGINAL = 64, 2048
+YARN = {"scaling": "yarn", "factor": 2.0, "original_seq_len": ORIGINAL}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -48,6 +51,16 @@ def test_every_scaling_has_the_frequencies_of_transformers(base, ours, scaling):
     assert factor == pytest.approx(expected_factor, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [{"base": 1.0}, {"base": 1.0, "scaling": "ntk"}, {**YARN, "base": 1.0 + 1e-9, "original_seq_len": 1}],
+)
+def test_the_least_values_that_are_taken_give_finite_frequencies(values):
+    frequency, factor = frequencies(RotaryConfig(**values), HEAD_DIM)
+    assert frequency.isfinite().all()
+    assert math.isfinite(factor)
+
+
 def test_scores_depend_on_the_distance_alone_even_at_a_million_tokens():
     q, k = torch.randn(2, 1, 1, 1, HEAD_DIM)
     config = RotaryConfig(base=10_000.0)
@@ -76,7 +89,17 @@ def test_interpolated_positions_keep_their_ends_and_their_order():
     [
         ({"scaling": "longrope"}, "model.rotary.scaling must be one of none, linear, ntk, yarn, llama3"),
         ({"scaling": "yarn"}, "model.rotary.scaling=yarn needs model.rotary.original_seq_len"),
-        ({"factor": 0.5}, "model.rotary.factor must be at least 1, got 0.5"),
+        ({"factor": 0.5}, "model.rotary.factor must be at least 1 and finite, got 0.5"),
+        ({"factor": math.inf}, "model.rotary.factor must be at least 1 and finite, got inf"),
+        ({"base": math.nan}, "model.rotary.base must be at least 1 and finite, got nan"),
+        ({"base": 0.0}, "model.rotary.base must be at least 1 and finite, got 0.0"),
+        ({**YARN, "base": 1.0}, "model.rotary.base must be above 1 with model.rotary.scaling=yarn, got 1.0"),
+        ({**YARN, "original_seq_len": 0}, "model.rotary.original_seq_len must be at least 1 or null, got 0"),
+        ({**YARN, "beta_fast": math.inf}, "model.rotary.beta_fast must be above 0 and finite, got inf"),
+        ({**YARN, "beta_slow": 0.0}, "model.rotary.beta_slow must be above 0 and finite, got 0.0"),
+        ({**YARN, "attention_factor": math.nan}, "attention_factor must be above 0 and finite, got nan"),
+        ({"low_freq_factor": -1.0}, "model.rotary.low_freq_factor must be above 0 and finite, got -1.0"),
+        ({"high_freq_factor": math.inf}, "model.rotary.high_freq_factor must be above 0 and finite, got inf"),
         ({"low_freq_factor": 4.0}, "low_freq_factor=4.0 must be below model.rotary.high_freq_factor=4.0"),
     ],
 )

@@ -1,5 +1,6 @@
 """Weights to start from: a Hugging Face folder or a run of ours, with room for longer sequences if asked."""
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,8 +38,10 @@ class StartConfig:
         choices = (*ROTARY_METHODS, *EXTENSIONS)
         if self.positions not in choices:
             raise ValueError(f"start.positions must be one of {', '.join(choices)}, got {self.positions!r}")
-        if self.rotary_base is not None and not self.rotary_base >= 1.0:
-            raise ValueError(f"start.rotary_base must be at least 1 or null, got {self.rotary_base}")
+        if self.rotary_base is not None and not 1.0 <= self.rotary_base < math.inf:
+            raise ValueError(
+                f"start.rotary_base must be at least 1 and finite, or null, got {self.rotary_base}"
+            )
 
 
 def start_model(config: StartConfig, seq_len: int, dropout: float, run: Path) -> ModelConfig:

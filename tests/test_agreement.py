@@ -78,6 +78,8 @@ def check_code(rank: int, trees: list[Path], versions: list[str], message: str |
     [
         # neither the tests nor a host's own notes run
         ({"tests/test_loop.py": "", "train/notes.txt": "fast"}, "2.13.0", None),
+        # nor what an editor leaves
+        ({"train/.ipynb_checkpoints/loop.py": "old()", "model/.gpt.py": "draft()"}, "2.13.0", None),
         ({}, "2.11.0", "^torch is 2.13.0 on rank 0 and 2.11.0 on rank 2: install the same versions on every"),
         (
             {"kernels/portable/forward.py": "dot(fast)"},
@@ -104,6 +106,14 @@ def test_processes_with_other_code_are_refused_by_all_with_the_library_or_file(
             path.write_text(text)
     versions = ["2.13.0", "2.13.0", torch_of_last]
     run_together(check_code, 3, tmp_path / "meeting", trees, versions, message)
+
+
+def test_a_link_to_nowhere_by_which_an_editor_locks_a_file_stops_no_run(tmp_path, monkeypatch):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / ".#loop.py").symlink_to("someone@host.1234")
+    (tmp_path / "train" / "gone.py").symlink_to("elsewhere.py")
+    monkeypatch.setattr(agreement, "ROOT", tmp_path)
+    refuse_other_code(Processes(0, 1, torch.device("cpu"), dist.HashStore(), None))
 
 
 def lock_in(rank: int, folders: list[Path], message: str | None) -> None:

@@ -27,8 +27,7 @@ def refuse_other_code(processes: Processes) -> None:
     # numpy draws the order of the sequences
     versions = {"torch": str(torch.__version__), "triton": triton_version(), "numpy": np.__version__}
     _refuse_others(versions, processes, "install the same versions on every host")
-    files = (path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))
-    digests = {f"the digest of {path.relative_to(ROOT)}": _digest(path) for path in files}
+    digests = {f"the digest of {path.relative_to(ROOT)}": _digest(path) for path in _code()}
     _refuse_others(digests, processes, "give every host the same commit, with the same changes to it")
 
 
@@ -54,6 +53,16 @@ def _refuse_others(own: dict[str, object], processes: Processes, way_out: str) -
             raise ValueError(
                 f"{key} is {first.get(key)} on rank 0 and {theirs.get(key)} on rank {rank}{more}: {way_out}"
             )
+
+
+def _code() -> Iterator[Path]:
+    """The Python files of a run, always in the same order."""
+    for room in ROOMS:
+        for path in sorted((ROOT / room).rglob("*.py")):
+            # an editor's: .#loop.py, a link to nowhere by which Emacs locks a file, .ipynb_checkpoints/
+            hidden = any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+            if path.is_file() and not hidden:
+                yield path
 
 
 def _digest(path: Path) -> str:

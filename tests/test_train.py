@@ -199,6 +199,13 @@ def test_a_finished_run_is_not_trained_further_and_says_so(corpus, capsys):
     assert len(losses()) == 12
 
 
+def test_a_finished_run_is_told_by_its_own_last_checkpoint_however_its_path_is_written(corpus, capsys):
+    run()
+    for path in (Path("runs/test/checkpoints"), corpus / "runs/test/checkpoints"):
+        run(f"checkpoint.resume={path / 'step_00000012'}")
+        assert "all 12 steps are done already: raise total_tokens" in capsys.readouterr().out
+
+
 def test_a_raised_budget_continues_a_finished_run_and_tells_of_other_settings(corpus, capsys):
     run()
     run("total_tokens=7168")

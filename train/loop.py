@@ -161,7 +161,8 @@ def _train(
         check_fits(info, saved_path, asdict(config), same_run=resume == "auto", corpus=corpus)
         # tokens trained are those of a run that had this many of them in each step from its first on
         first_step = config.step_after(info["step"], info["config"]["tokens_per_step"])
-        config.check_first_step(first_step, is_own=saved_path.parent == checkpoints)
+        # named by its path from / too
+        config.check_first_step(first_step, is_own=saved_path.resolve().parent == checkpoints.resolve())
         _restore(saved_path, info, weights, optimizer, scaler, guard)
         processes.step = first_step
         if is_main:

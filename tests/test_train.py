@@ -249,6 +249,33 @@ def test_steps_of_another_size_go_on_in_the_text_and_the_budget_where_the_checkp
     assert read_metrics(Path("runs/other/metrics.jsonl"))[-1]["tokens"] == 12288
 
 
+def test_a_checkpoint_of_less_than_one_step_of_another_size_is_refused_with_the_largest_that_fits(corpus):
+    run("total_tokens=1536")
+    given = ["name=other", "checkpoint.resume=runs/test/checkpoints/step_00000003"]
+    with pytest.raises(
+        ValueError,
+        match="of step 3 of 512 tokens, less than one step of tokens_per_step=2048: use tokens_per_step=1536 "
+        "or less, or a later checkpoint",
+    ):
+        run(*given, "tokens_per_step=2048")
+    run(*given, "tokens_per_step=1536", "total_tokens=3072")
+    assert [m["step"] for m in read_metrics(Path("runs/other/metrics.jsonl"))] == [2]
+
+
+@pytest.mark.parametrize(
+    "other", ["seed=2", "seq_len=16", "data.paths=[corpus/01.txt,corpus/02.txt,corpus/03.txt]"]
+)
+def test_in_another_text_or_order_of_it_no_tokens_are_said_to_be_read_again(corpus, capsys, other):
+    run("total_tokens=1536")
+    given = ["name=other", "tokens_per_step=1024", "checkpoint.resume=runs/test/checkpoints/step_00000003"]
+    # a new model's positions would follow its length
+    run(*given, other, "model.max_seq_len=32", "data.folder=datasets/other", "evaluation.tokens=32")
+    told = capsys.readouterr().out
+    assert (
+        "step 3 of 512 tokens is step 1 of 1,024 tokens, in which warm-up and schedule are counted\n" in told
+    )
+
+
 def test_a_warm_up_beyond_the_end_of_the_run_is_told_with_the_rate_that_it_reaches(corpus, capsys):
     run("optim.warmup_steps=16")
     remark = (

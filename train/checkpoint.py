@@ -31,7 +31,9 @@ STEP_FOLDERS = "step_" + "[0-9]" * 8
 PIECE = 1 << 24
 # what a run may change of its model while it goes on, and what it may not of the stream of tokens
 FREE_MODEL_KEYS = ("dropout",)
-STREAM_KEYS = ("seed", "seq_len", "tokens_per_step")
+# the order of the sequences, and how many of them a step takes
+ORDER_KEYS = ("seed", "seq_len")
+STREAM_KEYS = (*ORDER_KEYS, "tokens_per_step")
 # what a token sees and where it stands: another function of the same weights
 FUNCTION_KEYS = ("separate_documents", "pose_seq_len")
 # shards that this process has read and found whole
@@ -248,6 +250,17 @@ def _make_places(saved: dict, weights: nn.Module, optimizer: torch.optim.Optimiz
             else:
                 place = torch.empty(size, dtype=dtype, device=parameter.device)
             optimizer.state[parameter][key.removeprefix(prefix)] = place
+
+
+def reads_on(info: dict, config: dict, corpus: str) -> bool:
+    """Whether a run goes on in the text of a checkpoint's: the same sequences in the same order.
+
+    info: what read_checkpoint tells of it. corpus: corpus_digest of the text.
+    """
+    then = info["config"]
+    same_order = all(then[key] == config[key] for key in ORDER_KEYS)
+    # checkpoints of a time when it was not kept fit any
+    return same_order and info.get("corpus", corpus) == corpus
 
 
 def check_fits(info: dict, path: Path, config: dict, *, same_run: bool, corpus: str | None = None) -> None:

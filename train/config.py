@@ -217,8 +217,18 @@ class Config:
                 )
 
     def step_after(self, step: int, tokens_per_step: int) -> int:
-        """How many whole steps of this run `step` steps of tokens_per_step tokens are."""
-        return step * tokens_per_step // self.tokens_per_step
+        """How many whole steps of this run `step` steps of tokens_per_step tokens are.
+
+        Raises ValueError for less than one: a run at step 0 is a new one.
+        """
+        done = step * tokens_per_step
+        if done < self.tokens_per_step:
+            raise ValueError(
+                f"the checkpoint is of step {step} of {tokens_per_step} tokens, less than one step of "
+                f"tokens_per_step={self.tokens_per_step}: use tokens_per_step={done} or less, or a later "
+                "checkpoint"
+            )
+        return done // self.tokens_per_step
 
     def check_first_step(self, step: int, *, is_own: bool) -> None:
         """Raises ValueError if a checkpoint of this step, the run's own or not, leaves nothing to train.

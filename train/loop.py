@@ -166,7 +166,7 @@ def _train(
         _restore(saved_path, info, weights, optimizer, scaler, guard)
         processes.step = first_step
         if is_main:
-            tell_other_steps(config, info, first_step)
+            tell_other_steps(config, info, first_step, corpus)
     model = build_step_model(weights, config, processes, context, is_sharded=is_sharded)
     autocast = partial(autocast_context, device.type, config.precision)
     timer, clock, flops = StepTimer(device), RunClock(device), run_flops(config, train_data)

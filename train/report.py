@@ -12,7 +12,7 @@ from data.tokenizer import load_tokenizer
 from model import GPT
 from model.flops import flops_ledger
 from train.bad_steps import LEFT_OUT
-from train.checkpoint import list_checkpoints
+from train.checkpoint import list_checkpoints, reads_on
 from train.config import Config, write_config
 from train.distributed import Processes
 from train.documents import document_ids
@@ -51,15 +51,16 @@ def set_aside(folder: Path) -> None:
     print(f"starts over; what an attempt without a checkpoint left is in {aside}", flush=True)
 
 
-def tell_other_steps(config: Config, info: dict, first_step: int) -> None:
+def tell_other_steps(config: Config, info: dict, first_step: int, corpus: str) -> None:
     """Says which step of this run a checkpoint is at, where its own steps have another number of tokens.
 
-    info: what read_checkpoint tells of it.
+    info: what read_checkpoint tells of it. corpus: corpus_digest of the text.
     """
     step, size, own_size = info["step"], info["config"]["tokens_per_step"], config.tokens_per_step
     if size == own_size:
         return
-    again = step * size - first_step * own_size
+    # in another text, or another order of it, the run has read nothing yet
+    again = step * size - first_step * own_size if reads_on(info, asdict(config), corpus) else 0
     remark = f"; the last {counted(again, 'token')} before it are read again" if again else ""
     print(
         f"step {step:,} of {counted(size, 'token')} is step {first_step:,} of {counted(own_size, 'token')}, "

@@ -3,7 +3,14 @@ import math
 import pytest
 import torch
 
-from train.bad_steps import RollBack, SpikeConfig, StepGuard, read_left_out, write_left_out
+from train.bad_steps import (
+    RollBack,
+    SpikeConfig,
+    StepGuard,
+    read_left_out,
+    take_over_left_out,
+    write_left_out,
+)
 from train.checkpoint import run_tensors
 from train.step import update
 
@@ -109,7 +116,7 @@ def test_roll_back_names_the_batch_that_the_step_really_took():
         take(judge, step, loss)
     with pytest.raises(RollBack) as raised:
         take(judge, 4, 9.0)
-    assert raised.value.batch == 5
+    assert raised.value.left_out == [1, 5]
 
 
 @pytest.mark.parametrize(
@@ -144,6 +151,52 @@ def test_left_out_batches_are_remembered_in_the_run_folder(tmp_path):
     write_left_out(tmp_path, [7, 3])
     assert read_left_out(tmp_path) == [7, 3]
     assert [path.name for path in tmp_path.iterdir()] == ["left_out.json"]
+
+
+THEN = {"seed": 1, "seq_len": 16, "tokens_per_step": 64}
+
+
+@pytest.mark.parametrize(
+    ("run", "now", "saved", "listed", "left_out"),
+    [
+        # a run that has gone back since, and a user who has the batch read after all
+        ("own", {}, [7], [7, 9], [7, 9]),
+        ("own", {}, [7], [], []),
+        # its checkpoints were copied alone
+        ("own", {}, [7], None, [7]),
+        ("other", {}, [7], [7, 9], [7]),
+        ("other", {}, [], [9], []),
+        # a checkpoint of a time when they were not kept in it
+        ("other", {}, None, [7, 9], [7, 9]),
+        ("other", {}, None, None, []),
+        # in another order or text the numbers are those of other batches
+        ("own", {"seed": 2}, [7], [7, 9], []),
+        ("other", {"seq_len": 32}, [7], None, []),
+        ("other", {"corpus": "b"}, [7], None, []),
+        ("other", {"seed": 2, "tokens_per_step": 128}, [7], None, []),
+        ("other", {"tokens_per_step": 128}, [], None, []),
+    ],
+)
+def test_batches_left_out_are_those_of_the_checkpoint_or_of_its_run_since(
+    tmp_path, run, now, saved, listed, left_out
+):
+    for name in ("own", "other"):
+        (tmp_path / name).mkdir()
+    if listed is not None:
+        write_left_out(tmp_path / run, listed)
+    info = {"config": THEN, "corpus": "a"} | ({} if saved is None else {"left_out": saved})
+    path = tmp_path / run / "checkpoints" / "step_00000010"
+    given = (tmp_path / "own", path, info, THEN | now, now.get("corpus", "a"))
+    assert take_over_left_out(*given) == left_out
+    assert read_left_out(tmp_path / "own") == left_out
+
+
+def test_batches_left_out_are_refused_in_steps_of_another_size_with_the_ways_out(tmp_path):
+    path, info = tmp_path / "other" / "checkpoints" / "step_00000010", {"config": THEN, "left_out": [7, 9]}
+    with pytest.raises(
+        ValueError, match=r"out the batches \[7, 9\] of 64 tokens.*use tokens_per_step=64, or"
+    ):
+        take_over_left_out(tmp_path / "own", path, info, THEN | {"tokens_per_step": 128}, "a")
 
 
 def parameters_after(norm_limit: float, factor: float = 1.0, scaler=None):

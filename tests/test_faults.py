@@ -408,6 +408,19 @@ def test_a_rollback_before_the_first_checkpoint_says_that_the_run_starts_over():
     assert log.index("spike at step 13") < log.index("goes back to the start: no checkpoint was saved yet")
 
 
+def test_batches_left_out_stay_out_of_a_run_that_goes_on_from_another_ones_checkpoint():
+    spikes = ["spikes.action=rollback", "spikes.window=8", "spikes.z_score=20", "logging.every_steps=1"]
+    complete(small_config("whole", 40, *spikes), 1, partial(faults.poison, batches=(22,), factor=50.0))
+    given = ["checkpoint.resume=runs/whole/checkpoints/step_00000035"]
+    complete(small_config("second", 40, *spikes, *given))
+    assert json.loads(Path("runs/second/left_out.json").read_text()) == [22]
+    steps = {line["step"]: line for line in numbers("whole")}
+    assert all(line == steps[line["step"]] for line in numbers("second"))
+    # and when it goes on from its own
+    complete(small_config("second", 45, *spikes, *given))
+    assert json.loads(checkpoint("second", 45).joinpath("checkpoint.json").read_text())["left_out"] == [22]
+
+
 def test_a_signal_stops_a_run_that_rolls_back():
     # back to the step before: it finishes none
     config = small_config("run", 60, "spikes.action=rollback", "spikes.window=8", "checkpoint.every_steps=1")

@@ -10,6 +10,7 @@ from statistics import fmean, pstdev
 import torch
 from torch import Tensor
 
+from train.checkpoint import reads_on
 from train.whole_file import write_whole
 
 BAD_STEP_ACTIONS = ("stop", "skip")
@@ -43,11 +44,11 @@ class SpikeConfig:
 
 
 class RollBack(Exception):  # noqa: N818, no error
-    """The run is to go back to its last checkpoint, and on without this batch."""
+    """The run is to go back to its last checkpoint, and on without these batches, the newest last."""
 
-    def __init__(self, batch: int):
-        super().__init__(f"batch {batch} is to be left out")
-        self.batch = batch
+    def __init__(self, left_out: list[int]):
+        super().__init__(f"batch {left_out[-1]} is to be left out")
+        self.left_out = left_out
 
 
 class Rollbacks:
@@ -86,7 +87,7 @@ class StepGuard:
         self._on_bad_step = on_bad_step
         self._spikes = spikes
         self._has_scaler = has_scaler
-        self._left_out = sorted(left_out)
+        self.left_out = sorted(left_out)
         self._rank = rank
         self._losses: deque[float] = deque(maxlen=spikes.window)
         self._norms: deque[float] = deque(maxlen=spikes.window)
@@ -122,7 +123,7 @@ class StepGuard:
     def batch_number(self, step: int) -> int:
         """The batch of a step: its own number, counted past those that are left out."""
         number = step
-        for left_out in self._left_out:
+        for left_out in self.left_out:
             number += left_out <= number
         return number
 
@@ -197,8 +198,35 @@ class StepGuard:
             what = f"{name} {value:.4g}, the limit is {limit:.4g}"
             print(f"spike at step {step + 1}, batch {batch}: {what}: {action}", flush=True)
         if action == "rollback":
-            raise RollBack(batch)
+            raise RollBack([*self.left_out, batch])
         return action == "skip"
+
+
+def take_over_left_out(folder: Path, path: Path, info: dict, config: dict, corpus: str) -> list[int]:
+    """The numbers of the batches that a run leaves out which goes on from a checkpoint, kept in its folder.
+
+    Those of the checkpoint if the run goes on in its text; from one of its own, those in its folder, since it
+    may have gone back to that checkpoint.
+    path, info: the checkpoint, and what read_checkpoint tells of it. corpus: corpus_digest of the text.
+    Raises ValueError where they have no numbers: in steps of another size.
+    """
+    origin, left_out = path.resolve().parent.parent, []
+    if reads_on(info, config, corpus):
+        left_out = info.get("left_out")
+        is_own = origin == folder.resolve() and (folder / LEFT_OUT).exists()
+        # older checkpoints do not tell
+        if is_own or left_out is None:
+            left_out = read_left_out(origin)
+    old, new = info["config"]["tokens_per_step"], config["tokens_per_step"]
+    if left_out and old != new:
+        raise ValueError(
+            f"{path} is of a run that left out the batches {left_out} of {old} tokens, which have no number "
+            f"in steps of tokens_per_step={new}: use tokens_per_step={old}, or another seed=, which reads "
+            "the text anew in another order"
+        )
+    if left_out != read_left_out(folder):
+        write_left_out(folder, left_out)
+    return left_out
 
 
 def read_left_out(folder: Path) -> list[int]:

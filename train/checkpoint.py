@@ -174,8 +174,8 @@ def _refuse_to_replace(found: dict[Path, dict], folder: Path, resume: str, step:
 
 def read_checkpoint(path: Path) -> dict:
     """What a checkpoint holds besides tensors: "step", "val_loss" of that step (None if not taken or
-    not finite), "resume", "config" and "corpus" (data.manifest.corpus_digest) of the run, and the state of
-    its parts."""
+    not finite), "resume", "config", "corpus" (data.manifest.corpus_digest) and "left_out" (the numbers of
+    batches) of the run, and the state of its parts."""
     try:
         info = from_json((path / MARKER).read_text())
     except FileNotFoundError:

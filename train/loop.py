@@ -13,7 +13,7 @@ import torch
 from data.manifest import corpus_digest
 from data.prepare import prepare
 from train.agreement import refuse_other_code, refuse_other_settings
-from train.bad_steps import RollBack, Rollbacks, StepGuard, read_left_out, write_left_out
+from train.bad_steps import RollBack, Rollbacks, StepGuard, take_over_left_out, write_left_out
 from train.build import build_step_model, build_weights, open_text, set_arithmetic
 from train.checkpoint import (
     check_fits,
@@ -83,7 +83,8 @@ def train(config: Config) -> float:
         ):
             processes.from_main(lambda: remove_unfinished(folder / "checkpoints"))
             processes.from_main(lambda: set_aside(folder))
-            left_out = processes.from_main(lambda: read_left_out(folder))
+            # those of the checkpoint that the run goes on from
+            left_out = None
             # one for all attempts: groups of processes are never given back
             context = join_context_groups(processes, config.context_parallel)
             rollbacks = Rollbacks()
@@ -93,7 +94,7 @@ def train(config: Config) -> float:
                 except torch.OutOfMemoryError:
                     end_out_of_memory(config, processes)
                 except RollBack as spike:
-                    left_out = [*left_out, spike.batch]
+                    left_out = spike.left_out
                     if processes.is_main:
                         write_left_out(folder, left_out)
                     # a run that was new has checkpoints now
@@ -116,11 +117,12 @@ def _train(
     folder: Path,
     text: Path,
     resume: str,
-    left_out: list[int],
+    left_out: list[int] | None,
 ) -> float:
     """One attempt of train: from a checkpoint or the start to the end, an Interrupted or a RollBack.
 
-    resume: as checkpoint.resume. left_out: the numbers of the batches that are passed over.
+    resume: as checkpoint.resume. left_out: the numbers of the batches that are passed over; None: those of
+    the checkpoint.
     """
     device, is_main = processes.device, processes.is_main
     accumulation = config.accumulation(processes.world_size)
@@ -148,6 +150,17 @@ def _train(
         )
     optimizer = build_optimizer(weights, config.optim)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+    first_step, info = 0, read_checkpoint(saved_path) if saved_path else None
+    if info:
+        check_fits(info, saved_path, asdict(config), same_run=resume == "auto", corpus=corpus)
+        # tokens trained are those of a run that had this many of them in each step from its first on
+        first_step = config.step_after(info["step"], info["config"]["tokens_per_step"])
+        # named by its path from / too
+        config.check_first_step(first_step, is_own=saved_path.resolve().parent == checkpoints.resolve())
+    if left_out is None:
+        left_out = processes.from_main(
+            lambda: take_over_left_out(folder, saved_path, info, asdict(config), corpus) if info else []
+        )
     guard = StepGuard(
         config.on_bad_step,
         config.spikes,
@@ -155,14 +168,7 @@ def _train(
         left_out=left_out,
         rank=processes.rank,
     )
-    first_step = 0
-    if saved_path:
-        info = read_checkpoint(saved_path)
-        check_fits(info, saved_path, asdict(config), same_run=resume == "auto", corpus=corpus)
-        # tokens trained are those of a run that had this many of them in each step from its first on
-        first_step = config.step_after(info["step"], info["config"]["tokens_per_step"])
-        # named by its path from / too
-        config.check_first_step(first_step, is_own=saved_path.resolve().parent == checkpoints.resolve())
+    if info:
         _restore(saved_path, info, weights, optimizer, scaler, guard)
         processes.step = first_step
         if is_main:
@@ -235,7 +241,7 @@ def _train(
             if is_last or interrupted or _is_due(done, config.checkpoint.every_steps):
                 state = {"scaler": scaler.state_dict(), "guard": guard.state()}
                 info = {"step": done, "val_loss": val_loss, "resume": resume, "config": asdict(config)}
-                info["corpus"] = corpus
+                info |= {"corpus": corpus, "left_out": guard.left_out}
                 with clock.counting("checkpoint_seconds"):
                     saver.save(run_tensors(weights, optimizer), info | state)
             profiler.step()

@@ -1,15 +1,25 @@
 """train/overrides.py, and python -m train itself with overrides that Hydra refuses."""
 
+import json
 import re
+import shlex
+import subprocess
 import sys
 
 import pytest
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from tests.test_config import composed
 from train import __main__ as command
 from train.config import Config
-from train.overrides import explain, refuse_idle_overrides, refuse_model_overrides, unknown_key
+from train.overrides import (
+    explain,
+    refuse_idle_overrides,
+    refuse_model_overrides,
+    refuse_numbers_for_texts,
+    unknown_key,
+)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +105,53 @@ def test_settings_of_what_is_switched_off_are_refused(word, switch, on, way_out)
         refuse_idle_overrides(["seq_len=64", word], **all_on | switch)
 
 
+def through_a_shell(typed: str) -> list[str]:
+    """The words that a program gets of those that are typed into a shell."""
+    script = [sys.executable, "-c", "import json, sys; print(json.dumps(sys.argv[1:]))"]
+    command = f"{shlex.join(script)} {typed}"
+    return json.loads(subprocess.run(["sh", "-c", command], check=True, stdout=subprocess.PIPE).stdout)
+
+
+@pytest.mark.parametrize(
+    ("word", "read", "key", "meant"),
+    [
+        ("name=2026_11_25", "20261125", "name", "2026_11_25"),
+        ("name=1e-3", "0.001", "name", "1e-3"),
+        ("sample.prompt=1_000", "1000", "sample.prompt", "1_000"),
+        ("sample.prompt=true", "True", "sample.prompt", "true"),
+        ("start.weights=1.50", "1.5", "start.weights", "1.50"),
+        ("data.paths=[2024_01, notes]", "202401", "data.paths", ["2024_01", "notes"]),
+        ("data.paths=['1_0,2_0',2_0]", "20", "data.paths", ["1_0,2_0", "2_0"]),
+    ],
+)
+def test_a_text_that_would_become_another_number_is_refused_with_quotes_that_work(word, read, key, meant):
+    with pytest.raises(ValueError, match=f"^{re.escape(word)} would be read as {read}: put quotes") as caught:
+        refuse_numbers_for_texts(["seed=1_0", word], Config)
+    advised = through_a_shell(str(caught.value).partition("as in ")[2])
+    refuse_numbers_for_texts(advised, Config)
+    assert OmegaConf.select(composed(*advised), key) == meant
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "name=12",
+        "name=007",
+        "name=a,12",
+        'name="1_0"',
+        "name=seed${seed}",
+        "start.weights=null",
+        "sample.prompt='in(1_0,2_0)'",
+        "data.paths=[a,2024]",
+        "total_tokens=300_000",
+        "optim.learning_rate=1e-3",
+        "--help",
+    ],
+)
+def test_texts_that_stay_as_they_are_typed_and_numbers_are_taken(word):
+    refuse_numbers_for_texts([word], Config)
+
+
 def test_a_wrong_override_ends_the_command_with_one_line_and_exit_code_2(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train", "lr=3"])
     monkeypatch.setattr(command, "WANTS_TRACEBACK", False)
@@ -111,3 +168,12 @@ def test_a_wrong_override_ends_the_command_with_one_line_and_exit_code_2(monkeyp
     monkeypatch.setattr(command, "WANTS_TRACEBACK", True)
     with pytest.raises(HydraException):
         command.command()
+
+
+def test_a_sweep_over_texts_is_refused_as_it_was_typed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train", "--multirun", "name=a,1_0"])
+    monkeypatch.setattr(command, "WANTS_TRACEBACK", False)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    with pytest.raises(SystemExit, match="2"):
+        command.command()
+    assert capsys.readouterr().err.startswith("error: name=a,1_0 would be read as 10: put quotes")

@@ -26,6 +26,7 @@ from train.overrides import (
     explain,
     refuse_idle_overrides,
     refuse_model_overrides,
+    refuse_numbers_for_texts,
 )
 
 WANTS_TRACEBACK = "HYDRA_FULL_ERROR" in os.environ
@@ -90,6 +91,8 @@ def command() -> None:
     # it prints them itself, and leaves with 1, unless this is set
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
+        # here, where words are as they were typed: of a run of --multirun they are Hydra's
+        refuse_numbers_for_texts(sys.argv[1:], Config)
         main()
     except RunFailed:
         sys.exit(EXIT_REFUSED)

@@ -1,11 +1,15 @@
 """What is wrong with KEY=VALUE on the command line: one line that names the key and the change to make."""
 
+import re
+import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import get_args
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
@@ -20,6 +24,8 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 EXIT_REFUSED = 2
 # and of one that Ctrl-C has ended, as a shell has it
 EXIT_CTRL_C = 130
+# the texts of a value, a list or a sweep, in Hydra's syntax
+TEXT = re.compile(r"""(?P<quote>["'])(?:\\.|(?!(?P=quote)).)*(?P=quote)|[^\[\](),"']+""")
 
 
 def checked(given: DictConfig, schema: type):
@@ -51,7 +57,7 @@ def explain(error: Exception, schema: type) -> str:
 
 def unknown_key(key: str, schema: type) -> str:
     """Why a key that conf/ does not have is refused, with those that are like it."""
-    known = {path.name for path in CONF.iterdir() if path.is_dir()} | set(_keys(schema))
+    known = {path.name for path in CONF.iterdir() if path.is_dir()} | {name for name, _ in _fields(schema)}
     if key in known:
         return f"{key} has no value in conf/ to change: write +{key}=VALUE to add one"
     # learning_rate and lr, alone and with what is before them
@@ -107,6 +113,32 @@ def refuse_idle_overrides(
                 raise ValueError(f"{word} has no effect with {reason}, or leave it out")
 
 
+def refuse_numbers_for_texts(words: list[str], schema: type) -> None:
+    """Raises ValueError for KEY=VALUE in which Hydra would write a text anew, as a number: 1e-3 as 0.001.
+
+    words: as they were typed. schema: the dataclass of the whole configuration.
+    """
+    texts = {key for key, kind in _fields(schema) if _holds_text(kind)}
+    parser = OverridesParser.create()
+    for word in words:
+        key, _, value = word.partition("=")
+        if _key(word) not in texts:
+            continue
+        for text in TEXT.finditer(value):
+            typed = text[0].strip()
+            # what is not in quotes already
+            if text["quote"] or not typed:
+                continue
+            with suppress(OverrideParseException):
+                read = parser.parse_override(f"{key}={typed}").value()
+                if isinstance(read, int | float) and str(read) != typed:
+                    meant = f'{key}={value[: text.start()]}"{typed}"{value[text.end() :]}'
+                    raise ValueError(
+                        f"{word} would be read as {read}: put quotes that the shell leaves around {typed}, "
+                        f"as in {shlex.quote(meant)}"
+                    )
+
+
 def wrong_value(error: OmegaConfBaseException, given: DictConfig) -> str:
     """Why a value of another type than its key's is refused; given: the configuration that holds it."""
     key, reason = error.full_key or "configuration", str(error.msg or error).splitlines()[0]
@@ -122,13 +154,18 @@ def _key(word: str) -> str:
     return word.lstrip("+~").partition("=")[0]
 
 
-def _keys(schema: type, group: str = "") -> Iterator[str]:
-    """Every key of a dataclass and of the dataclasses in it, such as optim.learning_rate."""
+def _fields(schema: type, group: str = "") -> Iterator[tuple[str, type]]:
+    """Every key of a dataclass and of the dataclasses in it, such as optim.learning_rate, and its type."""
     for field in fields(schema):
-        yield group + field.name
+        yield group + field.name, field.type
         for kind in (field.type, *get_args(field.type)):
             if is_dataclass(kind):
-                yield from _keys(kind, f"{group}{field.name}.")
+                yield from _fields(kind, f"{group}{field.name}.")
+
+
+def _holds_text(kind: type) -> bool:
+    """Whether a type is str, or one of str: list[str], str | None."""
+    return kind is str or any(_holds_text(part) for part in get_args(kind))
 
 
 def _guess(near: list[str], otherwise: str) -> str:

@@ -3,6 +3,7 @@
 Exit codes: 0 finished; 2 refused, out of memory, or numbers that are not finite; 75 stopped by a signal, with
 everything saved (train/interruption.py); 70 a process hangs (train/watchdog.py); 130 stopped by Ctrl-C before
 training began. With --multirun a run that would end with 2 is told, and the others go on; then it is 2.
+What torchrun starts again after 2 ends with 2 at once, if it would end so again (train/restarts.py).
 """
 
 import logging
@@ -28,6 +29,7 @@ from train.overrides import (
     refuse_model_overrides,
     refuse_numbers_for_texts,
 )
+from train.restarts import comes_again, note_refusal, was_refused
 
 WANTS_TRACEBACK = "HYDRA_FULL_ERROR" in os.environ
 
@@ -80,14 +82,26 @@ def _run(cfg: DictConfig) -> int:
             raise
         # a mistake in the configuration or in a host's files is found by every process of the host; other
         # errors have a rank of their own
-        if is_first_here or not isinstance(error, ValueError):
+        tells = is_first_here or not isinstance(error, ValueError)
+        if tells:
             print(f"error: {error}\n(HYDRA_FULL_ERROR=1 shows the traceback)", file=sys.stderr, flush=True)
+        if comes_again(error):
+            note_refusal(is_told=tells)
         return EXIT_REFUSED
     return 0
 
 
 def command() -> None:
     """main, with Hydra's own errors in one line too."""
+    is_main = os.environ.get("RANK", "0") == "0"
+    if was_refused():
+        if is_main:
+            print(
+                f"not started again: it would end the same way, with code {EXIT_REFUSED}; make the change "
+                "that the error above asks for, and start torchrun anew",
+                file=sys.stderr,
+            )
+        sys.exit(EXIT_REFUSED)
     # it prints them itself, and leaves with 1, unless this is set
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
@@ -99,8 +113,9 @@ def command() -> None:
     except (HydraException, ValueError) as error:
         if WANTS_TRACEBACK:
             raise
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {explain(error, Config)}", file=sys.stderr)
+        if is_main:
+            print(f"error: {explain(error, Config)}", file=sys.stderr, flush=True)
+        note_refusal(is_told=is_main)
         sys.exit(EXIT_REFUSED)
 
 

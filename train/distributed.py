@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from train.restarts import is_of_system
+
 Value = TypeVar("Value")
 
 # rank 0 may tokenize a large corpus while the others wait
@@ -84,11 +86,14 @@ class Processes:
                 value = function()
             except (ValueError, OSError) as raised:
                 error = raised
-        outcome = [value, error and str(error)]
+        outcome = [value, error and str(error), is_of_system(error)]
         dist.broadcast_object_list(outcome, group=self.patient_group)
-        value, reason = outcome
+        value, reason, of_system = outcome
+        if error is not None:
+            raise error
         if reason is not None:
-            raise error or ValueError(reason)
+            # so that every rank judges alike whether it comes again
+            raise ValueError(reason) from (OSError(reason) if of_system else None)
         return value
 
     def from_all(self, value: Value) -> list[Value]:

@@ -11,6 +11,7 @@ from model.recompute import RECOMPUTE
 from train.config import Config
 from train.distributed import Processes
 from train.memory import gathered_in_turn, is_predicted, largest_microbatch, microbatches, peak_bytes
+from train.restarts import note_refusal
 from train.watchdog import VERDICT
 
 # as for a refused configuration
@@ -31,6 +32,7 @@ def end_out_of_memory(config: Config, processes: Processes) -> NoReturn:
         raise MemoryError(message)
     processes.store.set(VERDICT, message)
     print(f"error: {message}", file=sys.stderr, flush=True)
+    note_refusal(is_told=True)
     os._exit(EXIT_OUT_OF_MEMORY)
 
 

@@ -62,13 +62,13 @@ def _locked(folder: Path) -> TextIO:
     file = (folder / "lock").open("a+")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
+    except (BlockingIOError, PermissionError) as error:
         file.seek(0)
         holder = file.read().strip() or "another process"
         file.close()
         raise ValueError(
             f"{folder} is in use by {holder}: wait for it, stop it, or choose another name="
-        ) from None
+        ) from error
     file.truncate(0)
     file.write(_own_name() + "\n")
     file.flush()

@@ -1,0 +1,196 @@
+"""What torchrun starts again after a run has ended, by real launches of torchrun with --max-restarts."""
+
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from faults import ROOT, SMALL, write_corpus
+
+from train import restarts
+from train.restarts import comes_again, note_refusal, was_refused
+
+ENDS_AT_ONCE = "not started again: it would end the same way, with code 2"
+TWO = ("--standalone", "--nproc-per-node=2")
+launched: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path)
+    yield
+    while launched:
+        # passed on to the workers; nothing where it has ended
+        launched.pop().terminate()
+
+
+def launch(
+    *overrides: str, restarts: int = 2, options: tuple[str, ...] = TWO, fault: str = ""
+) -> subprocess.Popen:
+    """A launch of torchrun. fault: Python that its workers run before anything else."""
+    paths = [str(ROOT)]
+    if fault:
+        # Python imports a module of this name as it starts
+        customized = Path("customized")
+        customized.mkdir()
+        condition = "import os\nif 'RANK' in os.environ:\n"
+        (customized / "sitecustomize.py").write_text(condition + textwrap.indent(fault, "    "))
+        paths.insert(0, str(customized.resolve()))
+    launcher = [sys.executable, "-m", "torch.distributed.run", *options, f"--max-restarts={restarts}"]
+    process = subprocess.Popen(
+        [*launcher, "-m", "train", *SMALL, "name=run", "total_tokens=10240", *overrides],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    launched.append(process)
+    return process
+
+
+def output_of(process: subprocess.Popen) -> str:
+    """What a launch that fails has printed. torchrun ends with 1, and names the code of its workers."""
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, output
+    return output
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("lr=3", "lr is no key; did you mean optim.learning_rate?"),
+        # found by rank 0, when all have joined
+        ("data.paths=[missing]", "data.paths names 'missing', which does not exist"),
+    ],
+)
+def test_what_is_refused_is_told_once_and_started_again_it_ends_at_once_with_the_same_code(given, words):
+    output = output_of(launch(given))
+    assert output.count("error: ") == output.count(f"error: {words}") == 1, output
+    assert output.count(ENDS_AT_ONCE) == 2, output
+    assert output.index(words) < output.index(ENDS_AT_ONCE)
+    assert "exitcode  : 2 " in output
+    assert sorted(os.listdir()) == ["corpus"], "nothing is left behind"
+
+
+def test_a_run_whose_numbers_are_not_finite_does_not_train_again_up_to_the_same_step():
+    output = output_of(launch("optim.learning_rate=1e30"))
+    assert "error: the loss is " in output
+    assert output.count("validation loss") == 1, output
+    assert output.count(ENDS_AT_ONCE) == 2, output
+
+
+def test_a_run_that_one_rank_has_no_memory_for_is_not_started_again():
+    fault = """
+        import torch, model.gpt
+        def forward(*given, **options):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if os.environ["RANK"] == "1":
+            model.gpt.GPT.forward = forward
+    """
+    output = output_of(launch(restarts=1, fault=textwrap.dedent(fault)))
+    assert output.count("error: out of memory on rank 1: ") == 1, output
+    assert output.count(ENDS_AT_ONCE) == 1, output
+
+
+def disk_away() -> None:
+    Path("runs").write_text("no folder")
+
+
+def lock_held() -> None:
+    Path("runs/run").mkdir(parents=True)
+    # until this process, of the tests, ends
+    fcntl.lockf(os.open("runs/run/lock", os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
+
+
+@pytest.mark.parametrize(("fault", "words"), [(disk_away, "[Errno "), (lock_held, "runs/run is in use by")])
+def test_a_run_that_was_ended_by_what_may_pass_is_started_again(fault, words):
+    fault()
+    output = output_of(launch(restarts=1))
+    assert output.count("error: ") == output.count(f"error: {words}") == 2, output
+    assert ENDS_AT_ONCE not in output
+
+
+def test_a_host_without_the_error_ends_at_once_too_where_another_one_was_refused():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    options = (
+        "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=test", "--nnodes=2",
+        "--nproc-per-node=1",
+    )  # fmt: skip
+    # its process begins later, and the other one waits for it; the first torchrun keeps the store
+    refused = launch("seq_len=0", restarts=1, options=options, fault="import time\ntime.sleep(2)\n")
+    well = launch("seed=1", restarts=1, options=options)
+    of_refused, of_well = output_of(refused), output_of(well)
+    assert of_refused.count("error: ") == of_refused.count("error: seq_len") == 1, of_refused
+    assert "error: " not in of_well
+    assert "exitcode  : 2 " in of_well
+
+
+def raised(error: Exception, cause: Exception | None = None) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ValueError("head_dim must be"), True),
+        (FloatingPointError("the loss is nan"), True),
+        (MemoryError("out of memory"), True),
+        (OSError("no space left on device"), False),
+        (ConnectionError("the network is away"), False),
+        (raised(ValueError("data.dataset cannot be opened"), ConnectionError()), False),
+        (raised(ValueError("start.weights"), raised(ValueError("not readable"), OSError())), False),
+        (raised(ValueError("start.weights"), ValueError("no model")), True),
+        (RuntimeError("connection closed by peer"), False),
+    ],
+    ids=repr,
+)
+def test_an_error_of_the_configuration_or_of_its_numbers_comes_again_and_one_of_the_system_may_not(
+    error, expected
+):
+    assert comes_again(error) is expected
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """torchrun's store, and what torchrun tells two processes of it."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3",
+    }  # fmt: skip
+    for key, value in given.items():
+        monkeypatch.setenv(key, value)
+    return store
+
+
+def test_a_process_ends_by_a_refusal_that_was_told_and_by_no_other(store, monkeypatch):
+    monkeypatch.setattr(restarts, "PATIENCE", timedelta(seconds=0.1))
+    note_refusal(is_told=False)
+    assert not was_refused()
+    note_refusal(is_told=True)
+    assert was_refused()
+
+
+def test_an_elastic_launch_goes_on_with_another_number_of_processes(store, monkeypatch):
+    note_refusal(is_told=True)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert not was_refused()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("TORCHELASTIC_MAX_RESTARTS", "0"), ("TORCHELASTIC_USE_AGENT_STORE", "False")]
+)
+def test_where_torchrun_restarts_or_keeps_nothing_no_note_is_made(store, monkeypatch, key, value):
+    before = store.num_keys()
+    monkeypatch.setenv(key, value)
+    note_refusal(is_told=True)
+    assert not was_refused()
+    assert store.num_keys() == before

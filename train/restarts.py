@@ -1,0 +1,76 @@
+"""What torchrun would start again in vain: a run that was refused, and would be refused once more.
+
+torchrun --max-restarts is for workers that die, but starts all of them again after any exit code that is not
+0, and no code stops it. So a process that has told of such an error notes it in torchrun's store, and the
+processes of the next start look there before they begin. The store lives as long as this launch of torchrun,
+so that nothing is left behind, and all hosts share it, so that none waits for processes that end on another.
+"""
+
+import os
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+# how long a process that leaves the telling to another one waits for it: torchrun ends that one, untold, a
+# tenth of a second after the first process that has ended
+PATIENCE = timedelta(seconds=10)
+# torchrun has its store before it starts a process: one that does not answer is that of a host that has ended
+CONNECT_TIMEOUT = timedelta(minutes=1)
+
+
+def comes_again(error: Exception) -> bool:
+    """Whether a run that this error ended would end with it again if it were started again as it is.
+
+    Of what ends with EXIT_REFUSED all but what comes from the system, such as a full disk, a file system or
+    network that is away for a while, or a run folder that another process holds.
+    """
+    is_refused = isinstance(error, ValueError | FloatingPointError | MemoryError)
+    return is_refused and not is_of_system(error)
+
+
+def is_of_system(error: BaseException | None) -> bool:
+    """Whether the error is an OSError, or was raised from one."""
+    return error is not None and (isinstance(error, OSError) or is_of_system(error.__cause__))
+
+
+def note_refusal(*, is_told: bool) -> None:
+    """Has the processes of the next starts end at once. is_told: this process has printed the error.
+
+    Only one that has printed it makes the note, so that no process ends by it before a line says why.
+    """
+    # torchrun is gone, and starts nothing again; or nobody has told
+    with suppress(dist.DistError):
+        store = _store()
+        if store is None:
+            return
+        if is_told:
+            store.set(_key(), "")
+        else:
+            store.wait([_key()], PATIENCE)
+
+
+def was_refused() -> bool:
+    """Whether this launch of torchrun has ended before with an error that comes again.
+
+    Raises torch's DistNetworkError if torchrun's store does not answer.
+    """
+    # not by TORCHELASTIC_RESTART_COUNT: a host that starts again because another one does counts none
+    store = _store()
+    return store is not None and store.check([_key()])
+
+
+def _key() -> str:
+    # an elastic launch may go on with fewer or more processes, which other settings fit
+    return f"nanoflash/refused/{os.environ['WORLD_SIZE']}"
+
+
+def _store() -> dist.Store | None:
+    """What torchrun keeps over its restarts; None without torchrun, or if it keeps or restarts nothing."""
+    given = os.environ
+    restarts = int(given.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if restarts == 0 or given.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    # not as one of the world's processes, which it counts
+    address, port = given["MASTER_ADDR"], int(given["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)

@@ -300,10 +300,10 @@ def test_the_hopper_kernels_walk_the_lists_as_accurately_as_torch(
         for name in ("window(100)", "strided(3) | sinks(7)", "butterfly() & sinks(300)"):
             mask = pattern(name, device, 128, seq_len)
             assert_as_accurate_as_torch(attention, q, k, v, block_mask=mask, causal=mask.causal)
-    # more tiles than multiprocessors, of uneven lengths
-    q, k, v = random_qkv(3, 2300, 2300, 36, 12, head_dim, dtype, device)
+    # more tiles than blocks are dealt, of uneven lengths; the reference takes 4 GiB
+    q, k, v = random_qkv(1, 1500, 1500, 48, 16, head_dim, dtype, device)
     assert_as_accurate_as_torch(
-        attention, q, k, v, block_mask=pattern("strided(3) | window(500)", device, 128, 2300)
+        attention, q, k, v, block_mask=pattern("strided(3) | window(500)", device, 128, 1500)
     )
     # of each batch and head its own, lines without a block, other numbers of queries and keys
     q, k, v = random_qkv(2, 300, 700, 4, 4, head_dim, dtype, device)

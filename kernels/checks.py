@@ -1,6 +1,7 @@
 """What the public functions refuse: each error names the argument, what it was, and what it must be."""
 
 import os
+from collections.abc import Callable
 from itertools import pairwise
 from numbers import Real
 from types import NoneType
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kernels.block_mask import BlockMask
+from kernels.intervals import mean_length
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -24,8 +26,8 @@ SCALES = 1e-30, 1e30
 # the kernels add a window to a position in 32 bits
 MOST_TOKENS = 2**30
 
-# tensor -> the version whose values were found right, and for how many tokens: a mask is read once, not in
-# every layer
+# tensor -> the version whose values were found right, for how many tokens, and what else was found: a mask is
+# read once, not in every layer
 CHECKED = WeakIdKeyDictionary()
 
 
@@ -166,8 +168,11 @@ def check_options(
         raise ValueError(f"dropout_seed must be at least 0 and below 2**63, got {dropout_seed}")
 
 
-def check_document_ids(document_ids: Tensor, q: Tensor, k: Tensor) -> None:
-    """Shape and order of document_ids; the order is not read while compiling or capturing."""
+def check_document_ids(document_ids: Tensor, q: Tensor, k: Tensor) -> float | None:
+    """Shape and order of document_ids; gives intervals.mean_length where there may be a backward pass.
+
+    While compiling or capturing no value is read, and it gives None.
+    """
     check_is_tensor("document_ids", document_ids)
     expected = (k.shape[0], k.shape[1])
     if tuple(document_ids.shape) != expected:
@@ -177,9 +182,13 @@ def check_document_ids(document_ids: Tensor, q: Tensor, k: Tensor) -> None:
     check_index_tensor("document_ids", document_ids, q)
     if q.shape[1] > k.shape[1]:
         raise ValueError(f"document_ids need Tq <= Tk, got Tq {q.shape[1]} and Tk {k.shape[1]}")
-    if is_unchecked(document_ids, k.shape[1]):
+
+    def read() -> float | None:
         check_order(document_ids)
-        remember(document_ids, k.shape[1])
+        # of use to the backward pass alone, and another wait for the GPU
+        return mean_length(document_ids) if torch.is_grad_enabled() else None
+
+    return read_once(document_ids, k.shape[1], read)
 
 
 def check_order(document_ids: Tensor) -> None:
@@ -212,13 +221,17 @@ def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor) -> None:
         )
 
 
-def check_cu_seqlens(name: str, cu_seqlens: Tensor, x: Tensor) -> None:
-    """Shape and values of cu_seqlens; the values are not read while compiling or capturing."""
+def check_cu_seqlens(name: str, cu_seqlens: Tensor, x: Tensor) -> float | None:
+    """Shape and values of cu_seqlens; gives how long a token's own sequence is, on average over all tokens.
+
+    While compiling or capturing no value is read, and it gives None.
+    """
     check_is_tensor(name, cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"{name} must have shape (n_sequences + 1,), got {tuple(cu_seqlens.shape)}")
     check_index_tensor(name, cu_seqlens, x)
-    if is_unchecked(cu_seqlens, x.shape[0]):
+
+    def read() -> float:
         starts = cu_seqlens.tolist()
         if starts[0] != 0:
             raise ValueError(f"{name} must start at 0, got {starts[0]}")
@@ -226,7 +239,9 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, x: Tensor) -> None:
             raise ValueError(f"{name} must end at the total number of tokens, {x.shape[0]}, got {starts[-1]}")
         if any(a > b for a, b in pairwise(starts)):
             raise ValueError(f"{name} must not decrease, got {starts if len(starts) < 20 else '...'}")
-        remember(cu_seqlens, x.shape[0])
+        return sum((b - a) ** 2 for a, b in pairwise(starts)) / max(1, x.shape[0])
+
+    return read_once(cu_seqlens, x.shape[0], read)
 
 
 def check_same_total(q: Tensor, k: Tensor) -> None:
@@ -253,12 +268,18 @@ def may_read(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def is_unchecked(x: Tensor, n_tokens: int) -> bool:
-    """Whether the values of x, for so many tokens, are still to be checked, and can be."""
+def read_once(x: Tensor, n_tokens: int, read: Callable[[], float | None]) -> float | None:
+    """What read() finds, once for each version of x; it raises ValueError for wrong values.
+
+    None where x cannot be read.
+    """
+    if not may_read(x):
+        return None
     # what inference_mode makes counts no versions: it is read every time
-    return may_read(x) and (x.is_inference() or CHECKED.get(x) != (x._version, n_tokens))
-
-
-def remember(x: Tensor, n_tokens: int) -> None:
-    if not x.is_inference():
-        CHECKED[x] = x._version, n_tokens
+    if x.is_inference():
+        return read()
+    version, found_for, found = CHECKED.get(x, (None, None, None))
+    if (version, found_for) != (x._version, n_tokens):
+        found = read()
+        CHECKED[x] = x._version, n_tokens, found
+    return found

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels import checks
 from kernels.block_mask import BlockMask
-from kernels.intervals import document_bounds, varlen_bounds
+from kernels.intervals import document_bounds, mean_keys, varlen_bounds
 from kernels.operators import attention_forward
 
 
@@ -56,9 +56,10 @@ def flash_attention(
         checks.check_block_mask(block_mask, q, k)
         # its own tiles cut at the diagonal
         causal = causal and not (block_mask.causal and window is None)
-    key_bounds = query_bounds = None
+    key_bounds = query_bounds = keys_per_query = None
     if document_ids is not None:
-        checks.check_document_ids(document_ids, q, k)
+        length = checks.check_document_ids(document_ids, q, k)
+        keys_per_query = mean_keys(length, causal=causal, window=window)
         key_bounds, query_bounds = document_bounds(document_ids, q.shape[1], causal=causal, window=window)
     out, lse = attend(
         q,
@@ -73,6 +74,7 @@ def flash_attention(
         dropout_seed,
         deterministic,
         block_mask,
+        keys_per_query,
     )
     return (out, lse) if return_lse else out
 
@@ -104,12 +106,12 @@ def flash_attention_varlen(
     checks.check_tensors(q, k, v, n_dims=3)
     checks.check_flags(causal=causal, deterministic=deterministic, return_lse=return_lse)
     checks.check_options(q, causal, softmax_scale, window, dropout_p, dropout_seed)
-    checks.check_cu_seqlens("cu_seqlens", cu_seqlens, q)
+    length = checks.check_cu_seqlens("cu_seqlens", cu_seqlens, q)
     if cu_seqlens_k is None:
         checks.check_same_total(q, k)
         cu_seqlens_k = cu_seqlens
     else:
-        checks.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k)
+        length = checks.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k)
         checks.check_same_count(cu_seqlens, cu_seqlens_k)
     if block_mask is not None:
         checks.check_block_mask(block_mask, q, k)
@@ -130,6 +132,7 @@ def flash_attention_varlen(
         dropout_seed,
         deterministic,
         block_mask,
+        mean_keys(length, causal=causal, window=window),
     )
     return (out[0], lse[0]) if return_lse else out[0]
 
@@ -147,6 +150,7 @@ def attend(
     dropout_seed: int | Tensor | None,
     deterministic: bool,
     block_mask: BlockMask | None,
+    keys_per_query: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Fills in the defaults and calls the operator."""
     if softmax_scale is None:
@@ -173,4 +177,5 @@ def attend(
         window,
         dropout_p,
         deterministic,
+        keys_per_query,
     )

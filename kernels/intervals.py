@@ -36,6 +36,24 @@ def document_bounds(
     )
 
 
+def mean_length(document_ids: Tensor) -> float:
+    """How long a token's own document is, on average over all tokens, padding 0; reads the values."""
+    ids = document_ids.contiguous()
+    first, end = (torch.searchsorted(ids, ids, right=right) for right in (False, True))
+    return (end - first).masked_fill_(ids < 0, 0).double().mean().item()
+
+
+def mean_keys(length: float | None, *, causal: bool, window: int | None) -> float | None:
+    """What a query sees on average of sequences or documents that are `length` long in this sense.
+
+    Lengths that differ count as equal ones of the same work. None where the length is not known.
+    """
+    if length is None:
+        return None
+    keys = (length + 1) / 2 if causal else length
+    return keys if window is None else min(keys, float(window))
+
+
 def varlen_bounds(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seq_q: int, seq_k: int, *, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor]:

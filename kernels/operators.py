@@ -49,6 +49,7 @@ def _problem(
     window: int | None,
     dropout_p: float,
     deterministic: bool,
+    keys_per_query: float | None,
 ) -> Problem:
     return Problem(
         softmax_scale=softmax_scale,
@@ -59,6 +60,7 @@ def _problem(
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
         deterministic=deterministic,
+        keys_per_query=keys_per_query,
         blocks=tuple(blocks),
     )
 
@@ -77,10 +79,11 @@ def attention_forward(
     window: int | None,
     dropout_p: float,
     deterministic: bool,
+    keys_per_query: float | None,
 ) -> tuple[Tensor, Tensor]:
     problem = _problem(
         key_bounds, query_bounds, dropout_seed, blocks, softmax_scale, causal, window, dropout_p,
-        deterministic,
+        deterministic, keys_per_query,
     )  # fmt: skip
     return run(problem, q, k, v, lambda module: module.attention_forward(problem, q, k, v))
 
@@ -103,10 +106,11 @@ def attention_backward(
     window: int | None,
     dropout_p: float,
     deterministic: bool,
+    keys_per_query: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     problem = _problem(
         key_bounds, query_bounds, dropout_seed, blocks, softmax_scale, causal, window, dropout_p,
-        deterministic,
+        deterministic, keys_per_query,
     )  # fmt: skip
     dout = with_tokens_in_memory(dout)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels import checks
-from kernels.intervals import document_bounds
+from kernels.intervals import document_bounds, mean_keys
 from kernels.layouts import with_tokens_in_memory
 from kernels.operators import refuse_second_derivative, run, save_nothing
 from kernels.problem import Problem
@@ -33,8 +33,9 @@ def packed_attention_forward(
     softmax_scale: float,
     causal: bool,
     deterministic: bool,
+    keys_per_query: float | None,
 ) -> tuple[Tensor, Tensor]:
-    problem = _problem(key_bounds, query_bounds, softmax_scale, causal, deterministic)
+    problem = _problem(key_bounds, query_bounds, softmax_scale, causal, deterministic, keys_per_query)
     q, k, v = qkv.unbind(2)
     return run(problem, q, k, v, lambda module: module.attention_forward(problem, q, k, v))
 
@@ -50,8 +51,9 @@ def packed_attention_backward(
     softmax_scale: float,
     causal: bool,
     deterministic: bool,
+    keys_per_query: float | None,
 ) -> Tensor:
-    problem = _problem(key_bounds, query_bounds, softmax_scale, causal, deterministic)
+    problem = _problem(key_bounds, query_bounds, softmax_scale, causal, deterministic, keys_per_query)
     q, k, v = qkv.unbind(2)
     dqkv = torch.empty_like(qkv)
     dout, gradients = with_tokens_in_memory(dout), dqkv.unbind(2)
@@ -71,20 +73,29 @@ def _save_for_backward(ctx, inputs, output):
 
 
 def _backward(ctx, dout, _):
-    return packed_attention_backward(dout, *ctx.saved_tensors, *ctx.options), *(None for _ in range(5))
+    gradient = packed_attention_backward(dout, *ctx.saved_tensors, *ctx.options)
+    return gradient, None, None, *(None for _ in ctx.options)
 
 
 differentiate(packed_attention_forward, _save_for_backward, _backward)
 differentiate(packed_attention_backward, save_nothing, refuse_second_derivative)
 
 
-def _problem(key_bounds, query_bounds, softmax_scale: float, causal: bool, deterministic: bool) -> Problem:
+def _problem(
+    key_bounds: Tensor | None,
+    query_bounds: Tensor | None,
+    softmax_scale: float,
+    causal: bool,
+    deterministic: bool,
+    keys_per_query: float | None,
+) -> Problem:
     return Problem(
         softmax_scale=softmax_scale,
         causal=causal,
         key_bounds=key_bounds,
         query_bounds=query_bounds,
         deterministic=deterministic,
+        keys_per_query=keys_per_query,
     )
 
 
@@ -109,10 +120,14 @@ def flash_attention_packed(
     checks.check_tensors(q, k, v, n_dims=4)
     checks.check_flags(causal=causal, deterministic=deterministic)
     checks.check_options(q, causal, softmax_scale, None, 0.0, None)
-    key_bounds = query_bounds = None
+    key_bounds = query_bounds = keys_per_query = None
     if document_ids is not None:
-        checks.check_document_ids(document_ids, q, k)
+        length = checks.check_document_ids(document_ids, q, k)
+        keys_per_query = mean_keys(length, causal=causal, window=None)
         key_bounds, query_bounds = document_bounds(document_ids, q.shape[1], causal=causal, window=None)
         causal = False
     scale = qkv.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    return packed_attention_forward(qkv, key_bounds, query_bounds, scale, causal, deterministic)[0]
+    out, _ = packed_attention_forward(
+        qkv, key_bounds, query_bounds, scale, causal, deterministic, keys_per_query
+    )
+    return out

@@ -29,6 +29,8 @@ class Problem:
     dropout_p: float = 0.0
     dropout_seed: Tensor | None = None
     deterministic: bool = False
+    # of bounds, on average, where the host has read them: speed depends on it, no result does
+    keys_per_query: float | None = None
     # of a BlockMask, as BlockMask.tensors gives them: lists of rows and of columns, tiles, transposed tiles
     blocks: tuple[Tensor, ...] = ()
 

@@ -103,7 +103,7 @@ def options(query: Tensor, seed: Tensor, dropout_p: float, is_causal: bool, scal
     softmax_scale = query.shape[-1] ** -0.5 if scale is None else scale
     deterministic = torch.are_deterministic_algorithms_enabled()
     seed = seed.view(torch.int64)[:1] if dropout_p > 0.0 else None
-    return None, None, seed, [], softmax_scale, is_causal, None, dropout_p, deterministic
+    return None, None, seed, [], softmax_scale, is_causal, None, dropout_p, deterministic, None
 
 
 def heads_last(*tensors: Tensor) -> tuple[Tensor, ...]:

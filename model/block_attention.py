@@ -85,6 +85,7 @@ def _options(mask: Mask, softmax_scale: float) -> dict:
         "window": None,
         "dropout_p": 0.0,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "keys_per_query": None,
     }
 
 

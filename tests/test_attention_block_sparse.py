@@ -224,7 +224,7 @@ def test_gradients_are_the_same_bits_in_every_run(device):
 def test_operators_keep_the_contract_of_torch_library(device):
     q, k, v = random_qkv(1, 33, 33, 1, 1, 16, torch.float32, device)
     lists = pattern("window(9)", device, seq_len=33).tensors()
-    options = (None, None, None, lists, 0.25, False, None, 0.0, False)
+    options = (None, None, None, lists, 0.25, False, None, 0.0, False, None)
     torch.library.opcheck(attention_forward, (q, k, v, *options))
     q, k, v = q.detach(), k.detach(), v.detach()
     out, lse = attention_forward(q, k, v, *options)

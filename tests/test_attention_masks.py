@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import block_masks
+from kernels.checks import check_document_ids
 from kernels.flash_attention import flash_attention, flash_attention_varlen
 from kernels.intervals import document_bounds, varlen_bounds
 from kernels.packed import flash_attention_packed
@@ -211,3 +212,49 @@ def assert_intervals_are(expected: torch.Tensor, rows: torch.Tensor, columns: to
     assert torch.equal((j >= rows[0][:, None]) & (j < rows[1][:, None]), expected)
     assert torch.equal((i >= columns[0][None, :]) & (i < columns[1][None, :]), expected)
     assert all((bound.diff() >= 0).all() for bound in (*rows, *columns))
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 5)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_operators_are_told_how_many_keys_a_query_sees(packed, causal, window, device, monkeypatch):
+    told = []
+
+    def operator(q, k, v, key_bounds, *options):
+        seen = (key_bounds[:, 1] - key_bounds[:, 0]).double().mean().item()
+        told.append((seen, options[-1]))
+        return q, q
+
+    monkeypatch.setattr("kernels.flash_attention.attention_forward", operator)
+    x = torch.zeros(2, 30, 1, 16, device=device)
+    lengths = [[17, 1, 12], [30]]
+    if packed:
+        starts = cumulative([*lengths[0], 0, *lengths[1]], device)
+        x = x.flatten(0, 1)
+        flash_attention_varlen(x, x, x, starts, causal=causal, window=window)
+    else:
+        ids = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths]
+        ids = torch.stack(ids).int().to(device)
+        flash_attention(x, x, x, document_ids=ids, causal=causal, window=window)
+    [(seen, count)] = told
+    # the first queries of a sequence see less than a window
+    assert count == (pytest.approx(seen) if window is None else window)
+
+
+def test_what_is_not_read_is_not_counted(device):
+    x = torch.zeros(1, 8, 1, 16, device=device)
+    ids = torch.zeros(1, 8, dtype=torch.int32, device=device)
+    counts = []
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(ids):
+        counts.append(check_document_ids(ids, x, x))
+        return ids
+
+    compiled(ids)
+    assert counts == [None]
+    with torch.no_grad():
+        assert check_document_ids(ids.clone(), x, x) is None
+    assert check_document_ids(ids, x, x) == 8.0
+    # what another version holds is read anew
+    ids[:, 4:] = 1
+    assert check_document_ids(ids, x, x) == 4.0

@@ -161,13 +161,13 @@ def test_kernels_run_on_the_gpu_of_their_tensors(device, monkeypatch):
 @pytest.mark.parametrize("everything", [False, True])
 def test_operators_keep_the_contract_of_torch_library(everything, device):
     q, k, v = random_qkv(1, 20, 20, 2, 1, 16, torch.float32, device)
-    options = (None, None, None, [], 0.25, True, None, 0.0, False)
+    options = (None, None, None, [], 0.25, True, None, 0.0, False, None)
     dlse = None
     if everything:
         # documents, dropout, a gradient of lse, deterministic
         ids = (torch.arange(20, device=device) // 8).int()[None]
         bounds = document_bounds(ids, 20, causal=True, window=5)
-        options = (*bounds, torch.tensor([3], device=device), [], 0.25, False, None, 0.3, True)
+        options = (*bounds, torch.tensor([3], device=device), [], 0.25, False, None, 0.3, True, 4.5)
         dlse = torch.randn(1, 2, 20, device=device)
     torch.library.opcheck(attention_forward, (q, k, v, *options))
     q, k, v = q.detach(), k.detach(), v.detach()

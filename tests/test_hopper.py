@@ -188,6 +188,11 @@ def test_the_host_counts_the_keys_of_a_query(seq_q, seq_k):
     assert keys_per_query(problem(causal=False), seq_q, seq_k) == seq_k
     assert keys_per_query(problem(), seq_q, seq_k) == pytest.approx(seen.sum().item() / seq_q)
     assert keys_per_query(problem(window=16), seq_q, seq_k) == 16
+    bounds = torch.zeros(1, 2, seq_q, dtype=torch.int32)
+    documents = {"causal": False, "key_bounds": bounds, "query_bounds": bounds}
+    unread = keys_per_query(problem(**documents), seq_q, seq_k)
+    assert unread == keys_per_query(problem(), seq_q, seq_k), "unread documents may be as long as all"
+    assert keys_per_query(problem(**documents, keys_per_query=20.5), seq_q, seq_k) == 20.5
     listed = problem(causal=False, blocks=tuple(block_masks.window(512, 128).tensors()))
     # seven blocks for four blocks of queries
     assert keys_per_query(listed, 512, 512) == 7 / 4 * 128
@@ -567,6 +572,21 @@ def test_gradients_of_short_rows_are_exact_and_the_same_bits_unasked(head_dim, c
     assert_as_accurate_as_torch(hopper_attention, q, k, v, causal=causal)
     dout = torch.randn_like(q)
     runs = [torch.autograd.grad(hopper_attention(q, k, v, causal=causal), (q, k, v), dout) for _ in range(20)]
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_short_documents_of_long_sequences_are_exact_and_the_same_bits_unasked(head_dim, monkeypatch):
+    monkeypatch.setattr("kernels.hopper.launch.sum_pays", sum_pays)
+    q, k, v = random_qkv(2, 2000, 2000, 12, 6, head_dim, torch.bfloat16, "cuda")
+    ids = (torch.rand(2, 2000, device="cuda") < 0.01).cumsum(1).int()
+    assert_as_accurate_as_torch(hopper_attention, q, k, v, document_ids=ids)
+    dout = torch.randn_like(q)
+    runs = [
+        torch.autograd.grad(hopper_attention(q, k, v, document_ids=ids), (q, k, v), dout) for _ in range(20)
+    ]
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
 
 

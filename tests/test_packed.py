@@ -52,10 +52,10 @@ def test_hopper_writes_the_gradient_in_place(seq_len, head_dim):
 
 def test_the_operators_keep_pytorchs_rules(device):
     qkv = packed(device, batch=1, seq_len=20)
-    operators = torch.ops.nanoflash
-    torch.library.opcheck(operators.packed_attention_forward.default, (qkv, None, None, 0.25, True, False))
-    out, lse = operators.packed_attention_forward(qkv, None, None, 0.25, True, False)
-    arguments = (torch.ones_like(out), qkv.detach(), out.detach(), lse.detach(), None, None, 0.25, True, True)
+    operators, options = torch.ops.nanoflash, (None, None, 0.25, True, False, None)
+    torch.library.opcheck(operators.packed_attention_forward.default, (qkv, *options))
+    out, lse = operators.packed_attention_forward(qkv, *options)
+    arguments = (torch.ones_like(out), qkv.detach(), out.detach(), lse.detach(), *options)
     torch.library.opcheck(operators.packed_attention_backward.default, arguments)
 
 

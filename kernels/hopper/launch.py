@@ -57,10 +57,12 @@ def list_arguments(lists: tuple[Tensor | None, ...], nothing: Tensor) -> tuple[T
 
 
 def keys_per_query(problem: Problem, seq_q: int, seq_k: int) -> float:
-    """On average, of what the host knows: documents and padding count as a causal mask does."""
+    """On average, of what the host knows: bounds that it has not read count as a causal mask does."""
     if problem.blocks:
         spans, entries, _ = problem.row_lists
         return len(entries) / spans.shape[:3].numel() * problem.block_size
+    if problem.keys_per_query is not None:
+        return problem.keys_per_query
     if problem.mask == "full":
         return seq_k
     seeing = min(seq_q, seq_k)

@@ -4,8 +4,8 @@
     compute-sanitizer --tool racecheck python -m tests.sanitize_hopper problems=8 longest=200
 
 Racecheck reports two pairs that are no race: the loop in which Triton's idle warps wait for their role and
-the place that hands it to them, which a hardware barrier orders, and a tile's number as key_tiles.announce
-writes it and key_tiles.announced reads it. A report that names another pair is a bug. See docs/hopper.md.
+the place that hands it to them, which a hardware barrier orders, and a tile's number as primitives.announce
+writes it and primitives.announced reads it. A report that names another pair is a bug. See docs/hopper.md.
 """
 
 import random

@@ -18,6 +18,8 @@ from train.overrides import EXIT_CTRL_C, EXIT_REFUSED, wrong_value
 Arguments = TypeVar("Arguments")
 # what the argument of that name, beside a `result_file`, means
 OVERWRITE = "replace results that are there"
+# of a script's arguments, to be named in an error
+FEW = 6
 
 
 def argument(default, meaning: str):
@@ -99,8 +101,11 @@ def run_script(
         check_results(complete)
         main(complete)
     except ConfigKeyError as error:
-        near = get_close_matches(error.full_key, [item.name for item in fields(arguments)], 1)
+        names = [item.name for item in fields(arguments)]
+        near = get_close_matches(error.full_key, names, 1)
         guess = f"did you mean {near[0]}? " if near else ""
+        if not near and len(names) <= FEW:
+            guess = f"there are {', '.join(names)}, and "
         refuse(f"{error.full_key} is no argument: {guess}--help lists them")
     except OmegaConfBaseException as error:
         refuse(f"{wrong_value(error, given)}: --help lists the arguments")

@@ -99,7 +99,7 @@ def test_help_lists_the_arguments_of_every_script(name, call_here):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["colour=red"], "error: colour is no argument: --help lists them"),
+        (["colour=red"], "error: colour is no argument: there are runs, "),
         (["run=[a]"], "error: run is no argument: did you mean runs? --help lists them"),
         (["loss.png"], "error: arguments are key=value, got 'loss.png'"),
         (["runs=[a=[b],c]"], "error: while parsing a flow sequence"),
@@ -112,6 +112,13 @@ def test_a_wrong_argument_ends_with_one_clear_error(arguments, message, call_her
     done = call_here("plot_run", *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith(message)
+
+
+def test_a_script_of_few_arguments_names_them_where_one_is_unknown(call_here):
+    done = call_here("export_hf", "run=runs/a", "out=folder")
+    assert done.returncode == 2
+    there_are = "there are model, out, tokenizer, precision, and --help lists them"
+    assert done.stderr == f"error: run is no argument: {there_are}\n"
 
 
 def test_an_argument_that_must_be_given_is_named(call_here):

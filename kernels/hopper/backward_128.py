@@ -66,7 +66,7 @@ class Tiles:
     """Shared memory and the work list, as every partition sees them."""
 
     k: gl.shared_memory_descriptor  # (KV_STAGES, 1, 1, BLOCK_N, D)
-    v: gl.shared_memory_descriptor  # (1, 1, BLOCK_N, D)
+    v: gl.shared_memory_descriptor  # (V_STAGES, 1, 1, BLOCK_N, D)
     number: gl.shared_memory_descriptor  # (KV_STAGES, 1), of the tile in order, int32
     q: gl.shared_memory_descriptor  # (STAGES, 1, 1, ROWS, D)
     dout: gl.shared_memory_descriptor
@@ -99,7 +99,7 @@ def copy_gradients(tiles, dk_desc, dv_desc, i, t):
     """Copies dk and dv of tile t, the i-th in order, out, and waits until they have left their buffers."""
     tiles.out_ring.take(t)
     batch, kv_head, key, _, _, _, _ = tiles.work.locate(i)
-    tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, key, 0], tiles.v)
+    tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, key, 0], tiles.v.index(t % tiles.v_ring.STAGES))
     k = tiles.k.index(t % tiles.k_ring.STAGES)
     tma.async_copy_shared_to_global(dk_desc, [batch, kv_head, key, 0], k)
     tma.store_wait(0)
@@ -111,8 +111,8 @@ def produce(
 ):  # fmt: skip
     """Takes tiles, and fills the rings: k of a tile, then the queries that see it, head after head.
 
-    v comes behind the first queries, whose scores are made while the tile before still has its own, and
-    behind the gradients of that tile.
+    v comes behind the first queries, whose scores are made while the tile before still has its own; where it
+    has one buffer, behind the gradients of that tile too.
     """
     n = 0
     t = 0
@@ -129,16 +129,23 @@ def produce(
         head = kv_head * tiles.work.group
         line = tiles.work.first_line(batch, kv_head, 0)
         place = begin
-        for j in range((end - begin) * tiles.work.group):
+        n_places = (end - begin) * tiles.work.group
+        # the gradients of the tile before are waited for as late as they can be: with a v of its own this
+        # tile's first queries go ahead, up to the last that fits beside that tile's last
+        late = gl.minimum(tiles.q_ring.STAGES, n_places) - 1 if tiles.v_ring.STAGES > 1 else 0
+        for j in range(n_places):
             copy_queries(
                 tiles, q_desc, dout_desc, minus_lse_desc, minus_delta_desc, batch, head, line, place, n
             )
+            if (j == late) & (t > 0):
+                copy_gradients(tiles, dk_desc, dv_desc, before, t - 1)
             if j == 0:
-                if t > 0:
-                    copy_gradients(tiles, dk_desc, dv_desc, before, t - 1)
-                full = tiles.v_ring.full.index(0)
+                v_stage = t % tiles.v_ring.STAGES
+                full = tiles.v_ring.full.index(v_stage)
                 mbarrier.expect(full, v_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(v_desc, [batch, kv_head, key, 0], full, tiles.v)
+                tma.async_copy_global_to_shared(
+                    v_desc, [batch, kv_head, key, 0], full, tiles.v.index(v_stage)
+                )
             n += 1
             place += 1
             if place == end:
@@ -203,13 +210,13 @@ def consume(tiles, scale_log2, softmax_scale, INDEX: gl.constexpr):
     n = gl.to_tensor(0)
     t = gl.to_tensor(0)
     i = tiles.take(t)
-    v = tiles.v.reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0)
     q, minus_lse = take_queries(tiles, n)
     k = tiles.keys(0).slice(INDEX * ROWS, ROWS, 0)
     s = warpgroup_mma(k, q.permute((1, 0)), minus_lse, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     while i < tiles.work.order.total():
         batch, _, key, begin, whole_begin, whole_end, end = tiles.work.locate(i)
+        v = tiles.v.index(t % tiles.v_ring.STAGES).reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0)
         key += INDEX * ROWS
         keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
         query_first, query_end = key_limits(tiles.work.mask, batch, keys, tiles.work.padded)
@@ -291,6 +298,8 @@ def backward_128_kernel(
     # a tile's last step waits for the next tile's k and first queries while it holds its own
     gl.static_assert(KV_STAGES > 1)
     gl.static_assert(STAGES > 1)
+    # dq's buffers leave no room for a second v
+    V_STAGES: gl.constexpr = 1 if SUMS_DQ else KV_STAGES
     lists = BlockLists(spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head)
     work = make_key_tiles(
         Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK), group, padded, n_heads, n_tiles, n_kv_head,
@@ -298,7 +307,7 @@ def backward_128_kernel(
     )  # fmt: skip
     tiles = Tiles(
         gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout),
-        gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, HEAD_DIM], v_desc.layout),
+        gl.allocate_shared_memory(dtype, [V_STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout),
         make_numbers(KV_STAGES),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, HEAD_DIM], q_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, HEAD_DIM], dout_desc.layout),
@@ -307,7 +316,7 @@ def backward_128_kernel(
         gl.allocate_shared_memory(dtype, [DS_STAGES, BLOCK_N, ROWS], DS_LAYOUT),
         gl.allocate_shared_memory(gl.float32, [HALVES, ROWS, ROWS], dq_desc.layout),
         make_ring(KV_STAGES, 1),
-        make_ring(1, 1),
+        make_ring(V_STAGES, 1),
         make_ring(STAGES, CONSUMERS),
         make_ring(DS_STAGES, 1, CONSUMERS),
         make_ring(1, 1),

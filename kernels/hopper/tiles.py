@@ -60,8 +60,8 @@ def forward_tile(width: int, mask: str, keys_per_query: float) -> ForwardTile:
 class BackwardTile(NamedTuple):
     """stages, kv_stages, ds_stages, dq_stages: buffers in the rings of queries, K, dS and (heads of 64) dq.
 
-    Of V heads of 64 have as many as of K, heads of 128 one. A reducer is the warpgroup that makes dq; without
-    it (SUMS_DQ=False) the buffers of dS and dq mean nothing.
+    A reducer is the warpgroup that makes dq. Without it (SUMS_DQ=False) the buffers of dS and dq mean
+    nothing; with it heads of 128 have one buffer of V. Else V has as many as K.
     """
 
     stages: int
@@ -74,9 +74,9 @@ class BackwardTile(NamedTuple):
 
 
 def backward_tile(width: int, sums_dq: bool = True) -> BackwardTile:
-    # dk and dv alone leave shared memory for more stages
+    # dk and dv alone leave shared memory for more stages, or for a second V
     if not sums_dq:
-        return BackwardTile(4, 2, 1, 1, 240, 0, 24)
+        return BackwardTile(4 if width == 64 else 3, 2, 1, 1, 240, 0, 24)
     if width == 64:
         return BackwardTile(3, 2, 2, 2, 192, 104, 24)
     return BackwardTile(2, 2, 2, 0, 208, 72, 24)

@@ -54,8 +54,17 @@ def opaque(x):
 
 
 @gluon.jit
+def peek(ptr):
+    """An int32 that others change, as it is now. L1 keeps what it holds, which `acquire` empties it of."""
+    address = ptr.to(gl.int64)
+    return gl.inline_asm_elementwise(
+        "ld.relaxed.gpu.global.s32 $0, [$1];", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def acquire(ptr):
-    """An int32 that others change; what they wrote before they released it is seen from here on."""
+    """The same; what they wrote before they released it is seen from here on."""
     address = ptr.to(gl.int64)
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1

@@ -30,6 +30,7 @@ from kernels.hopper.primitives import (
     opaque,
     pack,
     pause,
+    peek,
     record,
     thread_barrier,
 )
@@ -58,10 +59,11 @@ WARPS = gl.constexpr(2)
 @gluon.jit
 def wait_for(count, n):
     """Returns when a count has come to n; what was written before that is seen then."""
-    seen = acquire(count)
+    seen = peek(count)
     while seen < n:
         pause(seen)
-        seen = acquire(count)
+        seen = peek(count)
+    acquire(count)
 
 
 @record

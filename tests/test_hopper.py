@@ -1,5 +1,6 @@
 import random
 import warnings
+from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -210,10 +211,15 @@ def test_short_rows_of_heads_of_64_have_tiles_of_two_blocks():
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "intervals", "blocks"])
 def test_dq_of_long_rows_is_summed_and_of_short_ones_made_in_order(mask, width):
-    assert not sum_pays(width, mask, 128)
-    assert sum_pays(width, mask, 1024)
-    # a sum costs twice as much at 128
-    assert all(sum_pays(64, mask, keys) or not sum_pays(128, mask, keys) for keys in range(1024))
+    for bandwidth in (3352, 4917):
+        pays = partial(sum_pays, mask=mask, bandwidth=bandwidth)
+        assert not pays(width, keys_per_query=128)
+        assert pays(width, keys_per_query=2048)
+        # a sum costs twice as much at 128
+        assert all(pays(64, keys_per_query=n) or not pays(128, keys_per_query=n) for n in range(2048))
+    # and the more, the slower the memory is
+    assert sum_pays(width, mask, 1000, bandwidth=4917)
+    assert not sum_pays(width, mask, 1000, bandwidth=983)
 
 
 def test_says_once_that_the_installed_triton_cannot_build_it(monkeypatch):

@@ -1,5 +1,7 @@
 """Launches the Hopper kernels: descriptors, grids, buffers; the kernels themselves import no torch."""
 
+from functools import cache
+
 import torch
 import triton
 from torch import Tensor
@@ -68,6 +70,12 @@ def keys_per_query(problem: Problem, seq_q: int, seq_k: int) -> float:
     seeing = min(seq_q, seq_k)
     keys = (seq_k - (seeing - 1) / 2) * seeing / seq_q
     return min(keys, problem.window or keys)
+
+
+@cache
+def memory_bandwidth(device: torch.device) -> float:
+    """GB/s that its memory is made for."""
+    return triton.testing.get_dram_gbps(device.index)
 
 
 def attention_forward(
@@ -145,7 +153,9 @@ def attention_backward(
     seq_k, n_kv_head = k.shape[1:3]
     keys = keys_per_query(problem, seq_q, seq_k)
     # else dq.py makes dq: the same bits in every run, and faster where rows are short
-    sums_dq = not problem.deterministic and sum_pays(width, mask_kind(problem), keys)
+    sums_dq = not problem.deterministic and sum_pays(
+        width, mask_kind(problem), keys, memory_bandwidth(q.device)
+    )
     group = n_head // n_kv_head
     tile = tile or backward_tile(width, sums_dq)
     # dq.py writes lse and delta of whole blocks: those of a list have 128 rows, those of an interval 64

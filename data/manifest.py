@@ -24,16 +24,17 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path, key: str = "data.folder") -> dict[str, Any]:
     """The manifest of folder: config, tokenizer, documents and splits -> {tokens, documents, shards}.
 
-    Raises ValueError if there is none, or it is not ours or of another version.
+    key: the setting that named the folder. Raises ValueError if there is none, or it is not ours or of
+    another version.
     """
     path = Path(folder, FILE)
     if not path.is_file():
         raise ValueError(
-            f"data.folder={str(folder)!r} has no {FILE}, so it was not made by prepare: choose another "
-            "data.folder, or prepare it with python -m scripts.prepare_data"
+            f"{key}={str(folder)!r} has no {FILE}, so it was not made by prepare: choose another {key}, or "
+            "prepare it with python -m scripts.prepare_data"
         )
     try:
         manifest = json.loads(path.read_text())
@@ -42,9 +43,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{path} is damaged ({error}): delete the folder {folder} and prepare it again"
         ) from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(
-            f"{path} is no manifest of ours, format must be {FORMAT!r}: choose another data.folder"
-        )
+        raise ValueError(f"{path} is no manifest of ours, format must be {FORMAT!r}: choose another {key}")
     if manifest["version"] != VERSION:
         raise ValueError(f"{path} must have version {VERSION}, got {manifest['version']}: delete its folder")
     return manifest

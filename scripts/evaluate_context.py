@@ -64,7 +64,7 @@ class Arguments:
 def main(arguments: Arguments) -> None:
     out, picture = new_files(arguments.out)
     check_settings(arguments)
-    manifest = read_manifest(Path(arguments.data))
+    manifest = read_manifest(Path(arguments.data), key="data")
     name = manifest["config"]["tokenizer"]
     attention = run_attention(arguments.model, arguments.attention, arguments.device)
     model = load_model(arguments.model, attention)

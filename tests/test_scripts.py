@@ -341,6 +341,21 @@ def test_an_evaluation_writes_over_nothing_and_says_so_before_it_begins(out, mes
         evaluate_context.main(evaluate_context.Arguments(model="missing", data="missing", out=out))
 
 
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [
+        (None, "^data='.*' has no manifest.json, .*: choose another data, or prepare it with python -m"),
+        ("{}", "no manifest of ours, format must be 'nanoflash corpus': choose another data$"),
+    ],
+)
+def test_an_evaluation_names_its_own_argument_where_no_text_was_prepared(manifest, message, tmp_path):
+    if manifest is not None:
+        (tmp_path / "manifest.json").write_text(manifest)
+    given = {"device": "cpu", "precision": "fp32", "out": str(tmp_path / "context.json")}
+    with pytest.raises(ValueError, match=message):
+        evaluate_context.main(evaluate_context.Arguments(model="missing", data=str(tmp_path), **given))
+
+
 def test_a_result_in_a_folder_that_is_read_only_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
     # root may write everywhere, but on a read-only disk
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)

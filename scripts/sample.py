@@ -44,6 +44,10 @@ def main(arguments: Arguments) -> None:
         raise ValueError(f"samples must be at least 1, got {arguments.samples}")
     if bool(arguments.run) == bool(arguments.checkpoint):
         raise ValueError("give either run=runs/NAME or checkpoint=FOLDER")
+    if arguments.prompt_file and arguments.prompt != Arguments.prompt:
+        raise ValueError(
+            f"give either prompt={arguments.prompt} or prompt_file={arguments.prompt_file}, not both"
+        )
     source = arguments.run or arguments.checkpoint
     name = arguments.tokenizer or tokenizer_name(source)
     if name == source and not Path(source, "tokenizer.json").is_file():

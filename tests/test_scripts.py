@@ -279,6 +279,8 @@ def test_a_missing_file_is_told_in_one_line(monkeypatch, capsys):
         ({"top_p": 2.0}, r"^top_p must be in \(0, 1\] or null, got 2.0"),
         ({"tokens": -1}, "^tokens must be at least 0, got -1"),
         ({"run": ""}, "give either run="),
+        ({"prompt": "a", "prompt_file": "b"}, "^give either prompt=a or prompt_file=b, not both"),
+        ({"prompt": "", "prompt_file": "b"}, "^give either prompt= or prompt_file=b, not both"),
     ],
 )
 def test_sample_refuses_what_it_cannot_do_before_it_reads_the_model(arguments, message):

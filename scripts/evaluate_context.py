@@ -20,7 +20,7 @@ from data.manifest import read_manifest
 from data.tokenizer import Tokenizer, is_tokenizer, load_tokenizer, same_tokens
 from model import GPT
 from scripts.arguments import argument, check_place, run_script
-from scripts.inference import check_inference
+from scripts.inference import check_inference, check_model
 from train.context import (
     LEAST_LENGTH,
     effective_context,
@@ -65,6 +65,7 @@ def main(arguments: Arguments) -> None:
     out, picture = new_files(arguments.out)
     check_settings(arguments)
     manifest = read_manifest(Path(arguments.data), key="data")
+    check_model("model", arguments.model)
     name = manifest["config"]["tokenizer"]
     attention = run_attention(arguments.model, arguments.attention, arguments.device)
     model = load_model(arguments.model, attention)

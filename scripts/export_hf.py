@@ -9,6 +9,7 @@ from pathlib import Path
 
 from data.tokenizer import is_tokenizer
 from scripts.arguments import argument, run_script
+from scripts.inference import check_model
 from train.config import PRECISIONS, one_of
 from train.export import export
 from train.step import DTYPES
@@ -25,6 +26,7 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     one_of("precision", arguments.precision, PRECISIONS)
+    check_model("model", arguments.model)
     tokenizer = arguments.tokenizer or tokenizer_name(arguments.model)
     if not is_tokenizer(tokenizer):
         raise ValueError(

@@ -4,6 +4,7 @@ import torch
 
 from model.attention import IMPLEMENTATIONS
 from train.config import DEVICES, PRECISIONS, one_of
+from train.weights import locate
 
 
 def check_inference(device: str, precision: str, attention: str) -> None:
@@ -19,3 +20,13 @@ def check_inference(device: str, precision: str, attention: str) -> None:
         raise ValueError("device=cuda, but torch sees no GPU: use device=cpu")
     if attention == "flash" and device != "cuda":
         raise ValueError(f"attention=flash runs on a GPU, got device={device}: use attention=sdpa")
+
+
+def check_model(key: str, source: str) -> None:
+    """Raises ValueError, which names the argument, for a source that holds no model."""
+    if not source:
+        raise ValueError(f"{key} must name a run's folder, a checkpoint or a Hugging Face folder, got ''")
+    try:
+        locate(source)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error

@@ -11,7 +11,7 @@ import torch
 
 from data.tokenizer import load_tokenizer
 from scripts.arguments import argument, run_script
-from scripts.inference import check_inference
+from scripts.inference import check_inference, check_model
 from train.sample import SampleConfig, prompt_ids, stream_text
 from train.step import DTYPES
 from train.weights import load_model, run_attention, tokenizer_name
@@ -49,15 +49,9 @@ def main(arguments: Arguments) -> None:
             f"give either prompt={arguments.prompt} or prompt_file={arguments.prompt_file}, not both"
         )
     source = arguments.run or arguments.checkpoint
-    name = arguments.tokenizer or tokenizer_name(source)
-    if name == source and not Path(source, "tokenizer.json").is_file():
-        raise ValueError(
-            f"{source} has no tokenizer.json: give tokenizer=gpt2, bytes or a folder that has one"
-        )
     prompt = read_prompt(arguments.prompt_file) if arguments.prompt_file else arguments.prompt
     check_inference(arguments.device, arguments.precision, arguments.attention)
     try:
-        tokenizer = load_tokenizer(name)
         config = SampleConfig(
             prompt=prompt,
             tokens=arguments.tokens,
@@ -67,7 +61,17 @@ def main(arguments: Arguments) -> None:
         )
     except ValueError as error:
         # here the keys have no group
-        raise ValueError(str(error).removeprefix("sample.").removeprefix("data.")) from error
+        raise ValueError(str(error).removeprefix("sample.")) from error
+    check_model("run" if arguments.run else "checkpoint", source)
+    name = arguments.tokenizer or tokenizer_name(source)
+    if name == source and not Path(source, "tokenizer.json").is_file():
+        raise ValueError(
+            f"{source} has no tokenizer.json: give tokenizer=gpt2, bytes or a folder that has one"
+        )
+    try:
+        tokenizer = load_tokenizer(name)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("data.")) from error
     model = load_model(source, run_attention(source, arguments.attention, arguments.device))
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from model import GPT, AttentionConfig, ModelConfig
+from model.pretrained import export_pretrained
 from scripts import (
     benchmark_attention,
     benchmark_block_sparse,
@@ -23,6 +24,7 @@ from scripts import (
     benchmark_generate,
     benchmark_training,
     evaluate_context,
+    export_hf,
     flash_attn_4,
     plot_run,
     sample,
@@ -434,29 +436,56 @@ def test_benchmarks_refuse_a_window_that_looks_ahead_and_a_dropout_that_flex_has
         benchmark_block_sparse.main(benchmark_block_sparse.Arguments(dropout_p=0.1))
 
 
-def test_sample_refuses_a_tokenizer_that_the_model_does_not_know(monkeypatch):
-    sizes = {"n_layer": 1, "n_head": 1, "n_embd": 8, "vocab_size": 100, "max_seq_len": 8, "dropout": 0.0}
-    attention = AttentionConfig(implementation="sdpa")
-    monkeypatch.setattr(sample, "run_attention", lambda *_: attention)
-    monkeypatch.setattr(sample, "load_model", lambda *_: GPT(ModelConfig(**sizes), attention))
-    given = {"run": "missing", "device": "cpu", "precision": "fp32", "attention": "sdpa"}
+@pytest.mark.parametrize(
+    ("script", "argument"),
+    [
+        (sample, "run"),
+        (sample, "checkpoint"),
+        (evaluate_context, "model"),
+        (export_hf, "model"),
+    ],
+)
+def test_a_script_names_the_argument_whose_folder_holds_no_model(script, argument, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    given = {} if script is export_hf else {"device": "cpu"}
+    given |= {"data": "text"} if script is evaluate_context else {}
+    given |= {"out": "out.json"} if script is not sample else {}
+    monkeypatch.setattr(evaluate_context, "read_manifest", lambda *_, **named: {})
+    for source, message in (
+        ("missing", f"^{argument}: missing does not exist: give a run's folder"),
+        ("runs", f"^{argument}: runs holds neither config.json, .* nor a checkpoint: give runs/NAME"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            script.main(script.Arguments(**given, precision="fp32", **{argument: source}))
+    if script is not sample:
+        with pytest.raises(ValueError, match=f"^{argument} must name a run's folder, .* got ''"):
+            script.main(script.Arguments(**given, precision="fp32", **{argument: ""}))
+
+
+def write_model(folder: Path, **sizes: int) -> None:
+    """A Hugging Face folder of a model of one layer, without a tokenizer."""
+    torch.manual_seed(0)
+    config = ModelConfig(n_layer=1, n_head=1, n_embd=8, dropout=0.0, **sizes)
+    export_pretrained(GPT(config, AttentionConfig(implementation="reference")), folder)
+
+
+def test_sample_refuses_a_tokenizer_that_the_model_does_not_know(tmp_path):
+    write_model(tmp_path / "model", vocab_size=100, max_seq_len=8)
+    given = {"checkpoint": str(tmp_path / "model"), "device": "cpu", "precision": "fp32"}
     with pytest.raises(ValueError, match="tokenizer=bytes has 257 tokens, the model 100: leave tokenizer"):
         sample.main(sample.Arguments(**given, tokenizer="bytes"))
     with pytest.raises(ValueError, match="^tokenizer must be one of .* got 'nowhere'"):
         sample.main(sample.Arguments(**given, tokenizer="nowhere"))
 
 
-def test_sample_tells_how_many_tokens_the_models_positions_leave(monkeypatch, capsys):
-    sizes = {"n_layer": 1, "n_head": 1, "n_embd": 8, "vocab_size": 257, "max_seq_len": 16, "dropout": 0.0}
-    attention = AttentionConfig(implementation="sdpa")
-    torch.manual_seed(0)
-    model = GPT(ModelConfig(**sizes), attention)
-    monkeypatch.setattr(sample, "run_attention", lambda *_: attention)
-    monkeypatch.setattr(sample, "load_model", lambda *_: model)
+def test_sample_tells_how_many_tokens_the_models_positions_leave(tmp_path, capsys):
+    write_model(tmp_path / "model", vocab_size=257, max_seq_len=16)
 
     def printed(tokens: int) -> tuple[str, str]:
         given = {"tokenizer": "bytes", "prompt": "def", "tokens": tokens, "samples": 2}
-        sample.main(sample.Arguments(run="missing", device="cpu", precision="fp32", **given))
+        model = str(tmp_path / "model")
+        sample.main(sample.Arguments(checkpoint=model, device="cpu", precision="fp32", **given))
         return capsys.readouterr()
 
     # the end of the document before is a token too

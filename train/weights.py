@@ -175,6 +175,9 @@ def _checkpoint(source: Path) -> Path:
             "hf download NAME --local-dir FOLDER makes of a name on the hub"
         )
     if not (source / MARKER).is_file():
-        raise ValueError(f"{source} holds neither config.json, as Hugging Face folders do, nor a checkpoint")
+        raise ValueError(
+            f"{source} holds neither config.json, as Hugging Face folders do, nor a checkpoint: give "
+            "runs/NAME of a run that has saved one, a folder .../step_00000500, or a Hugging Face folder"
+        )
     verify_checkpoint(source)
     return source

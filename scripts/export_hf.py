@@ -7,13 +7,12 @@ run read its text by that of a folder.
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.tokenizer import is_tokenizer
 from scripts.arguments import argument, run_script
-from scripts.inference import check_model
+from scripts.inference import check_model, model_tokenizer
 from train.config import PRECISIONS, one_of
 from train.export import export
 from train.step import DTYPES
-from train.weights import load_model, run_attention, tokenizer_name
+from train.weights import load_model, run_attention
 
 
 @dataclass
@@ -27,12 +26,7 @@ class Arguments:
 def main(arguments: Arguments) -> None:
     one_of("precision", arguments.precision, PRECISIONS)
     check_model("model", arguments.model)
-    tokenizer = arguments.tokenizer or tokenizer_name(arguments.model)
-    if not is_tokenizer(tokenizer):
-        raise ValueError(
-            f"model={arguments.model} has its tokenizer in {tokenizer}, where no tokenizer.json is: give "
-            "tokenizer=gpt2, bytes or a folder with tokenizer.json"
-        )
+    tokenizer = model_tokenizer("model", arguments.model, arguments.tokenizer)
     model = load_model(arguments.model, run_attention(arguments.model, "reference", "cpu"))
     export(model, tokenizer, Path(arguments.out), DTYPES[arguments.precision])
     print(f"{arguments.out}: {model.n_parameters():,} parameters, {arguments.precision}")

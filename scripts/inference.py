@@ -2,9 +2,10 @@
 
 import torch
 
+from data.tokenizer import TOKENIZERS, is_tokenizer, load_tokenizer, same_tokens
 from model.attention import IMPLEMENTATIONS
 from train.config import DEVICES, PRECISIONS, one_of
-from train.weights import locate
+from train.weights import locate, tokenizer_name
 
 
 def check_inference(device: str, precision: str, attention: str) -> None:
@@ -30,3 +31,24 @@ def check_model(key: str, source: str) -> None:
         locate(source)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
+
+
+def model_tokenizer(key: str, source: str, given: str) -> str:
+    """The name of the tokenizer that was given for the model in source, or of its own where none was.
+
+    key: the argument that names source. Raises ValueError for one that is not there, and for other tokens
+    than the model's own where those can be found.
+    """
+    own = tokenizer_name(source)
+    if not is_tokenizer(given or own):
+        choices = f"tokenizer={', '.join(TOKENIZERS)} or a folder with tokenizer.json"
+        if given:
+            raise ValueError(f"tokenizer={given} holds no tokenizer.json: give {choices}")
+        raise ValueError(
+            f"{key}={source} has its tokenizer in {own}, where no tokenizer.json is: give {choices}"
+        )
+    if given and is_tokenizer(own) and not same_tokens(load_tokenizer(given), load_tokenizer(own)):
+        raise ValueError(
+            f"tokenizer={given} gives other tokens than {own}, which {key}={source} reads: leave it out"
+        )
+    return given or own

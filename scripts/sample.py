@@ -11,10 +11,10 @@ import torch
 
 from data.tokenizer import load_tokenizer
 from scripts.arguments import argument, run_script
-from scripts.inference import check_inference, check_model
+from scripts.inference import check_inference, check_model, model_tokenizer
 from train.sample import SampleConfig, prompt_ids, stream_text
 from train.step import DTYPES
-from train.weights import load_model, run_attention, tokenizer_name
+from train.weights import load_model, run_attention
 
 
 @dataclass
@@ -62,16 +62,9 @@ def main(arguments: Arguments) -> None:
     except ValueError as error:
         # here the keys have no group
         raise ValueError(str(error).removeprefix("sample.")) from error
-    check_model("run" if arguments.run else "checkpoint", source)
-    name = arguments.tokenizer or tokenizer_name(source)
-    if name == source and not Path(source, "tokenizer.json").is_file():
-        raise ValueError(
-            f"{source} has no tokenizer.json: give tokenizer=gpt2, bytes or a folder that has one"
-        )
-    try:
-        tokenizer = load_tokenizer(name)
-    except ValueError as error:
-        raise ValueError(str(error).removeprefix("data.")) from error
+    key = "run" if arguments.run else "checkpoint"
+    check_model(key, source)
+    tokenizer = load_tokenizer(model_tokenizer(key, source, arguments.tokenizer))
     model = load_model(source, run_attention(source, arguments.attention, arguments.device))
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(

@@ -89,7 +89,9 @@ def test_a_model_is_taken_to_longer_sequences_and_out_again(shape, method, tmp_p
     (other / "manifest.json").write_text(manifest)
     with pytest.raises(ValueError, match="data=other is in tokens of gpt2, the model reads those of bytes"):
         evaluate_context.main(evaluate_context.Arguments(model="runs/long", data="other", out="o.json"))
-    with pytest.raises(ValueError, match="long has no tokenizer.json: give tokenizer=gpt2, bytes or a fol"):
+    with pytest.raises(
+        ValueError, match="checkpoint=long has its tokenizer in long, where no tokenizer.json"
+    ):
         sample.main(sample.Arguments(checkpoint="long"))
     rows = json.loads(Path("context.json").read_text())["rows"]
     shorter = json.loads(Path("shorter.json").read_text())["rows"]

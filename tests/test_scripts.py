@@ -2,6 +2,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from scripts import (
 from scripts.arguments import OVERWRITE, argument, check_results, command_line, result_file, run_script
 from scripts.sizes import MODELS, check_models, read_model
 from tests.test_config import composed
+from tests.test_export import write_tokenizer
 from train.config import parse
 from train.distributed import Processes
 from train.logger import readable
@@ -475,8 +477,30 @@ def test_sample_refuses_a_tokenizer_that_the_model_does_not_know(tmp_path):
     given = {"checkpoint": str(tmp_path / "model"), "device": "cpu", "precision": "fp32"}
     with pytest.raises(ValueError, match="tokenizer=bytes has 257 tokens, the model 100: leave tokenizer"):
         sample.main(sample.Arguments(**given, tokenizer="bytes"))
-    with pytest.raises(ValueError, match="^tokenizer must be one of .* got 'nowhere'"):
-        sample.main(sample.Arguments(**given, tokenizer="nowhere"))
+
+
+@pytest.mark.parametrize("script", [sample, export_hf])
+def test_a_tokenizer_that_is_not_the_models_own_is_refused_by_name(script, tmp_path):
+    published, model = tmp_path / "published", tmp_path / "model"
+    write_tokenizer(published)
+    write_model(model, vocab_size=257, max_seq_len=8)
+    key = "checkpoint" if script is sample else "model"
+    given = {"device": "cpu", "tokens": 0} if script is sample else {"out": str(tmp_path / "out")}
+    given |= {key: str(model), "precision": "fp32"}
+    own = f"{key}={model} has its tokenizer in {model}, where no tokenizer.json is: give tokenizer=gpt2, b"
+    with pytest.raises(ValueError, match=f"^{own}"):
+        script.main(script.Arguments(**given))
+    with pytest.raises(
+        ValueError, match="^tokenizer=nowhere holds no tokenizer.json: give tokenizer=gpt2, b"
+    ):
+        script.main(script.Arguments(**given, tokenizer="nowhere"))
+    for file in published.glob("tokenizer*"):
+        shutil.copy(file, model)
+    other = f"tokenizer=bytes gives other tokens than {model}, which {key}={model} reads: leave it out"
+    with pytest.raises(ValueError, match=f"^{other}"):
+        script.main(script.Arguments(**given, tokenizer="bytes"))
+    assert not (tmp_path / "out").exists()
+    script.main(script.Arguments(**given, tokenizer=str(published)))
 
 
 def test_sample_tells_how_many_tokens_the_models_positions_leave(tmp_path, capsys):

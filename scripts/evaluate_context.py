@@ -131,6 +131,9 @@ def check_settings(arguments: Arguments) -> None:
     for key in ("sequences", "scored", "prompts"):
         if getattr(arguments, key) < 1:
             raise ValueError(f"{key} must be at least 1, got {getattr(arguments, key)}")
+    # numpy's generators, when the text is scored already
+    if arguments.seed < 0:
+        raise ValueError(f"seed must be at least 0, got {arguments.seed}")
     if not all(0.0 <= depth <= 1.0 for depth in arguments.depths):
         raise ValueError(f"depths must be from 0 to 1, got {arguments.depths}")
 

@@ -387,6 +387,13 @@ def test_an_evaluation_refuses_lengths_that_the_model_has_no_room_for(given, mes
         evaluate_context.checked_lengths(evaluate_context.Arguments(model="a", data="b", **given), 512)
 
 
+def test_an_evaluation_refuses_a_seed_that_it_cannot_draw_from_before_it_reads_the_text():
+    with pytest.raises(ValueError, match="^seed must be at least 0, got -1"):
+        evaluate_context.main(
+            evaluate_context.Arguments(model="a", data="b", device="cpu", precision="fp32", seed=-1)
+        )
+
+
 def test_an_evaluation_refuses_a_model_too_short_for_recall():
     arguments = evaluate_context.Arguments(model="a", data="b", seq_len=16)
     with pytest.raises(ValueError, match="model=a has 32 positions, recall needs 64: train it with"):

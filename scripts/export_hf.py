@@ -7,7 +7,7 @@ run read its text by that of a folder.
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.arguments import argument, run_script
+from scripts.arguments import argument, check_place, run_script
 from scripts.inference import check_model, model_tokenizer
 from train.config import PRECISIONS, one_of
 from train.export import export
@@ -25,11 +25,20 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     one_of("precision", arguments.precision, PRECISIONS)
+    check_out(arguments.out)
     check_model("model", arguments.model)
     tokenizer = model_tokenizer("model", arguments.model, arguments.tokenizer)
     model = load_model(arguments.model, run_attention(arguments.model, "reference", "cpu"))
     export(model, tokenizer, Path(arguments.out), DTYPES[arguments.precision])
     print(f"{arguments.out}: {model.n_parameters():,} parameters, {arguments.precision}")
+
+
+def check_out(name: str) -> None:
+    """Raises ValueError if no new folder of that name can be written."""
+    out = Path(name)
+    if not name or out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise ValueError(f"out must be a new or empty folder, got {name!r}: nothing is overwritten")
+    check_place("out", name)
 
 
 if __name__ == "__main__":

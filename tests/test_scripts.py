@@ -510,6 +510,22 @@ def test_a_tokenizer_that_is_not_the_models_own_is_refused_by_name(script, tmp_p
     script.main(script.Arguments(**given, tokenizer=str(published)))
 
 
+@pytest.mark.parametrize("out", ["", "file", "full", "file/below"])
+def test_an_export_names_the_folder_that_it_cannot_write_before_it_reads_the_model(
+    out, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("full").mkdir()
+    for name in ("file", "full/kept"):
+        Path(name).write_text("kept")
+    message = f"^out must be a new or empty folder, got '{out}': nothing is overwritten"
+    if out == "file/below":
+        message = "^out=file/below: nothing can be written to .*/file, choose another place"
+    with pytest.raises(ValueError, match=message):
+        export_hf.main(export_hf.Arguments(model="missing", out=out, precision="fp32"))
+    assert (Path("file").read_text(), Path("full/kept").read_text()) == ("kept", "kept")
+
+
 def test_sample_tells_how_many_tokens_the_models_positions_leave(tmp_path, capsys):
     write_model(tmp_path / "model", vocab_size=257, max_seq_len=16)
 

@@ -29,9 +29,9 @@ def main(arguments: Arguments) -> None:
             raise ValueError(f"runs: {run} holds no metrics.jsonl")
         # a copy of a run may have its name
         metrics[run.name if run.name not in metrics else str(run)] = run / "metrics.jsonl"
+    rows = compare(metrics)
     draw_loss(metrics, Path(arguments.out), arguments.title or ", ".join(metrics))
     print(arguments.out)
-    rows = compare(metrics)
     for row in rows:
         print("{run} against {yardstick}: {steps} steps, mean |difference| {mean_difference:.5f}, "
               "largest {largest_difference:.5f}".format(**row))  # fmt: skip

@@ -164,6 +164,8 @@ def test_plot_run_compares_runs_of_other_steps_after_equally_many_tokens(tmp_pat
     assert row["largest_difference"] == pytest.approx(0.1)
     with pytest.raises(ValueError, match="runs: c and a logged no loss after the same number of tokens"):
         plot_run.main(plot_run.Arguments(runs=["a", "c"]))
+    # a refused command leaves nothing that the next one would be refused for
+    assert not Path("loss.png").exists()
 
 
 @dataclass

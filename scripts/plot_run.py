@@ -10,6 +10,9 @@ from train.logger import read_metrics
 from train.plot import draw_loss
 from train.results import write_result
 
+# endings that are drawn
+PICTURES = (".png", ".pdf", ".svg", ".jpg")
+
 
 @dataclass
 class Arguments:
@@ -23,6 +26,9 @@ class Arguments:
 def main(arguments: Arguments) -> None:
     if not arguments.runs:
         raise ValueError("runs is empty: give run folders, as 'runs=[runs/a,runs/b]'")
+    # of a name without one matplotlib makes another, which may be there
+    if Path(arguments.out).suffix not in PICTURES:
+        raise ValueError(f"out must end in one of {', '.join(PICTURES)}, got {arguments.out!r}")
     metrics = {}
     for run in map(Path, arguments.runs):
         if not (run / "metrics.jsonl").is_file():

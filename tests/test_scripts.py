@@ -168,6 +168,17 @@ def test_plot_run_compares_runs_of_other_steps_after_equally_many_tokens(tmp_pat
     assert not Path("loss.png").exists()
 
 
+@pytest.mark.parametrize("out", ["", "loss", "loss.txt"])
+def test_plot_run_draws_over_no_picture_that_is_named_without_its_ending(out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_metrics(tmp_path / "a", [4.0, 3.0])
+    Path("loss.png").write_text("drawn before")
+    with pytest.raises(ValueError, match=f"^out must end in one of .png, .pdf, .svg, .jpg, got '{out}'"):
+        plot_run.main(plot_run.Arguments(runs=["a"], out=out))
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "loss.png"}
+    assert Path("loss.png").read_text() == "drawn before"
+
+
 @dataclass
 class Words:
     prompt: str = argument("", "any text")

@@ -127,6 +127,20 @@ def test_never_refuses_a_folder_that_holds_a_run(tmp_path):
         refuse_other_run(tmp_path, "never", CONFIG)
 
 
+def test_a_run_named_to_resume_from_is_refused_with_its_newest_checkpoint(tmp_path):
+    folder = tmp_path / "first" / "checkpoints"
+    write(folder, 9)
+    newest = write(folder, 10)
+    for named, instead in (
+        (folder.parent, newest),
+        (folder, newest),
+        (tmp_path, "a folder .../step_00000500"),
+    ):
+        message = f"^checkpoint.resume={named} is not a checkpoint, it has no checkpoint.json: give {instead}"
+        with pytest.raises(ValueError, match=message):
+            refuse_other_run(tmp_path / "second" / "checkpoints", str(named), CONFIG)
+
+
 @pytest.mark.parametrize("resume", ["auto", "never"])
 def test_a_finished_run_without_its_checkpoints_is_not_written_over(tmp_path, resume):
     refuse_other_run(tmp_path / "checkpoints", resume, CONFIG)

@@ -136,6 +136,12 @@ def refuse_other_run(folder: Path, resume: str, config: dict) -> None:
                 f"checkpoint.resume must be auto, never or a checkpoint's folder, got {resume!r}: no such "
                 "folder"
             )
+        if not Path(resume, MARKER).is_file():
+            below = list_checkpoints(Path(resume, "checkpoints")) or list_checkpoints(Path(resume))
+            instead = below[-1] if below else "a folder .../step_00000500 that holds one"
+            raise ValueError(
+                f"checkpoint.resume={resume} is not a checkpoint, it has no {MARKER}: give {instead}"
+            )
         info = read_checkpoint(Path(resume))
         check_fits(info, Path(resume), config, same_run=False)
         _refuse_other_steps(info, Path(resume), folder, config)

@@ -127,6 +127,12 @@ def check_results(arguments) -> None:
         if "endings" not in item.metadata or not name:
             continue
         check_place(item.name, name)
+        # what goes beside the rows has an ending of its own: it would be written over them
+        if Path(name).suffix in item.metadata["endings"][1:]:
+            raise ValueError(
+                f"{item.name}={name} must name the JSON file, beside which a {Path(name).suffix} is "
+                f"written: use {Path(name).with_suffix('.json')}"
+            )
         for ending in item.metadata["endings"]:
             path = Path(name).with_suffix(ending) if ending else Path(name)
             if path.exists() and not arguments.overwrite:

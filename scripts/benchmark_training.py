@@ -152,11 +152,6 @@ def main(arguments: Arguments) -> None:
             "device=cuda, but torch sees no GPU: use device=cpu implementations=[sdpa] fused_loss=false"
         )
     one_of("precision", arguments.precision, PRECISIONS)
-    if Path(arguments.out).suffix in (".md", ".png"):
-        raise ValueError(
-            f"out={arguments.out} must name the JSON file, whose table and picture lie beside it: use "
-            f"{Path(arguments.out).with_suffix('.json')}"
-        )
     check_counts(arguments)
     rows = []
     for aim, given in aims(arguments):

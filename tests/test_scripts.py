@@ -262,6 +262,14 @@ def test_results_that_are_there_are_replaced_only_when_asked(
         assert capsys.readouterr().err == message
 
 
+def test_rows_are_not_named_as_the_picture_that_would_be_drawn_over_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"^out=rows.png must name the JSON file, .*: use rows.json"):
+        check_results(Measuring(out="rows.png", overwrite=True))
+    # nothing is drawn beside these
+    check_results(Measuring(more="more.png"))
+
+
 def test_ctrl_c_ends_a_script_in_one_line():
     program = (
         "import time; from dataclasses import make_dataclass; from scripts.arguments import run_script\n"
@@ -603,7 +611,7 @@ def test_benchmark_training_writes_each_job_with_its_aim_as_json_and_as_a_table(
     with pytest.raises(ValueError, match="jobs=true brings its own models, .*, got seq_lens: leave it out"):
         benchmark_training.main(replace(arguments, seq_lens=[32]))
     with pytest.raises(ValueError, match=r"out=r.md must name the JSON file, .*: use r.json"):
-        benchmark_training.main(replace(arguments, out="r.md"))
+        check_results(replace(arguments, out="r.md"))
 
 
 def test_the_jobs_of_the_benchmark_are_steps_of_whole_sequences_of_known_models():

@@ -308,7 +308,9 @@ def check_fits(info: dict, path: Path, config: dict, *, same_run: bool, corpus: 
             f"{config['data']['folder']} holds other tokens than the checkpoint was trained on"
         )
     if differences:
-        way_out = "choose another name= for a new run, or the checkpoint's own values"
+        way_out = "choose another name= for a new run"
+        way_out += "," if same_run else " without checkpoint.resume=,"
+        way_out += " or the checkpoint's own values"
         if fits_by_path:
             way_out += f", or checkpoint.resume={path} to go on with these on purpose"
             if saved["tokens_per_step"] != config["tokens_per_step"]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from faults import ROOT, SMALL, write_corpus
 
 from train import restarts
-from train.restarts import comes_again, note_refusal, was_refused
+from train.restarts import comes_again, tell, was_refused
 
 ENDS_AT_ONCE = "not started again: it would end the same way, with code 2"
 TWO = ("--standalone", "--nproc-per-node=2")
@@ -75,6 +75,13 @@ def test_what_is_refused_is_told_once_and_started_again_it_ends_at_once_with_the
     assert output.index(words) < output.index(ENDS_AT_ONCE)
     assert "exitcode  : 2 " in output
     assert sorted(os.listdir()) == ["corpus"], "nothing is left behind"
+
+
+@pytest.mark.parametrize(("given", "words"), [("lr=3", "lr is no key"), ("seq_len=0", "seq_len must be")])
+def test_an_error_that_all_processes_find_is_told_once_however_late_the_first_of_them_is(given, words):
+    slow_first = 'if os.environ["RANK"] == "0":\n    import time\n    time.sleep(2)\n'
+    output = output_of(launch(given, restarts=0, fault=slow_first))
+    assert output.count("error: ") == output.count(f"error: {words}") == 1, output
 
 
 def test_a_run_whose_numbers_are_not_finite_does_not_train_again_up_to_the_same_step():
@@ -164,33 +171,44 @@ def store(monkeypatch):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     given = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2",
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
     for key, value in given.items():
         monkeypatch.setenv(key, value)
     return store
 
 
-def test_a_process_ends_by_a_refusal_that_was_told_and_by_no_other(store, monkeypatch):
-    monkeypatch.setattr(restarts, "PATIENCE", timedelta(seconds=0.1))
-    note_refusal(is_told=False)
+def test_a_process_ends_by_a_refusal_that_was_told_and_comes_again_and_by_no_other(store):
+    tell("error: the disk is full", is_ours=True, again=False)
     assert not was_refused()
-    note_refusal(is_told=True)
+    tell("error: no key", is_ours=True, again=True)
     assert was_refused()
 
 
+def test_an_error_of_a_host_is_told_by_its_first_process_or_where_that_is_late_by_another(
+    store, monkeypatch, capsys
+):
+    monkeypatch.setattr(restarts, "PATIENCE", timedelta(seconds=0.1))
+    tell("error: by the second", is_ours=False, again=True)
+    assert capsys.readouterr().err == "error: by the second\n"
+    assert was_refused()
+    tell("error: by the third", is_ours=False, again=True)
+    assert not capsys.readouterr().err
+    monkeypatch.setenv("GROUP_RANK", "1")
+    tell("error: by another host", is_ours=False, again=True)
+    assert capsys.readouterr().err == "error: by another host\n"
+
+
 def test_an_elastic_launch_goes_on_with_another_number_of_processes(store, monkeypatch):
-    note_refusal(is_told=True)
+    tell("error: no key", is_ours=True, again=True)
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert not was_refused()
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("TORCHELASTIC_MAX_RESTARTS", "0"), ("TORCHELASTIC_USE_AGENT_STORE", "False")]
-)
-def test_where_torchrun_restarts_or_keeps_nothing_no_note_is_made(store, monkeypatch, key, value):
+def test_where_torchrun_keeps_nothing_every_process_tells_and_no_note_is_made(store, monkeypatch, capsys):
     before = store.num_keys()
-    monkeypatch.setenv(key, value)
-    note_refusal(is_told=True)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    tell("error: no key", is_ours=False, again=True)
+    assert capsys.readouterr().err == "error: no key\n"
     assert not was_refused()
     assert store.num_keys() == before

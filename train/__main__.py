@@ -29,7 +29,7 @@ from train.overrides import (
     refuse_model_overrides,
     refuse_numbers_for_texts,
 )
-from train.restarts import comes_again, note_refusal, was_refused
+from train.restarts import comes_again, is_first_here, tell, was_refused
 
 WANTS_TRACEBACK = "HYDRA_FULL_ERROR" in os.environ
 
@@ -53,7 +53,6 @@ def main(cfg: DictConfig) -> None:
 def _run(cfg: DictConfig) -> int:
     """Trains, says why it ended if before its time, and returns the exit code."""
     rank = int(os.environ.get("RANK", "0"))
-    is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
     # data preparation says what it does; once, not once a process
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("data").setLevel(logging.INFO if rank == 0 else logging.ERROR)
@@ -82,23 +81,20 @@ def _run(cfg: DictConfig) -> int:
             raise
         # a mistake in the configuration or in a host's files is found by every process of the host; other
         # errors have a rank of their own
-        tells = is_first_here or not isinstance(error, ValueError)
-        if tells:
-            print(f"error: {error}\n(HYDRA_FULL_ERROR=1 shows the traceback)", file=sys.stderr, flush=True)
-        if comes_again(error):
-            note_refusal(is_told=tells)
+        is_ours = is_first_here() or not isinstance(error, ValueError)
+        text = f"error: {error}\n(HYDRA_FULL_ERROR=1 shows the traceback)"
+        tell(text, is_ours=is_ours, again=comes_again(error))
         return EXIT_REFUSED
     return 0
 
 
 def command() -> None:
     """main, with Hydra's own errors in one line too."""
-    is_main = os.environ.get("RANK", "0") == "0"
     if was_refused():
-        if is_main:
+        if is_first_here():
             print(
                 f"not started again: it would end the same way, with code {EXIT_REFUSED}; make the change "
-                "that the error above asks for, and start torchrun anew",
+                "that the error asks for, above or on another host, and start torchrun anew",
                 file=sys.stderr,
             )
         sys.exit(EXIT_REFUSED)
@@ -113,9 +109,8 @@ def command() -> None:
     except (HydraException, ValueError) as error:
         if WANTS_TRACEBACK:
             raise
-        if is_main:
-            print(f"error: {explain(error, Config)}", file=sys.stderr, flush=True)
-        note_refusal(is_told=is_main)
+        # every host finds it in its own conf/
+        tell(f"error: {explain(error, Config)}", is_ours=is_first_here(), again=True)
         sys.exit(EXIT_REFUSED)
 
 

@@ -1,7 +1,6 @@
 """Out of memory: what fits instead, told on every process, and the end of the run without a hang."""
 
 import os
-import sys
 from dataclasses import replace
 from typing import NoReturn
 
@@ -11,7 +10,7 @@ from model.recompute import RECOMPUTE
 from train.config import Config
 from train.distributed import Processes
 from train.memory import gathered_in_turn, is_predicted, largest_microbatch, microbatches, peak_bytes
-from train.restarts import note_refusal
+from train.restarts import tell
 from train.watchdog import VERDICT
 
 # as for a refused configuration
@@ -31,8 +30,7 @@ def end_out_of_memory(config: Config, processes: Processes) -> NoReturn:
     if processes.world_size == 1:
         raise MemoryError(message)
     processes.store.set(VERDICT, message)
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    note_refusal(is_told=True)
+    tell(f"error: {message}", is_ours=True, again=True)
     os._exit(EXIT_OUT_OF_MEMORY)
 
 

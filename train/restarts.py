@@ -2,11 +2,13 @@
 
 torchrun --max-restarts is for workers that die, but starts all of them again after any exit code that is not
 0, and no code stops it. So a process that has told of such an error notes it in torchrun's store, and the
-processes of the next start look there before they begin. The store lives as long as this launch of torchrun,
-so that nothing is left behind, and all hosts share it, so that none waits for processes that end on another.
+processes of the next start look there before they begin. So do those that wait for others to join them, which
+may have been refused on another host. The store lives as long as this launch of torchrun, so that nothing is
+left behind, and all hosts share it, so that none waits for processes that end on another.
 """
 
 import os
+import sys
 from contextlib import suppress
 from datetime import timedelta
 
@@ -17,6 +19,11 @@ import torch.distributed as dist
 PATIENCE = timedelta(seconds=10)
 # torchrun has its store before it starts a process: one that does not answer is that of a host that has ended
 CONNECT_TIMEOUT = timedelta(minutes=1)
+
+
+def is_first_here() -> bool:
+    """Whether this is the first process of its host, which says what all of them find."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def comes_again(error: Exception) -> bool:
@@ -34,24 +41,31 @@ def is_of_system(error: BaseException | None) -> bool:
     return error is not None and (isinstance(error, OSError) or is_of_system(error.__cause__))
 
 
-def note_refusal(*, is_told: bool) -> None:
-    """Has the processes of the next starts end at once. is_told: this process has printed the error.
+def tell(error: str, *, is_ours: bool, again: bool) -> None:
+    """Prints why this process ends, for all of its host that end by the same.
 
-    Only one that has printed it makes the note, so that no process ends by it before a line says why.
+    is_ours: it is this process's to tell; another one waits until the first of its host has told, and tells
+    in its place where that takes too long. again: the run would end so again if it were started again, which
+    is noted after it was told: no process shall end by the note before a line says why.
     """
-    # torchrun is gone, and starts nothing again; or nobody has told
+    store = None
+    # torchrun, and with it its store, may be gone
     with suppress(dist.DistError):
         store = _store()
-        if store is None:
+    if store is not None and not is_ours:
+        with suppress(dist.DistError):
+            store.wait([_told_key()], PATIENCE)
             return
-        if is_told:
-            store.set(_key(), "")
-        else:
-            store.wait([_key()], PATIENCE)
+    print(error, file=sys.stderr, flush=True)
+    if store is not None:
+        with suppress(dist.DistError):
+            if again:
+                store.set(_key(), "")
+            store.set(_told_key(), "")
 
 
 def was_refused() -> bool:
-    """Whether this launch of torchrun has ended before with an error that comes again.
+    """Whether a process of this launch of torchrun has ended with an error that comes again.
 
     Raises torch's DistNetworkError if torchrun's store does not answer.
     """
@@ -65,11 +79,16 @@ def _key() -> str:
     return f"nanoflash/refused/{os.environ['WORLD_SIZE']}"
 
 
-def _store() -> dist.Store | None:
-    """What torchrun keeps over its restarts; None without torchrun, or if it keeps or restarts nothing."""
+def _told_key() -> str:
+    # of one host, and of one start of its processes
     given = os.environ
-    restarts = int(given.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    if restarts == 0 or given.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    return f"nanoflash/told/{given.get('GROUP_RANK')}/{given.get('TORCHELASTIC_RESTART_COUNT')}"
+
+
+def _store() -> dist.Store | None:
+    """What torchrun keeps over its restarts; None without torchrun, or if it keeps nothing."""
+    given = os.environ
+    if given.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     # not as one of the world's processes, which it counts
     address, port = given["MASTER_ADDR"], int(given["MASTER_PORT"])

@@ -26,6 +26,7 @@ from together import IMPORTED
 
 import data.loader
 import model.gpt
+import train.distributed
 import train.loop
 import train.saving
 from train.checkpoint import list_checkpoints, read_checkpoint
@@ -269,6 +270,13 @@ def signal_in_evaluation(rank: int, who: int, which: int) -> None:
         return evaluate(*given)
 
     train.loop.evaluate = interrupted
+
+
+def absent(rank: int, who: int) -> None:
+    """One rank never joins the others, which wait for two seconds."""
+    train.distributed.JOIN_SECONDS = 2.0
+    if rank == who:
+        time.sleep(1000)
 
 
 def hang(rank: int, who: int, step: int) -> None:

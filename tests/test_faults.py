@@ -267,6 +267,23 @@ def test_hosts_whose_folders_hold_other_tokens_are_refused_before_a_run_begins()
     assert not list(Path().glob("host_*/runs"))
 
 
+@pytest.mark.parametrize(
+    ("absent", "words"),
+    [
+        (0, ["", "rank 0 did not join", "rank 0 did not join"]),
+        (2, ["rank 2 did not join", "others, which rank 0 names, did not join", ""]),
+    ],
+)
+def test_a_rank_that_never_joins_is_named_and_not_waited_for_without_end(absent, words):
+    attempt = Attempt(small_config("run", 5), 3, partial(faults.absent, who=absent))
+    for rank, expected in enumerate(words):
+        if rank != absent:
+            attempt.processes[rank].join(60)
+            assert attempt.processes[rank].exitcode == 1
+            assert f"TimeoutError: {expected} within 2 seconds" in attempt.log(rank)
+    attempt.kill()
+
+
 def test_a_rank_that_hangs_is_named_with_its_last_step_and_ends_the_run():
     config = small_config("run", 100, "hang_seconds=4")
     attempt = Attempt(config, 2, partial(faults.hang, who=1, step=8))

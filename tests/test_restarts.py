@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -122,7 +123,8 @@ def test_a_run_that_was_ended_by_what_may_pass_is_started_again(fault, words):
     assert ENDS_AT_ONCE not in output
 
 
-def test_a_host_without_the_error_ends_at_once_too_where_another_one_was_refused():
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_host_without_the_error_ends_at_once_too_where_another_one_was_refused(restarts):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
@@ -130,12 +132,17 @@ def test_a_host_without_the_error_ends_at_once_too_where_another_one_was_refused
         "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=test", "--nnodes=2",
         "--nproc-per-node=1",
     )  # fmt: skip
-    # its process begins later, and the other one waits for it; the first torchrun keeps the store
-    refused = launch("seq_len=0", restarts=1, options=options, fault="import time\ntime.sleep(2)\n")
-    well = launch("seed=1", restarts=1, options=options)
+    # the first torchrun keeps the store
+    well = launch("seed=1", restarts=restarts, options=options)
+    time.sleep(1)
+    # its process begins later, and the other one waits for it
+    slowly = "import time\ntime.sleep(2)\n"
+    refused = launch("seq_len=0", restarts=restarts, options=options, fault=slowly)
     of_refused, of_well = output_of(refused), output_of(well)
     assert of_refused.count("error: ") == of_refused.count("error: seq_len") == 1, of_refused
-    assert "error: " not in of_well
+    told = of_well.count("error: another process of this run was refused: make the change")
+    assert of_well.count("error: ") == told, of_well
+    assert told or restarts, of_well
     assert "exitcode  : 2 " in of_well
 
 

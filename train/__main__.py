@@ -90,7 +90,12 @@ def _run(cfg: DictConfig) -> int:
 
 def command() -> None:
     """main, with Hydra's own errors in one line too."""
-    if was_refused():
+    try:
+        refused_before = was_refused()
+    except ConnectionError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_REFUSED)
+    if refused_before:
         if is_first_here():
             print(
                 f"not started again: it would end the same way, with code {EXIT_REFUSED}; make the change "

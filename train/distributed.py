@@ -13,12 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from train.restarts import is_of_system
+from train.restarts import gone, is_of_system, was_refused
 
 Value = TypeVar("Value")
 
 # rank 0 may tokenize a large corpus while the others wait
 PREPARATION_TIMEOUT = timedelta(hours=24)
+# torchrun starts all processes at once, but one host may import from a slower disk than another
+JOIN_SECONDS = 600.0
+SECONDS_BETWEEN_LOOKS = 1.0
 
 
 @dataclass(slots=True)
@@ -120,7 +123,7 @@ def join_processes(device: str) -> Iterator[Processes]:
     """Joins the process group that torchrun describes in the environment, and leaves it at the end.
 
     device: "cuda" (NCCL, one GPU a process) or "cpu" (gloo). Raises ValueError if this host starts more
-    processes than it has GPUs.
+    processes than it has GPUs, or another one was refused; TimeoutError for processes that do not come.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
@@ -169,22 +172,55 @@ def _fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
 
     torchrun keeps one store over --max-restarts (torch 2.11 to 2.13; TORCHELASTIC_RESTART_COUNT differs
     between nodes), where restarted processes would find the addresses of dead ones. Rank 0 draws a name
-    and gives it to each process under a key that only this process has drawn.
+    and gives it to each process under a key that only this process has drawn; no process leaves before all
+    have it. Raises as join_processes.
     """
     if rank == 0:
         name, unconfirmed = secrets.token_hex(8), set(range(1, world_size))
-        while unconfirmed:
+
+        def all_confirmed() -> bool:
             for other in list(unconfirmed):
                 if store.check([f"ask/{other}"]):
                     # it may be the question of a dead process: ask again until the answer is confirmed
                     store.set(f"answer/{store.get(f'ask/{other}').decode()}", name)
                 if store.check([f"confirmed/{name}/{other}"]):
                     unconfirmed.remove(other)
-            time.sleep(0.01)
+            return not unconfirmed
+
+        _wait(all_confirmed, lambda: f"rank {', '.join(map(str, sorted(unconfirmed)))} did not join")
+        store.set(f"joined/{name}", "")
     else:
         question = secrets.token_hex(8)
         store.set(f"ask/{rank}", question)
-        # get waits until the key is there
+        _wait(lambda: store.check([f"answer/{question}"]), lambda: "rank 0 did not join")
         name = store.get(f"answer/{question}").decode()
         store.set(f"confirmed/{name}/{rank}", "")
+        _wait(lambda: store.check([f"joined/{name}"]), lambda: "others, which rank 0 names, did not join")
     return dist.PrefixStore(name, store)
+
+
+def _wait(sign: Callable[[], bool], missing: Callable[[], str]) -> None:
+    """Waits until sign() is true. missing: who it waits for, for the error.
+
+    Raises ValueError if another process was refused, which would never come, TimeoutError after JOIN_SECONDS,
+    and ConnectionError if torchrun's store is gone.
+    """
+    started = looked = time.monotonic()
+    try:
+        while not sign():
+            now = time.monotonic()
+            if now - looked > SECONDS_BETWEEN_LOOKS:
+                looked = now
+                if was_refused():
+                    raise ValueError(
+                        "another process of this run was refused: make the change that its error asks for, "
+                        "on its host, and start torchrun anew"
+                    )
+            if now - started > JOIN_SECONDS:
+                raise TimeoutError(
+                    f"{missing()} within {JOIN_SECONDS:g} seconds: see what its host says; the same command "
+                    "goes on"
+                )
+            time.sleep(0.01)
+    except dist.DistError as error:
+        raise gone(error) from error

@@ -67,11 +67,23 @@ def tell(error: str, *, is_ours: bool, again: bool) -> None:
 def was_refused() -> bool:
     """Whether a process of this launch of torchrun has ended with an error that comes again.
 
-    Raises torch's DistNetworkError if torchrun's store does not answer.
+    Raises ConnectionError if torchrun's store does not answer.
     """
     # not by TORCHELASTIC_RESTART_COUNT: a host that starts again because another one does counts none
-    store = _store()
-    return store is not None and store.check([_key()])
+    try:
+        store = _store()
+        return store is not None and store.check([_key()])
+    except dist.DistError as error:
+        raise gone(error) from error
+
+
+def gone(error: dist.DistError) -> ConnectionError:
+    """What to say where torchrun's store does not answer."""
+    reason = str(error).splitlines()[0]
+    return ConnectionError(
+        f"torchrun's store is gone ({reason}): see why torchrun has ended on the first host; the same "
+        "command goes on"
+    )
 
 
 def _key() -> str:

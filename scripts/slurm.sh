@@ -17,7 +17,9 @@
 
 set -euo pipefail
 cd "$SLURM_SUBMIT_DIR"
-head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# no `| head -n 1`, which would end this script without a word where the names of many nodes still come
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head_node=${nodes%%$'\n'*}
 
 # since Slurm 22.05 srun does not take it from the job, and all processes would share one core
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"

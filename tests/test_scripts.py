@@ -65,22 +65,31 @@ def call_here(monkeypatch, capsys):
     return call
 
 
-def test_the_slurm_script_gives_each_node_the_cores_that_the_job_asked_for(tmp_path):
-    """With stand-ins for Slurm's two commands."""
-    for name, line in (("srun", 'echo "$SRUN_CPUS_PER_TASK" > cores'), ("scontrol", "echo localhost")):
-        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
-        (tmp_path / name).chmod(0o755)
+def slurm_job(folder: Path, srun: str, scontrol: str, **given: str) -> None:
+    """Runs the slurm script in a folder, with these lines of bash for Slurm's two commands."""
+    for name, line in (("srun", srun), ("scontrol", scontrol)):
+        (folder / name).write_text(f"#!/bin/bash\n{line}\n")
+        (folder / name).chmod(0o755)
     slurm = {
-        "SUBMIT_DIR": str(tmp_path),
+        "SUBMIT_DIR": str(folder),
         "JOB_NODELIST": "a",
         "NNODES": "1",
         "GPUS_ON_NODE": "1",
         "JOB_ID": "7",
     }
-    environment = {f"SLURM_{key}": value for key, value in (slurm | {"CPUS_PER_TASK": "32"}).items()}
-    environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    environment = {f"SLURM_{key}": value for key, value in (slurm | given).items()}
+    environment["PATH"] = f"{folder}:{os.environ['PATH']}"
     subprocess.run(["bash", str(ROOT / "scripts" / "slurm.sh")], env=environment, check=True, timeout=60)
+
+
+def test_the_slurm_script_gives_each_node_the_cores_that_the_job_asked_for(tmp_path):
+    slurm_job(tmp_path, 'echo "$SRUN_CPUS_PER_TASK" > cores', "echo localhost", CPUS_PER_TASK="32")
     assert (tmp_path / "cores").read_text() == "32\n"
+
+
+def test_the_slurm_script_takes_the_first_of_many_nodes_however_slowly_they_are_named(tmp_path):
+    slurm_job(tmp_path, 'echo "$@" > command', "echo node1; sleep 0.5; echo node2; echo node3")
+    assert "--rdzv-endpoint=node1:" in (tmp_path / "command").read_text()
 
 
 def write_metrics(folder: Path, losses: list[float], tokens_per_step: int = 100) -> None:

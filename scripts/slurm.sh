@@ -20,6 +20,8 @@ cd "$SLURM_SUBMIT_DIR"
 # no `| head -n 1`, which would end this script without a word where the names of many nodes still come
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head_node=${nodes%%$'\n'*}
+# another one for another job, which may have a part of the same node
+port=$((20000 + SLURM_JOB_ID % 10000))
 
 # since Slurm 22.05 srun does not take it from the job, and all processes would share one core
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
@@ -30,7 +32,7 @@ srun .venv/bin/torchrun \
 	--nnodes="$SLURM_NNODES" \
 	--nproc-per-node="$SLURM_GPUS_ON_NODE" \
 	--rdzv-backend=c10d \
-	--rdzv-endpoint="$head_node:29500" \
+	--rdzv-endpoint="$head_node:$port" \
 	--rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
 	--max-restarts=3 \
 	-m train "$@" &

@@ -92,6 +92,14 @@ def test_the_slurm_script_takes_the_first_of_many_nodes_however_slowly_they_are_
     assert "--rdzv-endpoint=node1:" in (tmp_path / "command").read_text()
 
 
+def test_the_slurm_script_gives_two_jobs_on_one_node_ports_of_their_own(tmp_path):
+    for job in ("7", "8"):
+        slurm_job(tmp_path, 'echo "$@" >> commands', "echo node1", JOB_ID=job)
+    commands = (tmp_path / "commands").read_text().splitlines()
+    first, second = (re.search(r"--rdzv-endpoint=node1:(\d+) ", command)[1] for command in commands)
+    assert first != second
+
+
 def write_metrics(folder: Path, losses: list[float], tokens_per_step: int = 100) -> None:
     folder.mkdir(parents=True)
     lines = [

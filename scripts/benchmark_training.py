@@ -21,11 +21,13 @@ from pathlib import Path
 import torch
 
 from model import GPT, AttentionConfig
+from model.attention import IMPLEMENTATIONS
 from model.flops import flops_ledger
 from model.gpt import has_fused_gelu
+from model.recompute import RECOMPUTE
 from scripts.arguments import OVERWRITE, argument, result_file, run_script
 from scripts.sizes import check_models, read_model
-from train.config import PRECISIONS, one_of
+from train.config import DEVICES, PRECISIONS, one_of
 from train.distributed import join_processes
 from train.logger import readable
 from train.optim import OptimConfig, build_optimizer
@@ -147,14 +149,18 @@ RUNGS = (
 
 def main(arguments: Arguments) -> None:
     check_models(arguments.models)
+    one_of("device", arguments.device, DEVICES)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "device=cuda, but torch sees no GPU: use device=cpu implementations=[sdpa] fused_loss=false"
         )
     one_of("precision", arguments.precision, PRECISIONS)
     check_counts(arguments)
+    wanted = list(aims(arguments))
+    for _, given in wanted:
+        check_rows(given)
     rows = []
-    for aim, given in aims(arguments):
+    for aim, given in wanted:
         for label, name, seq_len, step in jobs(given):
             rows.append({"label": label, **aim, **measure(given, name, seq_len, step)})
             print(describe(rows[-1]), flush=True)
@@ -207,6 +213,34 @@ def check_counts(arguments: Arguments) -> None:
             raise ValueError(f"ladder=true sets {key} itself, got {getattr(arguments, key)}: leave it out")
 
 
+def check_rows(arguments: Arguments) -> None:
+    """Raises ValueError for any row that cannot be measured, before the first one is."""
+    for key in ("models", "seq_lens", "implementations", "recompute"):
+        if not getattr(arguments, key):
+            raise ValueError(f"{key} is empty, and nothing would be timed: name one")
+    for key, choices in (("implementations", IMPLEMENTATIONS), ("recompute", RECOMPUTE)):
+        for value in getattr(arguments, key):
+            one_of(key, value, choices)
+    for key in ("tokens_per_step", "tokens_per_microbatch"):
+        if getattr(arguments, key) < 1:
+            raise ValueError(f"{key} must be at least 1, got {getattr(arguments, key)}")
+    for seq_len in arguments.seq_lens:
+        if seq_len < 1:
+            raise ValueError(f"seq_lens must be at least 1, got {seq_len}")
+        tokens_per_step, tokens_per_microbatch = tokens_of(arguments, seq_len)
+        for key, value, unit in (
+            ("tokens_per_microbatch", tokens_per_microbatch, f"seq_len={seq_len}"),
+            ("tokens_per_step", tokens_per_step, f"tokens_per_microbatch={tokens_per_microbatch}"),
+        ):
+            if value % int(unit.partition("=")[2]):
+                raise ValueError(f"{key}={value} must be a multiple of {unit}: change one of them")
+
+
+def tokens_of(arguments: Arguments, seq_len: int) -> tuple[int, int]:
+    """Tokens of a step and of a micro-batch of sequences of this length."""
+    return max(arguments.tokens_per_step, seq_len), max(arguments.tokens_per_microbatch, seq_len)
+
+
 def jobs(arguments: Arguments):
     """(label, model, length, step) of every row."""
     if arguments.ladder:
@@ -233,14 +267,7 @@ def jobs(arguments: Arguments):
 
 def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
     """One row, on the same random tokens and first weights as every other row of this model and length."""
-    tokens_per_step = max(arguments.tokens_per_step, seq_len)
-    tokens_per_microbatch = max(arguments.tokens_per_microbatch, seq_len)
-    for key, value, unit in (
-        ("tokens_per_microbatch", tokens_per_microbatch, seq_len),
-        ("tokens_per_step", tokens_per_step, tokens_per_microbatch),
-    ):
-        if value % unit:
-            raise ValueError(f"{key}={value} must be a multiple of {unit}")
+    tokens_per_step, tokens_per_microbatch = tokens_of(arguments, seq_len)
     config = read_model(name, seq_len)
     config = replace(config, bias=arguments.bias or config.bias)
     row = {

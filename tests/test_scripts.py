@@ -647,13 +647,28 @@ def test_the_jobs_of_the_benchmark_are_steps_of_whole_sequences_of_known_models(
     [
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"warmup_steps": -1}, "warmup_steps must be at least 0, got -1"),
+        ({"device": "tpu"}, "device must be one of cuda, cpu, got 'tpu'"),
+        ({"seq_lens": []}, "seq_lens is empty, and nothing would be timed: name one"),
+        ({"seq_lens": [32, 0]}, "seq_lens must be at least 1, got 0"),
+        ({"tokens_per_step": 0}, "tokens_per_step must be at least 1, got 0"),
+        ({"implementations": ["sdpa", "flex"]}, "implementations must be one of flash, sdpa, reference, got"),
+        ({"recompute": ["all"]}, "recompute must be one of none, selective, full, got 'all'"),
+        ({"seq_lens": [32, 48]}, "tokens_per_microbatch=64 must be a multiple of seq_len=48: change one of"),
+        (
+            {"tokens_per_step": 96},
+            "tokens_per_step=96 must be a multiple of tokens_per_microbatch=64: change",
+        ),
         ({"ladder": True, "compile": False}, "ladder=true sets compile itself, got False: leave it out"),
         ({"ladder": True, "seq_lens": [32, 64]}, r"ladder=true is of one, got seq_lens=\[32, 64\]: name one"),
     ],
 )
-def test_benchmark_training_refuses_what_it_would_not_do(given, message):
+def test_benchmark_training_refuses_what_it_would_not_do_before_a_row_is_measured(
+    given, message, monkeypatch
+):
+    monkeypatch.setattr(benchmark_training, "measure", None)
+    usual = {"models": ["tiny"], "seq_lens": [32], "device": "cpu", "tokens_per_microbatch": 64}
     with pytest.raises(ValueError, match=message):
-        benchmark_training.main(benchmark_training.Arguments(models=["tiny"], device="cpu", **given))
+        benchmark_training.main(benchmark_training.Arguments(**usual | given))
 
 
 def test_benchmark_training_refuses_several_processes(monkeypatch):

@@ -60,6 +60,9 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
+    for key in ("stages", "methods", "seq_lens"):
+        if not getattr(arguments, key):
+            raise ValueError(f"{key} is empty, and nothing would be compared: name one, or leave it out")
     unknown = set(arguments.stages) - set(STAGES)
     if unknown:
         raise ValueError(f"stages must be of {', '.join(STAGES)}, got {', '.join(sorted(unknown))}")

@@ -84,6 +84,13 @@ def test_what_cannot_be_done_is_refused(started, stages, methods, message):
         call(*stages, methods=methods)
 
 
+@pytest.mark.parametrize("key", ["stages", "methods", "seq_lens"])
+def test_an_empty_list_is_refused_before_anything_is_trained(started, key):
+    with pytest.raises(ValueError, match=f"{key} is empty, and nothing would be compared: name one"):
+        compare_extensions.main(compare_extensions.Arguments(**{key: []}))
+    assert started == []
+
+
 def test_windows_too_short_for_the_first_model_are_refused_before_anything_is_trained(started):
     given = {"stages": ["pretrain"], "methods": ["before"], "seq_lens": [128, 32], "base_seq_len": 64}
     with pytest.raises(ValueError, match=r"seq_lens must be at least base_seq_len=64, .* got \[128, 32\]"):

@@ -79,7 +79,10 @@ def repetition(old: Path, new: Path) -> Repetition:
     try:
         result = json.loads(old.read_text())
         words, n_gpus = shlex.split(str(result["command"])), max(1, result["n_gpus"])
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise ValueError(f"files: {old} cannot be read ({error}): correct it") from error
+    # what is no text and what is no JSON are both ValueErrors
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{old} does not name a command and its GPUs: it is no result file") from error
     words = [word for word in words[1:] if word != "-u"]
     if len(words) < 2 or words[0] != "-m" or not (words[1] == "train" or words[1].startswith("scripts.")):

@@ -66,6 +66,21 @@ def test_a_benchmark_and_a_training_run_are_made_again_and_compared_and_the_old_
     assert "is there already: move it away, or choose another out=" in twice.stderr
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"files: .*result.json cannot be read \(.*No such file.*\): correct it"),
+        (b"\x89PNG", "result.json does not name a command and its GPUs: it is no result file"),
+    ],
+)
+def test_what_is_no_result_file_is_named_and_refused(tmp_path, content, message):
+    path = tmp_path / "result.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        repetition(path, Path("new.json"))
+
+
 def test_a_result_of_a_changed_tree_says_so_beside_its_commit(tmp_path, monkeypatch):
     monkeypatch.delenv("GIT_COMMIT", raising=False)
     monkeypatch.setattr(results, "__file__", str(tmp_path / "results.py"))

@@ -123,9 +123,16 @@ def prepare(config: DataConfig) -> Path:
             f"data.folder={folder / 'text'}"
         )
     _open_source(config).check()
-    folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(folder.name + ".partial")
-    with _lock(partial):
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = _lock(partial)
+    except OSError as error:
+        raise ValueError(
+            f"data.folder={config.folder!r} cannot be written ({error}): name a folder in a place where this "
+            "user may write"
+        ) from error
+    with lock:
         try:
             # another process may have finished it while this one waited
             finished = _is_prepared(folder, config)

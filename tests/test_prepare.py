@@ -189,6 +189,13 @@ def test_a_folder_of_the_user_is_refused_and_left_alone(config):
     assert contents(folder) == {"thesis.txt": b"mine"}
 
 
+def test_a_folder_that_cannot_be_made_is_refused_by_its_key(config, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match=r"data\.folder='.*file/a/b' cannot be written .*: name a folder in"):
+        prepare(replace(config, folder=str(tmp_path / "file" / "a" / "b")))
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_another_manifest_is_refused_and_left_alone(config):
     folder = Path(config.folder)
     folder.mkdir()

@@ -268,12 +268,26 @@ def test_a_checkpoint_of_less_than_one_step_of_another_size_is_refused_with_the_
 def test_in_another_text_or_order_of_it_no_tokens_are_said_to_be_read_again(corpus, capsys, other):
     run("total_tokens=1536")
     given = ["name=other", "tokens_per_step=1024", "checkpoint.resume=runs/test/checkpoints/step_00000003"]
+    given.append("optim.warmup_steps=1")
     # a new model's positions would follow its length
     run(*given, other, "model.max_seq_len=32", "data.folder=datasets/other", "evaluation.tokens=32")
     told = capsys.readouterr().out
     assert (
         "step 3 of 512 tokens is step 1 of 1,024 tokens, in which warm-up and schedule are counted\n" in told
     )
+
+
+def test_a_warm_up_that_goes_on_in_steps_of_another_size_is_told_with_the_value_that_leaves_it_out(
+    corpus, capsys
+):
+    run("total_tokens=1536")
+    resume = "checkpoint.resume=runs/test/checkpoints/step_00000003"
+    capsys.readouterr()
+    run("name=warm", "tokens_per_step=1024", resume)
+    told = capsys.readouterr().out
+    assert "; the warm-up, which was over, goes on to step 2, optim.warmup_steps=1 leaves it out\n" in told
+    run("name=over", "tokens_per_step=1024", resume, "optim.warmup_steps=1")
+    assert "the warm-up, which was over" not in capsys.readouterr().out
 
 
 def test_a_warm_up_beyond_the_end_of_the_run_is_told_with_the_rate_that_it_reaches(corpus, capsys):

@@ -161,7 +161,7 @@ def test_a_wrong_override_ends_the_command_with_one_line_and_exit_code_2(monkeyp
         command.command()
     assert capsys.readouterr().err == "error: lr is no key; did you mean optim.learning_rate?\n"
     # every process of torchrun finds it; one says it
-    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(SystemExit, match="2"):
         command.command()
     assert capsys.readouterr().err == ""

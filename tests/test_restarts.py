@@ -212,10 +212,12 @@ def test_an_elastic_launch_goes_on_with_another_number_of_processes(store, monke
     assert not was_refused()
 
 
-def test_where_torchrun_keeps_nothing_every_process_tells_and_no_note_is_made(store, monkeypatch, capsys):
+def test_where_torchrun_keeps_nothing_the_first_process_tells_and_no_note_is_made(store, monkeypatch, capsys):
     before = store.num_keys()
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     tell("error: no key", is_ours=False, again=True)
+    assert not capsys.readouterr().err
+    tell("error: no key", is_ours=True, again=True)
     assert capsys.readouterr().err == "error: no key\n"
     assert not was_refused()
     assert store.num_keys() == before

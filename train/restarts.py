@@ -52,9 +52,10 @@ def tell(error: str, *, is_ours: bool, again: bool) -> None:
     # torchrun, and with it its store, may be gone
     with suppress(dist.DistError):
         store = _store()
-    if store is not None and not is_ours:
-        with suppress(dist.DistError):
-            store.wait([_told_key()], PATIENCE)
+        if not is_ours:
+            # without a store nobody ends the first one
+            if store is not None:
+                store.wait([_told_key()], PATIENCE)
             return
     print(error, file=sys.stderr, flush=True)
     if store is not None:

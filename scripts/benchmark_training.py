@@ -228,12 +228,12 @@ def check_rows(arguments: Arguments) -> None:
         if seq_len < 1:
             raise ValueError(f"seq_lens must be at least 1, got {seq_len}")
         tokens_per_step, tokens_per_microbatch = tokens_of(arguments, seq_len)
-        for key, value, unit in (
-            ("tokens_per_microbatch", tokens_per_microbatch, f"seq_len={seq_len}"),
-            ("tokens_per_step", tokens_per_step, f"tokens_per_microbatch={tokens_per_microbatch}"),
+        for key, value, of, unit in (
+            ("tokens_per_microbatch", tokens_per_microbatch, "seq_len", seq_len),
+            ("tokens_per_step", tokens_per_step, "tokens_per_microbatch", tokens_per_microbatch),
         ):
-            if value % int(unit.partition("=")[2]):
-                raise ValueError(f"{key}={value} must be a multiple of {unit}: change one of them")
+            if value % unit:
+                raise ValueError(f"{key}={value} must be a multiple of {of}={unit}: change one of them")
 
 
 def tokens_of(arguments: Arguments, seq_len: int) -> tuple[int, int]:

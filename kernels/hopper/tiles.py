@@ -84,7 +84,8 @@ def backward_tile(width: int, sums_dq: bool = True) -> BackwardTile:
 
 # GB/s of an H200, for which the bounds below are
 H200_BANDWIDTH = 4917
-# measured: up to how many keys a query, on average, dq.py is faster; all keys of listed blocks count
+# up to how many keys a query, on average, dq.py is faster; all keys of listed blocks count. Between what was
+# measured on an H200, with slower kernels for dq, dk and dv, and on an H100, scaled by its bandwidth
 ROWS_WITHOUT_SUMS = {
     64: {"full": 380, "causal": 345, "window": 260, "intervals": 215, "blocks": 400},
     128: {"full": 900, "causal": 740, "window": 520, "intervals": 370, "blocks": 700},
@@ -95,7 +96,7 @@ def sum_pays(width: int, mask: str, keys_per_query: float, bandwidth: float) -> 
     """Whether dq is summed in float32 beside dk and dv, or made by dq.py; bandwidth: of memory, GB/s.
 
     The sum costs 16 D bytes a query, to zero, add to and round, however few keys it sees; dq.py two products
-    more for each block. Where the two are even is measured: see docs/hopper.md.
+    more for each block. Where the two are even: see docs/hopper.md.
     """
     return keys_per_query * bandwidth > ROWS_WITHOUT_SUMS[width][mask] * H200_BANDWIDTH
 

@@ -16,6 +16,8 @@ from model.families import FAMILIES, Family, family_of
 from model.gpt import GPT
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# where there are several files
+NUMBERED = f"model-{5 * '[0-9]'}-of-{5 * '[0-9]'}.safetensors"
 # of one file; more weights go to several, as transformers does it
 MAX_SHARD_BYTES = 5_000_000_000
 # our tables that are padded to whole tiles
@@ -90,13 +92,18 @@ def export_pretrained(
     except (OSError, SafetensorError) as error:
         # what another process put there meanwhile stays
         with suppress(OSError):
-            for path in (*folder.glob("model*.safetensors*"), folder / "config.json"):
+            for path in (*weight_files(folder), folder / "config.json"):
                 path.unlink(missing_ok=True)
             for path in made:
                 path.rmdir()
         raise OSError(
             f"{folder} was not written ({error}): make room there, or choose another folder"
         ) from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a folder that an export has written its weights to."""
+    return [path for pattern in (WEIGHTS, INDEX, NUMBERED) for path in folder.glob(pattern)]
 
 
 def named_parts(

@@ -57,11 +57,13 @@ def test_a_tokenizer_that_is_gone_is_named_before_anything_is_written(tmp_path):
 def test_an_earlier_export_of_the_run_is_replaced_and_what_else_lies_there_stays(tmp_path):
     export_run(model(n_layer=1), "gpt2", tmp_path)
     out = tmp_path / "hugging_face"
-    (out / "README.md").write_text("mine")
+    mine = {"README.md", "model.safetensors.bak", "model_of_last_week.safetensors"}
+    for name in mine:
+        (out / name).write_text("mine")
     # of an export in several files
     (out / "model-00001-of-00002.safetensors").write_bytes(b"old")
     export_run(model(n_layer=2), "gpt2", tmp_path)
-    assert {path.name for path in out.iterdir()} == {"README.md", "config.json", "model.safetensors"}
+    assert {path.name for path in out.iterdir()} == {*mine, "config.json", "model.safetensors"}
     assert json.loads((out / "config.json").read_text())["n_layer"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["hugging_face"]
 

@@ -9,7 +9,7 @@ import torch
 
 from data.tokenizer import TOKENIZERS, load_tokenizer
 from model import GPT
-from model.pretrained import export_pretrained
+from model.pretrained import export_pretrained, weight_files
 
 # of a tokenizer's folder: its own files, how a chat is written, and where generation stops
 TOKENIZER_FILES = (
@@ -60,7 +60,7 @@ def export_run(model: GPT, tokenizer: str, run: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     export(model, tokenizer, partial)
     out.mkdir(exist_ok=True)
-    old_weights = {path.name for path in out.glob("model*.safetensors*")}
+    old_weights = {path.name for path in weight_files(out)}
     for path in partial.iterdir():
         path.replace(out / path.name)
         old_weights.discard(path.name)

@@ -153,6 +153,14 @@ def test_left_out_batches_are_remembered_in_the_run_folder(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["left_out.json"]
 
 
+@pytest.mark.parametrize("text", ["[5,]", "", "5", '"5"', '["5"]', "[7.5]", "[-1]", "[true]", "null"])
+def test_a_list_of_left_out_batches_that_was_written_wrongly_is_refused_by_its_file(tmp_path, text):
+    (tmp_path / "left_out.json").write_text(text + "\n")
+    with pytest.raises(ValueError, match="left_out.json must be a list of numbers of batches") as refused:
+        read_left_out(tmp_path)
+    assert f"got {text!r}: write it so, [] for none" in str(refused.value)
+
+
 THEN = {"seed": 1, "seq_len": 16, "tokens_per_step": 64}
 
 

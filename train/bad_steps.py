@@ -230,9 +230,24 @@ def take_over_left_out(folder: Path, path: Path, info: dict, config: dict, corpu
 
 
 def read_left_out(folder: Path) -> list[int]:
-    """The numbers of the batches that a run leaves out, from its folder."""
+    """The numbers of the batches that a run leaves out, from its folder.
+
+    Raises ValueError for a file that holds no such numbers: its user may have taken some out.
+    """
     path = folder / LEFT_OUT
-    return json.loads(path.read_text()) if path.exists() else []
+    if not path.exists():
+        return []
+    text = path.read_text()
+    try:
+        numbers = json.loads(text)
+    except ValueError:
+        numbers = None
+    if not isinstance(numbers, list) or not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(
+            f"{path} must be a list of numbers of batches, such as [7, 3], got {text.strip()[:80]!r}: write "
+            "it so, [] for none"
+        )
+    return numbers
 
 
 def write_left_out(folder: Path, left_out: list[int]) -> None:

@@ -68,6 +68,12 @@ class ModelConfig:
             )
         if self.rotary is not None and self.head_dim % 2:
             raise ValueError(f"model.rotary turns pairs of channels, got model.head_dim={self.head_dim}")
+        # one pair is the slowest and the fastest at once
+        if self.rotary is not None and self.rotary.scaling == "ntk" and self.head_dim == 2:
+            raise ValueError(
+                "model.rotary.scaling=ntk needs model.head_dim to be at least 4, got 2: use "
+                "model.rotary.scaling=linear, or fewer heads"
+            )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout must be in [0, 1), got {self.dropout}")
         for name, choices in CHOICES.items():

@@ -184,6 +184,10 @@ def test_more_tokens_than_positions_are_refused():
         ({"n_head": 3}, "model.n_embd=32 must be a multiple of model.n_head=3: n_embd=30"),
         ({"n_layer": 0}, "model.n_layer must be at least 1, got 0"),
         ({"dropout": 1.0}, r"model.dropout must be in \[0, 1\), got 1.0"),
+        (
+            {"n_head": 16, "rotary": RotaryConfig(base=100.0, scaling="ntk", factor=2.0)},
+            "model.rotary.scaling=ntk needs model.head_dim to be at least 4, got 2",
+        ),
     ],
 )
 def test_an_impossible_model_is_refused_by_key_and_value(changes, message):

@@ -76,6 +76,9 @@ class ModelConfig:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout must be in [0, 1), got {self.dropout}")
+        # written so that nan fails too
+        if not 0.0 <= self.norm_eps < math.inf:
+            raise ValueError(f"model.norm_eps must be at least 0 and finite, got {self.norm_eps}")
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(

@@ -673,9 +673,15 @@ def test_profile_writes_a_trace_of_a_few_steps_and_says_that_a_cpu_has_no_snapsh
     output = capsys.readouterr().out
     assert "steps 4 to 6 of this launch are in runs/test/trace.json.gz; there is no memory snapshot" in output
     assert output.splitlines()[-2].split() == ["trace", "runs/test/trace.json.gz"]
-    run("name=short", "profile=true", "total_tokens=1024")
-    assert "no whole trace, which needs 6 steps of a launch, got 2" in capsys.readouterr().out
-    assert not Path("runs/short/trace.json.gz").exists()
+
+
+@pytest.mark.parametrize("steps", [2, 3, 5])
+def test_a_launch_that_ends_before_the_profile_is_whole_says_so_and_leaves_none(corpus, capsys, steps):
+    run("profile=true", f"total_tokens={steps * 512}")
+    output = capsys.readouterr().out
+    assert f"no whole trace, which needs 6 steps of a launch, got {steps}" in output
+    assert "trace.json.gz" not in output
+    assert not Path("runs/test/trace.json.gz").exists()
 
 
 @pytest.mark.parametrize(

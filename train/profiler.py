@@ -7,6 +7,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 # steps that compile and fill caches, that the profiler itself warms up in, and that it records
 SKIPPED, WARMUP, RECORDED = 2, 1, 3
+NEEDED = SKIPPED + WARMUP + RECORDED
 # allocations and releases in the memory snapshot; three steps of 124M have some 10,000
 MEMORY_EVENTS = 1_000_000
 # for ui.perfetto.dev or chrome://tracing; for pytorch.org/memory_viz
@@ -49,11 +50,15 @@ class Profiler:
         if self._profile is None:
             return
         self._profile.stop()
-        needed = SKIPPED + WARMUP + RECORDED
-        if self._done < needed:
-            print(f"profile=true: no whole trace, which needs {needed} steps of a launch, got {self._done}")
+        if self._done < NEEDED:
+            print(f"profile=true: no whole trace, which needs {NEEDED} steps of a launch, got {self._done}")
 
     def _write(self, finished: profile) -> None:
+        # of a launch that ends among these steps too
+        if self._done < NEEDED:
+            if self._on_gpu:
+                torch.cuda.memory._record_memory_history(enabled=None)
+            return
         finished.export_chrome_trace(str(self._folder / TRACE))
         first = SKIPPED + WARMUP + 1
         print(

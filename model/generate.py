@@ -17,6 +17,8 @@ from model.rope import rotation
 # float32 ends at 3e38: divided by less, logits could be infinite; the likeliest token has all the probability
 # long before
 LEAST_TEMPERATURE = 1e-30
+# what top_p is a share of: finer than float32, and 63 bits hold the sum of any vocabulary
+WHOLE_MASS = 2**40
 
 
 def generate(model: GPT, tokens: Tensor, n_new: int, **options) -> Tensor:
@@ -264,9 +266,11 @@ def sample(
         values, ids = logits.topk(min(top_k, logits.shape[-1]))
     probabilities = values.softmax(dim=-1)
     if top_p is not None:
-        # the mass before a token decides: the likeliest one always stays
-        before = probabilities.cumsum(dim=-1) - probabilities
-        probabilities = probabilities.masked_fill(before >= top_p, 0.0)
+        # the mass before a token decides: the likeliest one always stays. In whole numbers, whose sums know
+        # no order: torch refuses a GPU's running sum of floats under deterministic=true
+        mass = (probabilities.double() * WHOLE_MASS).long()
+        before = mass.cumsum(dim=-1) - mass
+        probabilities = probabilities.masked_fill(before >= top_p * WHOLE_MASS, 0.0)
     return ids.gather(-1, torch.multinomial(probabilities, 1, generator=generator))[:, 0]
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, AttentionConfig, ModelConfig, generate
 from model.generate import Arrivals, Decoder, empty_caches, likeliest, sample, stream
@@ -257,6 +258,31 @@ def test_top_p_keeps_the_smallest_set_that_holds_p(gpt):
     drawn = generate(gpt, prompt, 1, top_p=0.5)[:, -1].unique()
     assert set(drawn.tolist()) <= set(ids[:n].tolist())
     assert len(drawn) > 1 or n == 1
+
+
+class RefusingFloatSums(TorchDispatchMode):
+    """As torch.use_deterministic_algorithms refuses them on a GPU."""
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator is torch.ops.aten.cumsum.default and args[0].is_floating_point():
+            raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("top_k", [None, 20])
+def test_top_p_draws_where_torchs_deterministic_switch_refuses_running_sums_of_floats(gpt, top_k):
+    prompt = torch.randint(100, (4, 5))
+    with RefusingFloatSums():
+        generate(gpt, prompt, 3, top_k=top_k, top_p=0.9)
+
+
+@pytest.mark.gpu
+def test_top_p_draws_under_torchs_deterministic_switch(gpt, device):
+    torch.use_deterministic_algorithms(True)
+    try:
+        generate(gpt.to(device), torch.randint(100, (4, 5), device=device), 3, top_p=0.9)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 50}, {"top_p": 0.9}, {}])

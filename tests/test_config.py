@@ -306,6 +306,7 @@ def test_a_resumed_run_with_other_settings_keeps_the_first_config_file(tmp_path)
     write_config(parse(composed("total_tokens=2000")), tmp_path, first_step=7)
     assert (tmp_path / "config.yaml").read_text() == before
     assert parse(OmegaConf.load(tmp_path / "config_from_step_7.yaml")).total_tokens == 2000
+    (tmp_path / "config_from_step_7_copy.yaml").write_text("mine")
     # back to the first ones is a change too
     again = write_config(parse(composed("total_tokens=1000")), tmp_path, first_step=9)
     assert again.name == "config_from_step_9.yaml"

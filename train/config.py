@@ -336,7 +336,9 @@ def write_config(config: Config, folder: Path, first_step: int) -> Path:
     path = folder / "config.yaml"
     if first_step > 0 and path.exists():
         # the settings of the last steps before these; later steps are gone, with their checkpoint
-        changes = {int(p.stem.rpartition("_")[2]): p for p in folder.glob("config_from_step_*.yaml")}
+        found = {p.stem.removeprefix("config_from_step_"): p for p in folder.glob("config_from_step_*.yaml")}
+        # a copy that a user has put beside them has another name
+        changes = {int(step): p for step, p in found.items() if step.isdecimal()}
         path = changes.get(max((step for step in changes if step <= first_step), default=0), path)
         if path.read_text() != text:
             path = folder / f"config_from_step_{first_step}.yaml"

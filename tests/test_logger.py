@@ -65,7 +65,7 @@ def test_half_a_line_at_the_end_is_passed_over(tmp_path):
 def test_a_broken_line_in_the_middle_is_named(tmp_path):
     path = write(tmp_path, [1, 2])
     path.write_text("broken\n" + path.read_text())
-    with pytest.raises(ValueError, match="metrics.jsonl, line 1 is not JSON: 'broken'"):
+    with pytest.raises(ValueError, match="metrics.jsonl, line 1 is not JSON: 'broken'; take the line out"):
         read_metrics(path)
 
 

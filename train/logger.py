@@ -159,7 +159,9 @@ def read_metrics(path: Path) -> list[dict]:
             metrics.append(from_json(line))
         except json.JSONDecodeError:
             if number < len(lines):
-                raise ValueError(f"{path}, line {number} is not JSON: {line[:80]!r}") from None
+                raise ValueError(
+                    f"{path}, line {number} is not JSON: {line[:80]!r}; take the line out, whose step is lost"
+                ) from None
     return metrics
 
 

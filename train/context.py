@@ -27,7 +27,7 @@ def token_losses(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
     hidden = model.hidden_states(tokens)
     return torch.cat(
         [
-            F.cross_entropy(_logits(model, part).transpose(1, 2), labels, reduction="none")
+            F.cross_entropy(model.logits(part).float().transpose(1, 2), labels, reduction="none")
             for part, labels in zip(hidden.split(HEAD_CHUNK, 1), targets.split(HEAD_CHUNK, 1), strict=True)
         ],
         dim=1,
@@ -124,11 +124,7 @@ def recall_accuracy(model: GPT, prompts: Iterator[Recall], device: torch.device)
     for prompt in prompts:
         tokens = torch.from_numpy(prompt.tokens.astype(np.int64)).to(device)[None]
         hidden = model.hidden_states(tokens[:, :-1])[:, -prompt.n_answer :]
-        logits, answer = _logits(model, hidden)[0], tokens[0, -prompt.n_answer :]
+        logits, answer = model.logits(hidden)[0].float(), tokens[0, -prompt.n_answer :]
         right.append(bool((logits.argmax(-1) == answer).all()))
         losses.append(F.cross_entropy(logits, answer).item())
     return float(np.mean(right)), float(np.mean(losses))
-
-
-def _logits(model: GPT, hidden: Tensor) -> Tensor:
-    return F.linear(hidden, model.head_weight)[..., : model.config.vocab_size].float()

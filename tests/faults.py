@@ -290,6 +290,17 @@ def hang(rank: int, who: int, step: int) -> None:
     _at_each_batch(stuck)
 
 
+def slow_model(rank: int, seconds: float) -> None:
+    """Each pass through the model takes so much longer."""
+    forward = model.gpt.GPT.forward
+
+    def slowly(self, *given, **options):
+        time.sleep(seconds)
+        return forward(self, *given, **options)
+
+    model.gpt.GPT.forward = slowly
+
+
 def record_tokens(rank: int) -> None:
     """Each process appends the hash of every sequence that it takes: tokens.<rank>.jsonl."""
 

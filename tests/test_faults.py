@@ -29,6 +29,7 @@ from faults import (
 from train.checkpoint import list_checkpoints
 from train.config import Config
 from train.interruption import ECHO_SECONDS, EXIT_INTERRUPTED
+from train.logger import read_metrics
 from train.watchdog import EXIT_HANGS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and /proc of Linux")
@@ -292,6 +293,13 @@ def test_a_rank_that_hangs_is_named_with_its_last_step_and_ends_the_run():
         assert "HANGS: rank 1 (last finished step 8): no progress for 4 seconds" in attempt.log(rank)
     assert "faults.py" in attempt.log(1), "the stack of the rank that hangs is shown"
     assert newest_step(config) == 5
+
+
+def test_a_step_may_take_longer_than_a_hang_if_its_microbatches_do_not():
+    config = small_config("run", 1, "hang_seconds=2", "tokens_per_microbatch=64", "evaluation.tokens=64")
+    attempt = Attempt(config, 1, partial(faults.slow_model, seconds=0.4))
+    assert attempt.wait() == [0], attempt.log()
+    assert read_metrics(config.folder / "metrics.jsonl")[-1]["step_seconds"] > 2
 
 
 @pytest.mark.parametrize("stopped", [0, 1])

@@ -29,6 +29,8 @@ def forward_backward(
             losses = losses.to("cpu", non_blocking=True)
             losses_arrived = _record_event(tokens.device)
         scaler.scale(loss).backward()
+        # a step of many may take longer than the watchdog waits
+        processes.mark()
     losses_arrived()
     own_loss, mean_loss = losses.tolist()
     return own_loss, mean_loss

@@ -79,8 +79,8 @@ def installed_packages() -> list[Path]:
 class TextFiles:
     """The user's own files, and those in the user's folders, by suffix: .txt .md .py .jsonl .parquet.
 
-    A plain file is one document, a .jsonl line or a .parquet row another. Hidden files and folders are left
-    out, linked ones are read.
+    A suffix may be in capitals. A plain file is one document, a .jsonl line or a .parquet row another. Hidden
+    files and folders are left out, linked ones are read.
     text_field: which field of a line or row is the text.
     """
 
@@ -94,7 +94,7 @@ class TextFiles:
                 raise ValueError(
                     f"data.paths names {str(path)!r}, which does not exist (in {Path.cwd()}): correct it"
                 )
-            if path.is_file() and path.suffix not in TEXT_SUFFIXES:
+            if path.is_file() and path.suffix.lower() not in TEXT_SUFFIXES:
                 raise ValueError(
                     f"data.paths names {str(path)!r}: a file's suffix must be one of {TEXT_SUFFIXES}"
                 )
@@ -111,7 +111,7 @@ class TextFiles:
             ".parquet": self._read_parquet,
         }
         for path in self._files(counts):
-            for text in readers.get(path.suffix, read_plain)(path, counts):
+            for text in readers.get(path.suffix.lower(), read_plain)(path, counts):
                 yield None, text
 
     def fingerprint(self) -> str | None:
@@ -198,6 +198,7 @@ def walk(
 ) -> Iterator[Path]:
     """Each file below root with one of suffixes, sorted; without hidden ones and folders named in skip.
 
+    suffixes: in small letters, those of the files may be in capitals.
     Linked folders are entered as others are, and none twice, so that links in a circle come to an end.
     Folders that cannot be read are counted in counts.
     """
@@ -214,7 +215,7 @@ def walk(
         entered.add((status.st_dev, status.st_ino))
         folders[:] = sorted(name for name in folders if name not in skip and not name.startswith("."))
         for name in sorted(files):
-            if name.endswith(suffixes) and not name.startswith("."):
+            if name.lower().endswith(suffixes) and not name.startswith("."):
                 yield Path(folder, name)
 
 

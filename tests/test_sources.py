@@ -61,6 +61,18 @@ def test_text_comes_from_every_kind_of_file_in_sorted_order(tmp_path):
     assert texts(source) == texts(source)
 
 
+def test_endings_in_capitals_are_read_as_small_ones_are(tmp_path):
+    write(tmp_path, A_dot_TXT="A", b_dot_Md="B")
+    (tmp_path / "J.JSONL").write_text(json.dumps({"text": "J"}))
+    parquet.write_table(pyarrow.table({"text": ["P"]}), tmp_path / "P.PARQUET")
+    source = TextFiles([str(tmp_path)], "text")
+    source.check()
+    assert texts(source) == ["A", "J", "P", "B"]
+    alone = TextFiles([str(tmp_path / "P.PARQUET")], "text")
+    alone.check()
+    assert texts(alone) == ["P"]
+
+
 def test_single_files_can_be_named(tmp_path):
     write(tmp_path, a_dot_txt="A", b_dot_txt="B")
     assert texts(TextFiles([str(tmp_path / "b.txt")], "text")) == ["B"]

@@ -12,7 +12,7 @@ import torch
 from data.tokenizer import load_tokenizer
 from scripts.arguments import argument, run_script
 from scripts.inference import check_inference, check_model, model_tokenizer
-from train.sample import SampleConfig, prompt_ids, stream_text
+from train.sample import SampleConfig, check_seed, prompt_ids, stream_text
 from train.step import DTYPES
 from train.weights import load_model, run_attention
 
@@ -42,6 +42,7 @@ class Arguments:
 def main(arguments: Arguments) -> None:
     if arguments.samples < 1:
         raise ValueError(f"samples must be at least 1, got {arguments.samples}")
+    check_seed(arguments.seed)
     if bool(arguments.run) == bool(arguments.checkpoint):
         raise ValueError("give either run=runs/NAME or checkpoint=FOLDER")
     if arguments.prompt_file and arguments.prompt != Arguments.prompt:

@@ -320,6 +320,7 @@ def test_a_missing_file_is_told_in_one_line(monkeypatch, capsys):
         ({"precision": "int8"}, "precision must be one of bf16, fp16, fp32, got 'int8'"),
         ({"top_p": 2.0}, r"^top_p must be in \(0, 1\] or null, got 2.0"),
         ({"tokens": -1}, "^tokens must be at least 0, got -1"),
+        ({"seed": 2**64}, f"^seed must be from 0 to 18446744073709551615, got {2**64}"),
         ({"run": ""}, "give either run="),
         ({"prompt": "a", "prompt_file": "b"}, "^give either prompt=a or prompt_file=b, not both"),
         ({"prompt": "", "prompt_file": "b"}, "^give either prompt= or prompt_file=b, not both"),

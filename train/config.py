@@ -23,7 +23,7 @@ from train.lora import LoraConfig
 from train.optim import OptimConfig
 from train.overrides import checked
 from train.parallel import STRATEGIES
-from train.sample import SampleConfig, prompt_ids
+from train.sample import SampleConfig, check_seed, prompt_ids
 from train.step import DTYPES
 from train.weights import StartConfig, began_from, check_start, start_model, tokenizer_name
 from train.whole_file import write_whole
@@ -120,9 +120,9 @@ class Config:
                 "spikes.action=rollback goes back to the last checkpoint, and checkpoint.every_steps=0 saves "
                 "none before the end: use checkpoint.every_steps=500, or spikes.action=skip"
             )
-        for name in ("seed", "hang_seconds"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        check_seed(self.seed)
+        if not self.hang_seconds >= 0:
+            raise ValueError(f"hang_seconds must be at least 0, got {self.hang_seconds}")
         for field in (
             "seq_len",
             "tokens_per_step",

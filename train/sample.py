@@ -12,6 +12,8 @@ from model.generate import stream
 
 # what a decoder gives for bytes that are not yet a whole character
 UNFINISHED = "\ufffd"
+# what torch's generators take
+LARGEST_SEED = 2**64 - 1
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,6 +37,12 @@ class SampleConfig:
             raise ValueError(f"sample.top_k must be at least 1 or null, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"sample.top_p must be in (0, 1] or null, got {self.top_p}")
+
+
+def check_seed(seed: int) -> None:
+    """Raises ValueError for a seed that no generator takes."""
+    if not 0 <= seed <= LARGEST_SEED:
+        raise ValueError(f"seed must be from 0 to {LARGEST_SEED}, got {seed}")
 
 
 def sample_text(model: GPT, tokenizer: Tokenizer, config: SampleConfig, seed: int) -> str:

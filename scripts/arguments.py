@@ -120,8 +120,9 @@ def run_script(
 def check_results(arguments) -> None:
     """Raises ValueError for a result file that is there already, without overwrite=true, or cannot be made.
 
-    Before what it is to hold is measured.
+    And for two results of one name. Before what they are to hold is measured.
     """
+    writers: dict[Path, str] = {}
     for item in fields(arguments):
         name = getattr(arguments, item.name)
         if "endings" not in item.metadata or not name:
@@ -135,6 +136,12 @@ def check_results(arguments) -> None:
             )
         for ending in item.metadata["endings"]:
             path = Path(name).with_suffix(ending) if ending else Path(name)
+            other = writers.setdefault(path.resolve(), item.name)
+            if other != item.name:
+                raise ValueError(
+                    f"{item.name}={name}: {path} is what {other}={getattr(arguments, other)} writes already, "
+                    "choose another name"
+                )
             if path.exists() and not arguments.overwrite:
                 raise ValueError(
                     f"{item.name}={name}: {path} exists, choose another name, or add overwrite=true"

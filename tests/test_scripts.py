@@ -287,6 +287,15 @@ def test_rows_are_not_named_as_the_picture_that_would_be_drawn_over_them(tmp_pat
     check_results(Measuring(more="more.png"))
 
 
+@pytest.mark.parametrize("more", ["rows.json", "./rows.json", "folder/../rows.json", "rows.png"])
+def test_two_results_of_one_name_are_refused_whether_or_not_they_may_replace(more, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match=f"^more={more}: .* is what out=rows.json writes already"):
+            check_results(Measuring(out="rows.json", more=more, overwrite=overwrite))
+
+
 def test_ctrl_c_ends_a_script_in_one_line():
     program = (
         "import time; from dataclasses import make_dataclass; from scripts.arguments import run_script\n"

@@ -52,7 +52,8 @@ def main(arguments: Arguments) -> None:
     rates = choose_rates(arguments)
     if arguments.compare:
         print(rates)
-        rows = [compare(row, config, rates, arguments.chunk) for row, config in measured(arguments.compare)]
+        found = measured("compare", arguments.compare)
+        rows = [compare(row, config, rates, arguments.chunk) for row, config in found]
         for row in rows:
             print(describe(row))
         worst = {key: max(abs(row[f"{key}_error"]) for row in rows) for key in ("memory", "speed")}
@@ -67,15 +68,21 @@ def main(arguments: Arguments) -> None:
 
 def check(arguments: Arguments) -> None:
     """Raises ValueError for numbers that no machine has, and for arguments that this call would not read."""
-    if arguments.processes < 1 or not 0.0 <= arguments.memory_gib < math.inf:
+    if arguments.processes < 1:
+        raise ValueError(f"processes must be at least 1, got {arguments.processes}: give the number of GPUs")
+    if not 0.0 <= arguments.memory_gib < math.inf:
         raise ValueError(
-            "processes must be at least 1, and memory_gib above 0 or 0 for this machine's, got "
-            f"{arguments.processes} and {arguments.memory_gib}"
+            f"memory_gib must be above 0, got {arguments.memory_gib}: give that of one GPU, as "
+            "memory_gib=139.8 for an H200, or leave it out for this machine's"
         )
-    if not 0.0 < arguments.probe_bandwidth < math.inf or arguments.chunk < 1:
+    if not 0.0 < arguments.probe_bandwidth < math.inf:
         raise ValueError(
-            "probe_bandwidth must be above 0, and chunk at least 1, got "
-            f"{arguments.probe_bandwidth} and {arguments.chunk}"
+            f"probe_bandwidth must be above 0, got {arguments.probe_bandwidth}: give bytes/s, as "
+            f"probe_bandwidth={Arguments.probe_bandwidth}"
+        )
+    if arguments.chunk < 1:
+        raise ValueError(
+            f"chunk must be at least 1, got {arguments.chunk}: leave it out for today's {Arguments.chunk}"
         )
     if arguments.compare and arguments.train:
         raise ValueError(
@@ -143,7 +150,7 @@ def line(config: Config, rates: Rates, processes: int, remark: str) -> str:
 
 def choose_rates(arguments: Arguments) -> Rates:
     if arguments.probe:
-        rows = measured(arguments.probe)
+        rows = measured("probe", arguments.probe)
         configs, seconds = [config for _, config in rows], [row["step_ms"] / 1000 for row, _ in rows]
         return fit_rates(configs, seconds, arguments.probe_bandwidth)
     if not arguments.gpu and not torch.cuda.is_available():
@@ -165,10 +172,11 @@ def card_memory(arguments: Arguments) -> int:
     return torch.cuda.get_device_properties(0).total_memory
 
 
-def measured(files: list[str]) -> list[tuple[dict, Config]]:
+def measured(key: str, files: list[str]) -> list[tuple[dict, Config]]:
     """The rows of benchmark_training that the plan knows, compiled with flash, and their configurations.
 
-    Raises ValueError for a file of another kind, and if there is no such row.
+    key: the argument that names the files. Raises ValueError for a file that is not there or of another kind,
+    and if there is no such row.
     """
     found = []
     for file in files:
@@ -178,8 +186,12 @@ def measured(files: list[str]) -> list[tuple[dict, Config]]:
                 for row in json.loads(Path(file).read_text())["rows"]
                 if row["compile"] and row["implementation"] == "flash" and row["tokens_per_second"]
             ]
+        except OSError as error:
+            raise ValueError(f"{key}: {file} cannot be read ({error.strerror}): correct it") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{file} is no result file of scripts.benchmark_training") from error
+            raise ValueError(
+                f"{key}: {file} is no result file of scripts.benchmark_training: name one that its out= made"
+            ) from error
         for row in rows:
             # older rows are of the models as they are, made before there were these two
             row = {"recompute": "none", "fused_gelu": False, **row}
@@ -201,7 +213,7 @@ def measured(files: list[str]) -> list[tuple[dict, Config]]:
             found.append(({**row, "source": Path(file).name}, composed(given)))
     if not found:
         raise ValueError(
-            f"{', '.join(files)} must hold a row compiled with flash that fit into memory, got none: "
+            f"{key}: {', '.join(files)} must hold a row compiled with flash that fit into memory, got none: "
             "measure one with scripts.benchmark_training"
         )
     return found

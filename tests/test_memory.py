@@ -45,7 +45,7 @@ def config(*overrides: str):
 @cache
 def known() -> list[tuple[dict, Config]]:
     """Every measured row that the plan knows, and its configuration."""
-    return measured(FILES)
+    return measured("compare", FILES)
 
 
 @cache
@@ -101,16 +101,23 @@ def test_a_probe_that_cannot_tell_the_rates_apart_is_refused():
         choose_rates(Arguments(gpu="A100"))
 
 
-def test_a_plan_refuses_what_no_machine_has(tmp_path):
-    with pytest.raises(ValueError, match="processes must be at least 1, .*got 0 and 140.0"):
-        plan.main(Arguments(gpu="H200", memory_gib=140.0, processes=0))
-    with pytest.raises(ValueError, match="memory_gib above 0 .*got 1 and -3.0"):
-        plan.main(Arguments(gpu="H200", memory_gib=-3.0))
-    with pytest.raises(ValueError, match="memory_gib above 0 .*got 1 and nan"):
-        plan.main(Arguments(gpu="H200", memory_gib=math.nan))
-    for bandwidth in (0.0, math.nan):
-        with pytest.raises(ValueError, match=f"probe_bandwidth must be above 0, .* got {bandwidth} and"):
-            plan.main(Arguments(probe=FILES, probe_bandwidth=bandwidth))
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"processes": 0}, "processes must be at least 1, got 0: give the number of GPUs"),
+        ({"memory_gib": -3.0}, "memory_gib must be above 0, got -3.0: give that of one GPU, as memory_gib="),
+        ({"memory_gib": math.nan}, "memory_gib must be above 0, got nan: give"),
+        ({"probe_bandwidth": 0.0}, "probe_bandwidth must be above 0, got 0.0: give bytes/s, as probe_band"),
+        ({"probe_bandwidth": math.nan}, "probe_bandwidth must be above 0, got nan: give"),
+        ({"chunk": 0}, "chunk must be at least 1, got 0: leave it out for today's 11264"),
+    ],
+)
+def test_a_plan_refuses_what_no_machine_has_by_argument_value_and_way_out(given, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        plan.main(Arguments(**{"gpu": "H200", "memory_gib": 140.0, "compare": FILES, "probe": FILES} | given))
+
+
+def test_a_plan_refuses_processes_that_do_not_divide_into_those_that_share_sequences():
     with pytest.raises(ValueError, match="context_parallel=4 must divide the 2 processes"):
         plan.main(Arguments(gpu="H200", memory_gib=140.0, processes=2, train=["context_parallel=4"]))
 
@@ -176,19 +183,27 @@ def test_a_plan_reads_rows_of_whole_training_steps_alone(tmp_path):
     (tmp_path / "notes.md").write_text("no JSON")
     (tmp_path / "bytes.json").write_bytes(b"\xa2")
     for path in (tmp_path / "notes.md", tmp_path / "bytes.json", RESULTS / "attention.json"):
-        with pytest.raises(ValueError, match=f"{path.name} is no result file of scripts.benchmark_training"):
-            measured([str(path)])
+        message = f"^probe: {path} is no result file of scripts.benchmark_training: name one that its out="
+        with pytest.raises(ValueError, match=message):
+            measured("probe", [str(path)])
+    missing = tmp_path / "missing.json"
+    with pytest.raises(
+        ValueError, match=rf"^probe: {missing} cannot be read \(No such file or directory\): corr"
+    ):
+        measured("probe", [str(missing)])
     slow = {"compile": False, "implementation": "sdpa", "tokens_per_second": 1.0}
     full = {"compile": True, "implementation": "flash", "tokens_per_second": None}
     (tmp_path / "other.json").write_text(json.dumps({"rows": [slow, full]}))
-    with pytest.raises(ValueError, match=r"other.json must hold a row compiled with flash .* got none"):
-        measured([str(tmp_path / "other.json")])
+    with pytest.raises(
+        ValueError, match=r"^probe: .*other.json must hold a row compiled with flash .* got none"
+    ):
+        measured("probe", [str(tmp_path / "other.json")])
 
 
 def test_a_plan_reads_which_biases_a_measured_model_had(tmp_path):
     row = json.loads((RESULTS / "training_350m.json").read_text())["rows"][0]
     (tmp_path / "r.json").write_text(json.dumps({"rows": [row, {**row, "bias": "none"}]}))
-    (_, older), (_, without) = measured([str(tmp_path / "r.json")])
+    (_, older), (_, without) = measured("compare", [str(tmp_path / "r.json")])
     assert (older.model.bias, without.model.bias) == ("all", "none")
     assert peak_bytes(without) < peak_bytes(older)
 

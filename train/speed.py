@@ -106,11 +106,13 @@ def fit_rates(configs: list[Config], seconds: list[float], memory: float) -> Rat
     a = a / scale / measured[:, None]
     if len(configs) < 3 or torch.linalg.matrix_rank(a, rtol=1e-4) < 3:
         raise ValueError(
-            "the probe must hold at least two lengths and two models: see python -m scripts.plan --help"
+            "the probe must hold at least two lengths and two models, compiled with flash: measure them as "
+            "python -m scripts.plan --help shows, and name all their files in probe"
         )
     x = torch.linalg.lstsq(a, (rest / measured)[:, None]).solution[:, 0] / scale
     if bool((x <= 0).any()):
         raise ValueError(
-            f"the probe gives no rates, {dict(zip(names, x.tolist(), strict=True))}: measure more rows"
+            f"the probe gives no rates, {dict(zip(names, x.tolist(), strict=True))}: measure more rows, of "
+            "other lengths and models"
         )
     return Rates(1 / x[0].item(), 1 / x[1].item(), x[2].item(), memory)

@@ -368,9 +368,11 @@ def test_a_finished_run_lists_no_sample_of_an_earlier_launch(corpus, capsys):
 def test_a_checkpoint_that_leaves_nothing_to_train_is_refused_with_the_budget_that_would(corpus):
     run()
     message = "step 12, but total_tokens={} are {} steps .*: raise total_tokens above 6144"
-    with pytest.raises(ValueError, match=message.format(1024, 2)):
+    with pytest.raises(
+        ValueError, match=message.format(1024, 2) + ", or choose another name= for a new run$"
+    ):
         run("total_tokens=1024")
-    with pytest.raises(ValueError, match=message.format(6144, 12)):
+    with pytest.raises(ValueError, match=message.format(6144, 12) + "$"):
         run("name=other", "checkpoint.resume=runs/test/checkpoints/step_00000012")
 
 

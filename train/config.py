@@ -236,10 +236,11 @@ class Config:
         step: counted in steps of this run's size.
         """
         if step > self.steps or (step == self.steps and not is_own):
+            anew = ", or choose another name= for a new run" if is_own else ""
             raise ValueError(
                 f"the checkpoint is of step {step}, but total_tokens={self.total_tokens} are {self.steps} "
                 f"steps of tokens_per_step={self.tokens_per_step}: raise total_tokens above "
-                f"{step * self.tokens_per_step}"
+                f"{step * self.tokens_per_step}{anew}"
             )
 
     def accumulation(self, world_size: int) -> int:

@@ -157,6 +157,7 @@ def test_the_run_is_rounded_up_to_whole_steps():
         ("seq_len=long", "seq_len: Value 'long' of type 'str' could not be converted to Integer"),
         ("seq_len=-5", "^seq_len must be at least 1, got -5"),
         ("model.n_layer=1.5", "model.n_layer: Value '1.5' of type 'float' could not be converted to Integer"),
+        ("total_tokens=1e6", "total_tokens: Value '1000000.0' .*: write a whole number, .* as 1_000_000$"),
         ("data=text", "data.paths must name files or folders"),
         ("device=tpu", "device must be one of cuda, cpu, got 'tpu'"),
         ("precision=fp8", "precision must be one of bf16, fp16, fp32, got 'fp8'"),

@@ -146,6 +146,9 @@ def wrong_value(error: OmegaConfBaseException, given: DictConfig) -> str:
         return f"{key} must be given, as {key}=VALUE"
     if "is not a ListConfig" in reason:
         return f"{key} must be a list: write '{key}=[{OmegaConf.select(given, key)}]'"
+    if "could not be converted to Integer" in reason:
+        # 1e6 is a float to Hydra and YAML
+        return f"{key}: {reason}: write a whole number, without point or exponent, as 1_000_000"
     return f"{key}: {reason}"
 
 

@@ -85,7 +85,11 @@ def test_help_prints_every_key():
     ("arguments", "message"),
     [
         (["data=text"], "error: data.paths must name files or folders, as in 'data.paths=[my_folder]'"),
-        (["data=text", "data.paths=[/nowhere]"], "error: data.paths names '/nowhere', which does not exist"),
+        (
+            # not the folder in which a text of the user's may lie
+            ["data=text", "data.paths=[/nowhere]", "data.folder=/nowhere/prepared"],
+            "error: data.paths names '/nowhere', which does not exist",
+        ),
         (["data.seed=x"], "error: data.seed: Value 'x' of type 'str' could not be converted to Integer"),
         (["data.sede=1"], "error: data.sede is no key; did you mean data.seed"),
         (["data=nope"], "error: data=nope is no choice: conf/data has fineweb_edu, openwebtext"),

@@ -16,7 +16,7 @@
 #SBATCH --signal=B:USR1@180
 
 set -euo pipefail
-cd "$SLURM_SUBMIT_DIR"
+cd "${SLURM_SUBMIT_DIR:?is set by Slurm alone: start this script with sbatch, as its first lines show}"
 # no `| head -n 1`, which would end this script without a word where the names of many nodes still come
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head_node=${nodes%%$'\n'*}

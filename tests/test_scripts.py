@@ -100,6 +100,14 @@ def test_the_slurm_script_gives_two_jobs_on_one_node_ports_of_their_own(tmp_path
     assert first != second
 
 
+def test_the_slurm_script_asks_for_sbatch_where_slurm_does_not_run_it():
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
+    command = ["bash", str(ROOT / "scripts" / "slurm.sh")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "SLURM_SUBMIT_DIR: is set by Slurm alone: start this script with sbatch" in done.stderr
+
+
 def write_metrics(folder: Path, losses: list[float], tokens_per_step: int = 100) -> None:
     folder.mkdir(parents=True)
     lines = [

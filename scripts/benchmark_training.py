@@ -135,7 +135,9 @@ LADDER = (
     ("bf16 residual stream", {"low_precision_residual": True}),
     ("GELU inside of products", {"fused_gelu": True}),
 )
-# the arguments that it sets
+# what a CPU needs in place of the defaults
+ON_A_CPU = "implementations=[sdpa] fused_loss=false"
+# the arguments that a ladder sets
 RUNGS = (
     "implementations",
     "precision",
@@ -151,14 +153,13 @@ def main(arguments: Arguments) -> None:
     check_models(arguments.models)
     one_of("device", arguments.device, DEVICES)
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "device=cuda, but torch sees no GPU: use device=cpu implementations=[sdpa] fused_loss=false"
-        )
+        raise ValueError(f"device=cuda, but torch sees no GPU: use device=cpu {ON_A_CPU}")
     one_of("precision", arguments.precision, PRECISIONS)
     check_counts(arguments)
     wanted = list(aims(arguments))
     for _, given in wanted:
         check_rows(given)
+        check_cpu(given)
     rows = []
     for aim, given in wanted:
         for label, name, seq_len, step in jobs(given):
@@ -234,6 +235,16 @@ def check_rows(arguments: Arguments) -> None:
         ):
             if value % unit:
                 raise ValueError(f"{key}={value} must be a multiple of {of}={unit}: change one of them")
+
+
+def check_cpu(arguments: Arguments) -> None:
+    """Raises ValueError for rows on a CPU with what runs on a GPU alone."""
+    steps = [step for *_, step in jobs(arguments)]
+    if arguments.device == "cpu" and any(step.implementation == "flash" or step.fused_loss for step in steps):
+        ladder = ", without ladder=true" if arguments.ladder else ""
+        raise ValueError(
+            f"flash attention and the fused loss run on a GPU, got device=cpu: use {ON_A_CPU}{ladder}"
+        )
 
 
 def tokens_of(arguments: Arguments, seq_len: int) -> tuple[int, int]:

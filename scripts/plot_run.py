@@ -32,7 +32,7 @@ def main(arguments: Arguments) -> None:
     metrics = {}
     for run in map(Path, arguments.runs):
         if not (run / "metrics.jsonl").is_file():
-            raise ValueError(f"runs: {run} holds no metrics.jsonl")
+            raise ValueError(f"runs: {run} holds no metrics.jsonl: give run folders, as runs/NAME")
         # a copy of a run may have its name
         metrics[run.name if run.name not in metrics else str(run)] = run / "metrics.jsonl"
     rows = compare(metrics)

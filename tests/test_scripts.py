@@ -132,7 +132,7 @@ def test_help_lists_the_arguments_of_every_script(name, call_here):
         (["run=[a]"], "error: run is no argument: did you mean runs? --help lists them"),
         (["loss.png"], "error: arguments are key=value, got 'loss.png'"),
         (["runs=[a=[b],c]"], "error: while parsing a flow sequence"),
-        (["runs=[missing]"], "error: runs: missing holds no metrics.jsonl"),
+        (["runs=[missing]"], "error: runs: missing holds no metrics.jsonl: give run folders, as runs/NAME"),
         (["runs=a"], "error: runs must be a list: write 'runs=[a]': --help lists"),
         ([], "error: runs is empty"),
     ],
@@ -167,6 +167,14 @@ def test_plot_run_draws_runs_and_measures_how_far_they_differ(tmp_path, monkeypa
     assert (row["run"], row["yardstick"], row["steps"]) == ("b", "a", 3)
     assert row["mean_difference"] == pytest.approx(0.1)
     assert row["largest_difference"] == pytest.approx(0.2)
+
+
+def test_plot_run_names_a_run_that_has_no_loss_yet_with_the_way_out(tmp_path):
+    write_metrics(tmp_path / "new", [])
+    arguments = plot_run.Arguments(runs=[str(tmp_path / "new")], out=str(tmp_path / "loss.png"))
+    with pytest.raises(ValueError, match="new/metrics.jsonl holds no training loss yet: leave that run out"):
+        plot_run.main(arguments)
+    assert not (tmp_path / "loss.png").exists()
 
 
 def test_plot_run_keeps_runs_of_the_same_name_apart(tmp_path, monkeypatch):

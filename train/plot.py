@@ -22,7 +22,7 @@ def draw_loss(runs: dict[str, Path], picture: Path, title: str) -> None:
         train = [(m["tokens"], m["train_loss"]) for m in metrics if m.get("train_loss") is not None]
         validation = [(m["tokens"], m["val_loss"]) for m in metrics if m.get("val_loss") is not None]
         if not train:
-            raise ValueError(f"{path} holds no training loss yet")
+            raise ValueError(f"{path} holds no training loss yet: leave that run out until it has")
         name = f"{label}, training"
         axes.plot(*zip(*train, strict=True), color=color, linewidth=1.2, alpha=0.8, label=name)
         if validation:

@@ -53,9 +53,13 @@ def check_is_tensor(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must be a tensor, got {type(x).__name__}: torch.as_tensor makes one")
 
 
+def has_kernels(device: torch.device) -> bool:
+    """Whether the kernels run there: on a GPU, or on the CPU in Triton's interpreter."""
+    return device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+
+
 def check_device(name: str, x: Tensor) -> None:
-    """Whether the kernels run where x is: on a GPU, or on the CPU in Triton's interpreter."""
-    if not x.is_cuda and (x.device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1"):
+    if not has_kernels(x.device):
         raise ValueError(
             f"{name} must be on a GPU, got {x.device}: move it, use attention_reference, "
             "or set TRITON_INTERPRET=1 before Python starts to run the kernels slowly on the CPU"

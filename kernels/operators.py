@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import block_masks
-from kernels.checks import is_interpreted_wrongly
+from kernels.checks import has_kernels, is_interpreted_wrongly
 from kernels.intervals import document_bounds
 from kernels.layouts import with_tokens_in_memory
 from kernels.problem import CannotBuildError, Problem
@@ -194,7 +194,9 @@ def implementation_table(device: torch.device | str) -> str:
         x = torch.empty(1, 128, 1, head_dim, dtype=dtype, device=device)
         problem = Problem(**{"softmax_scale": 1.0, "causal": True} | options)
         name, reason = choose_implementation(problem, x, x, x)
-        if is_interpreted_wrongly(x.device, dtype):
+        if not has_kernels(x.device):
+            name, reason = "none", "needs a GPU, or TRITON_INTERPRET=1 to run slowly on the CPU"
+        elif is_interpreted_wrongly(x.device, dtype):
             name, reason = "none", "Triton's interpreter multiplies bfloat16 wrongly"
         lines.append(f"{str(dtype).removeprefix('torch.'):9} D {head_dim:3} {kind:13} {name:9} {reason}")
     return "\n".join(lines)

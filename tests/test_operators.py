@@ -51,6 +51,12 @@ def test_elsewhere_everything_runs_on_the_portable_kernels_but_what_the_interpre
             assert "needs a GPU of compute capability 9.0, the tensors are on cpu" in reason
 
 
+def test_without_a_gpu_and_without_the_interpreter_nothing_runs(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    reason = "needs a GPU, or TRITON_INTERPRET=1 to run slowly on the CPU"
+    assert set(table().values()) == {("none", reason)}
+
+
 @pytest.mark.usefixtures("on_hopper")
 def test_a_triton_that_cannot_build_hoppers_kernels_is_the_reason_given(monkeypatch):
     monkeypatch.setattr(hopper, "build_error", lambda: "Gluon lacks warpgroup_mma")

@@ -5,6 +5,7 @@
     python -m scripts.reproduce_paper figure3 'sizes.seq_lens=[1024,4096]'
     python -m scripts.reproduce_paper quick=true               # small; on a CPU by Triton's interpreter
     python -m scripts.reproduce_paper keep=true                # go on after an interruption
+    python -m scripts.reproduce_paper overwrite=true           # anew, in place of results that are there
 
 Each experiment is a file of scripts/paper/ that tells what the paper did and claims. It writes its rows to
 <out>/<experiment>.json, and to <experiment>.part.json while it runs; the report, <out>/README.md, is written
@@ -25,9 +26,9 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from scripts.arguments import argument, command_line, run_script
+from scripts.arguments import OVERWRITE, argument, command_line, run_script
 from scripts.paper.registry import EXPERIMENTS, choose, load
-from scripts.paper.report import part_of, write_report
+from scripts.paper.report import check_report, part_of, write_report
 from scripts.side_by_side import places, run_side_by_side
 from train.results import write_result
 
@@ -45,7 +46,10 @@ class Arguments:
     measure: bool = argument(True, "false: only write the report anew from the results in out")
     report: bool = argument(True, "false: only measure")
     processes: int | None = argument(None, "experiments at a time; null: one on each GPU, on a CPU one")
-    out: str = argument("", "folder of results and report; docs/results/<gpu>/paper if empty")
+    out: str = argument(
+        "", "folder of results and report; docs/results/<gpu>/paper if empty, paper_quick where quick=true"
+    )
+    overwrite: bool = argument(False, OVERWRITE)
 
 
 def main(arguments: Arguments) -> None:
@@ -56,12 +60,17 @@ def main(arguments: Arguments) -> None:
             raise ValueError("the paper's sizes need a CUDA GPU; none was found: use quick=true")
         # before any kernel is imported: triton reads it at decoration time
         os.environ["TRITON_INTERPRET"] = "1"
-    folder = Path(arguments.out or Path("docs/results", machine_name(), "paper"))
-    folder.mkdir(parents=True, exist_ok=True)
+    paper = "paper_quick" if arguments.quick else "paper"
+    folder = Path(arguments.out or Path("docs/results", machine_name(), paper))
+    if arguments.report:
+        check_report(folder)
     modules = {name: load(name) for name in EXPERIMENTS}
     paths = {name: folder / f"{name}.json" for name in names}
     if arguments.keep:
         names = [name for name in names if not paths[name].is_file() or part_of(paths[name]).is_file()]
+    elif not arguments.overwrite:
+        check_results(folder, names, paths)
+    folder.mkdir(parents=True, exist_ok=True)
     sizes = {name: choose_sizes(name, modules[name], arguments) for name in names}
     failed = []
     if len(names) == 1:
@@ -85,11 +94,24 @@ def main(arguments: Arguments) -> None:
         sys.exit(f"error: {', '.join(failed)} failed, as printed above")
 
 
+def check_results(folder: Path, names: list[str], paths: dict[str, Path]) -> None:
+    """Raises ValueError where experiments have their results already."""
+    there = [name for name in names if paths[name].is_file()]
+    if there:
+        raise ValueError(
+            f"{folder} holds results of {', '.join(there)}: add keep=true to measure what is missing, "
+            "overwrite=true to measure them again, or choose another out="
+        )
+
+
 def measure_side_by_side(names: list[str], folder: Path, arguments: Arguments):
     """`run_side_by_side` of this script for each of these experiments, the longest first."""
     commands = {}
     for name in sorted(names, key=EXPERIMENTS.get, reverse=True):
-        alone = replace(arguments, experiments=[], keep=False, report=False, processes=None, out=str(folder))
+        alone = replace(
+            arguments, experiments=[], keep=False, overwrite=True, report=False, processes=None,
+            out=str(folder),
+        )  # fmt: skip
         commands[name] = [sys.executable, "-m", "scripts.reproduce_paper", name, *command_line(alone)]
     return run_side_by_side(commands, places(arguments.processes))
 

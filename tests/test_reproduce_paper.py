@@ -421,6 +421,29 @@ def test_the_command_writes_results_pictures_and_a_report(tmp_path):
     # whatever was written beside a file took its place
     assert not list(tmp_path.glob(".*"))
     assert (tmp_path / "README.md").read_text() == report
+    refused = call("figure1", "figure2", "quick=true", f"out={tmp_path}", folder=tmp_path)
+    assert refused.returncode == 2
+    assert "holds results of figure1, figure2_left, figure2_middle, figure2_right" in refused.stderr
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")} == measured
+
+
+def test_results_are_measured_again_where_that_is_asked_for(tmp_path):
+    arguments = partial(Arguments, experiments=["figure1"], quick=True, out=str(tmp_path))
+    main(arguments())
+    before = (tmp_path / "figure1.json").stat().st_mtime_ns
+    with pytest.raises(ValueError, match="holds results of figure1: add keep=true .* overwrite=true"):
+        main(arguments())
+    assert (tmp_path / "figure1.json").stat().st_mtime_ns == before
+    main(arguments(overwrite=True))
+    assert (tmp_path / "figure1.json").stat().st_mtime_ns > before
+
+
+def test_a_report_takes_no_other_files_place(tmp_path):
+    (tmp_path / "README.md").write_text("# My project\n")
+    with pytest.raises(ValueError, match=r"README\.md is no report of this script, .* choose another out="):
+        main(Arguments(experiments=["figure1"], quick=True, out=str(tmp_path)))
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+    assert (tmp_path / "README.md").read_text() == "# My project\n"
 
 
 @pytest.fixture

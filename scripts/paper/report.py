@@ -13,6 +13,16 @@ from train.whole_file import write_whole
 MARKS = {REACHED: "**reached**", NOT_REACHED: "**not reached**", NOT_MEASURED: "not measured"}
 
 
+TITLE = "# The FlashAttention paper, measured again\n"
+
+
+def check_report(folder: Path) -> None:
+    """Raises ValueError for a folder with another README.md than a report, which would take its place."""
+    path = folder / "README.md"
+    if path.exists() and not path.read_text(errors="replace").startswith(TITLE):
+        raise ValueError(f"{path} is no report of this script, which would replace it: choose another out=")
+
+
 def write_report(folder: Path, experiments: dict[str, ModuleType]) -> Path:
     """Writes folder/README.md from the result files that lie there, and draws the pictures anew.
 
@@ -30,7 +40,7 @@ def write_report(folder: Path, experiments: dict[str, ModuleType]) -> Path:
         sections.append(f"## {experiment.TITLE}\n\n{experiment.PAPER.strip()}\n\n{text}\n")
     header = ["experiment", "claim", "paper", "here (needed)", "verdict"]
     text = (
-        "# The FlashAttention paper, measured again\n\n"
+        f"{TITLE}\n"
         "Dao, Fu, Ermon, Rudra, Ré, arXiv:2205.14135; numbers are those of version 2 unless a line says "
         "otherwise, on one A100. `python -m scripts.reproduce_paper` wrote this file.\n\n"
         f"{markdown(header, summary)}\n\n" + "\n".join(sections)

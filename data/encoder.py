@@ -11,7 +11,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -79,6 +79,26 @@ def _chunks(documents: Iterable[tuple[str, str]]) -> Iterator[Chunk]:
         yield Chunk(split, rest, characters[split])
 
 
+@contextmanager
+def ctrl_c_waits() -> Iterator[None]:
+    """Ctrl-C is answered behind it, and never by a process that is started inside."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # another thread takes the signal now, as libraries have them, and Python would answer it here
+    came: list[int] = []
+    answer = signal.getsignal(signal.SIGINT)
+    answers = threading.current_thread() is threading.main_thread() and answer is not None
+    if answers:
+        signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        if answers:
+            signal.signal(signal.SIGINT, answer)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
+
+
 class _Worker:
     """A process that encodes what it is sent, in order."""
 
@@ -90,12 +110,10 @@ class _Worker:
         self._process = context.Process(target=_work, args=(other_end, tokenizer), daemon=True)
         # it unblocks signals when it starts itself, with the first worker otherwise
         resource_tracker.ensure_running()
-        # the parent answers Ctrl-C for all; a worker that is still importing would show where
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        # the parent answers Ctrl-C for all; a worker that is still importing would show where, and so would
+        # one whose parent was stopped before it had sent all that a worker begins with
+        with ctrl_c_waits():
             self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # only the worker holds it now: when the worker ends, so does the pipe
         other_end.close()
 

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.encoder import ctrl_c_waits
 from data.manifest import SPLITS, read_manifest, write_manifest
 from data.prepare import DataConfig, prepare
 from data.shards import HEADER_BYTES, read_shard
@@ -442,3 +444,25 @@ def test_what_was_done_is_logged(config, caplog):
         prepare(config)
     assert "tokens for training" in caplog.text
     assert "left out {'duplicate': 1}" in caplog.text
+
+
+def test_ctrl_c_waits_although_another_thread_takes_the_signal():
+    """As a library's does; a worker would be started with half of what it begins with."""
+    ends, reached = threading.Event(), []
+    threading.Thread(target=ends.wait, daemon=True).start()
+
+    def start():
+        with ctrl_c_waits():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+            reached.append(True)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            start()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        ends.set()
+    assert reached
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

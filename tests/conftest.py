@@ -29,8 +29,8 @@ def pytest_configure(config):
 # before pytest chooses by marks
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    # it compiles for minutes: the worker that came to it last would end long after the other
-    items.sort(key=lambda item: item.path.name != "test_hopper.py")
+    # minutes each: the worker that came to one of them last would end long after the other
+    items.sort(key=lambda item: item.path.name not in ("test_hopper.py", "test_train.py"))
     if torch.cuda.is_available():
         # what runs on whichever device there is, runs on the GPU: -m gpu takes it too
         for item in items:

@@ -82,19 +82,19 @@ def _chunks(documents: Iterable[tuple[str, str]]) -> Iterator[Chunk]:
 @contextmanager
 def ctrl_c_waits() -> Iterator[None]:
     """Ctrl-C is answered behind it, and never by a process that is started inside."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    # another thread takes the signal now, as libraries have them, and Python would answer it here
     came: list[int] = []
     answer = signal.getsignal(signal.SIGINT)
+    # a masked signal is taken by another thread, as libraries have them, and Python would answer it here
     answers = threading.current_thread() is threading.main_thread() and answer is not None
     if answers:
         signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if answers:
             signal.signal(signal.SIGINT, answer)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if came:
             signal.raise_signal(signal.SIGINT)
 

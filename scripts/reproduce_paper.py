@@ -69,7 +69,7 @@ def main(arguments: Arguments) -> None:
     if arguments.keep:
         names = [name for name in names if not paths[name].is_file() or part_of(paths[name]).is_file()]
     elif not arguments.overwrite:
-        check_results(folder, names, paths)
+        check_unmeasured(folder, paths)
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {name: choose_sizes(name, modules[name], arguments) for name in names}
     failed = []
@@ -94,9 +94,9 @@ def main(arguments: Arguments) -> None:
         sys.exit(f"error: {', '.join(failed)} failed, as printed above")
 
 
-def check_results(folder: Path, names: list[str], paths: dict[str, Path]) -> None:
+def check_unmeasured(folder: Path, paths: dict[str, Path]) -> None:
     """Raises ValueError where experiments have their results already."""
-    there = [name for name in names if paths[name].is_file()]
+    there = [name for name, path in paths.items() if path.is_file()]
     if there:
         raise ValueError(
             f"{folder} holds results of {', '.join(there)}: add keep=true to measure what is missing, "

@@ -11,8 +11,6 @@ from train.results import machine
 from train.whole_file import write_whole
 
 MARKS = {REACHED: "**reached**", NOT_REACHED: "**not reached**", NOT_MEASURED: "not measured"}
-
-
 TITLE = "# The FlashAttention paper, measured again\n"
 
 

@@ -79,10 +79,11 @@ def test_what_is_refused_is_told_once_and_started_again_it_ends_at_once_with_the
 
 
 @pytest.mark.parametrize(("given", "words"), [("lr=3", "lr is no key"), ("seq_len=0", "seq_len must be")])
-def test_an_error_that_all_processes_find_is_told_once_however_late_the_first_of_them_is(given, words):
+def test_what_all_processes_find_is_told_once_however_late_the_first_of_them_is(given, words):
     slow_first = 'if os.environ["RANK"] == "0":\n    import time\n    time.sleep(2)\n'
-    output = output_of(launch(given, restarts=0, fault=slow_first))
+    output = output_of(launch(given, restarts=1, fault=slow_first))
     assert output.count("error: ") == output.count(f"error: {words}") == 1, output
+    assert output.count(ENDS_AT_ONCE) == 1, output
 
 
 def test_a_run_whose_numbers_are_not_finite_does_not_train_again_up_to_the_same_step():

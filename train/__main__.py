@@ -96,12 +96,11 @@ def command() -> None:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_REFUSED)
     if refused_before:
-        if is_first_here():
-            print(
-                f"not started again: it would end the same way, with code {EXIT_REFUSED}; make the change "
-                "that the error asks for, above or on another host, and start torchrun anew",
-                file=sys.stderr,
-            )
+        text = (
+            f"not started again: it would end the same way, with code {EXIT_REFUSED}; make the change that "
+            "the error asks for, above or on another host, and start torchrun anew"
+        )
+        tell(text, is_ours=is_first_here(), again=True)
         sys.exit(EXIT_REFUSED)
     # it prints them itself, and leaves with 1, unless this is set
     os.environ["HYDRA_FULL_ERROR"] = "1"

@@ -153,7 +153,7 @@ def complete(config: Config, world_size: int = 1, fault=no_fault, seconds: float
 
 
 def kill_at_random(config: Config, kills: int, seed: int, world_size: int = 1, fault=no_fault) -> int:
-    """Kills a run `kills` times at random moments, then lets it end.
+    """Kills a run `kills` times at random moments, then lets it end without the fault.
 
     Every fourth kill may come while it starts or reads its checkpoint, the others after a first step.
     Returns how many of the kills came in the middle of a save.
@@ -173,7 +173,7 @@ def kill_at_random(config: Config, kills: int, seed: int, world_size: int = 1, f
         assert newest_step(config) < config.steps, "it ended before it was killed: give it more steps"
         finished = list_checkpoints(checkpoints)
         in_a_save += any(path not in finished for path in checkpoints.glob("step_*"))
-    complete(config, world_size, fault, seconds=600)
+    complete(config, world_size, seconds=600)
     return in_a_save
 
 

@@ -55,8 +55,8 @@ train: $(RUNTIME)  ## prepare the text, train, draw the loss curve, print a samp
 		$(PY) -m train "$$@"; \
 	fi
 
-# files in the order of their names, but first test_hopper.py and test_train.py, whose minutes one process would
-# spend alone at the end
+# files in the order of their names, but first those whose minutes one process would spend alone at the end
+# (tests/conftest.py)
 test: $(DEVELOPMENT)  ## run every test that this machine can run
 	TRITON_3_6=$(CURDIR)/$(TRITON_3_6) $(PY) -m pytest $(TESTS) -n 2 --dist loadfile --no-loadscope-reorder
 

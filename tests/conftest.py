@@ -30,7 +30,8 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     # minutes each: the worker that came to one of them last would end long after the other
-    items.sort(key=lambda item: item.path.name not in ("test_hopper.py", "test_train.py"))
+    longest = ("test_hopper.py", "test_restarts.py", "test_train.py")
+    items.sort(key=lambda item: item.path.name not in longest)
     if torch.cuda.is_available():
         # what runs on whichever device there is, runs on the GPU: -m gpu takes it too
         for item in items:

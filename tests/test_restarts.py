@@ -138,7 +138,8 @@ def test_a_host_without_the_error_ends_at_once_too_where_another_one_was_refused
     told = of_well.count("error: another process of this run was refused: make the change")
     assert of_well.count("error: ") == told, of_well
     assert told or restarts, of_well
-    assert "exitcode  : 2 " in of_well
+    # torchrun of the other host may have closed the rendezvous before this one's joins it again
+    assert "exitcode  : 2 " in of_well or (restarts and "RendezvousClosedError" in of_well), of_well
 
 
 def raised(error: Exception, cause: Exception | None = None) -> Exception:

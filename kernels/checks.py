@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kernels.block_mask import BlockMask
+from kernels.dropout import MOST_DROPPED
 from kernels.intervals import mean_length
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -160,8 +161,7 @@ def check_options(
             raise ValueError(
                 f"window looks back only, got window={window} with causal=False: pass causal=True"
             )
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+    check_dropout(dropout_p)
     if isinstance(dropout_seed, Tensor):
         if dropout_seed.dtype != torch.int64 or dropout_seed.numel() != 1 or dropout_seed.device != q.device:
             raise ValueError(
@@ -170,6 +170,11 @@ def check_options(
             )
     elif dropout_seed is not None and not 0 <= dropout_seed < 2**63:
         raise ValueError(f"dropout_seed must be at least 0 and below 2**63, got {dropout_seed}")
+
+
+def check_dropout(dropout_p: float, name: str = "dropout_p") -> None:
+    if not 0.0 <= dropout_p <= MOST_DROPPED:
+        raise ValueError(f"{name} must be at least 0 and at most {MOST_DROPPED:.4f}, got {dropout_p}")
 
 
 def check_document_ids(document_ids: Tensor, q: Tensor, k: Tensor) -> float | None:

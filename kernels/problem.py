@@ -1,11 +1,12 @@
 """All of one attention call but q, k, v: what the operators hand to an implementation."""
 
+import struct
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kernels.dropout import keep_threshold
+from kernels.dropout import keep_scale, limit_bits
 from kernels.tiles import variant_of
 
 # over all batches, of a kernel that counts them in the second or third dimension of its grid
@@ -71,12 +72,12 @@ class Problem:
     @property
     def keep_scale(self) -> float:
         """What a kept probability is multiplied by."""
-        return 1.0 / (1.0 - self.dropout_p)
+        return keep_scale(self.dropout_p) if self.dropout_p > 0.0 else 1.0
 
     @property
-    def signed_threshold(self) -> int:
-        """keep_threshold, moved into the range of an int32."""
-        return keep_threshold(self.dropout_p) - 2**31
+    def dropout_limit(self) -> float:
+        """The number at which kernels/dropout.py's "drop" begins."""
+        return struct.unpack("f", struct.pack("I", limit_bits(self.dropout_p) << 16))[0]
 
 
 class CannotBuildError(RuntimeError):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels.block_mask import BlockMask
-from kernels.dropout import dropout_keep_mask
+from kernels.dropout import dropout_keep_mask, keep_scale
 
 
 def attention_reference(
@@ -51,7 +51,7 @@ def attention_reference(
     probabilities = scores.softmax(dim=-1).masked_fill(~sees_any, 0.0)
     if dropout_p > 0.0:
         keep = dropout_keep_mask(dropout_seed, dropout_p, batch, n_head, seq_q, seq_k, q.device)
-        probabilities = probabilities.masked_fill(~keep, 0.0) / (1.0 - dropout_p)
+        probabilities = probabilities.masked_fill(~keep, 0.0) * keep_scale(dropout_p)
     out = torch.einsum("bhqk,bkhd->bqhd", probabilities, v)
     if not return_lse:
         return out

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.library import Library
 from torch.nn.attention import register_flash_attention_impl
 
-from kernels.checks import check_scale
+from kernels.checks import check_dropout, check_scale
 from kernels.operators import attention_backward, attention_forward
 
 
@@ -59,8 +59,7 @@ def sdpa_forward(
         )
     if scale is not None:
         check_scale("scale", scale)
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+    check_dropout(dropout_p)
     seed = torch.zeros(2, dtype=torch.int64, device=query.device).view(torch.uint64)
     if dropout_p > 0.0:
         seed.view(torch.int64).random_(2**62)

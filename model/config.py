@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from kernels.checks import check_dropout
 from model.rope import RotaryConfig
 
 # the matrix products of the head run fastest when the vocabulary fills whole tiles
@@ -74,8 +75,7 @@ class ModelConfig:
                 "model.rotary.scaling=ntk needs model.head_dim to be at least 4, got 2: use "
                 "model.rotary.scaling=linear, or fewer heads"
             )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"model.dropout must be in [0, 1), got {self.dropout}")
+        check_dropout(self.dropout, "model.dropout")
         # written so that nan fails too
         if not 0.0 <= self.norm_eps < math.inf:
             raise ValueError(f"model.norm_eps must be at least 0 and finite, got {self.norm_eps}")

@@ -1,32 +1,27 @@
 """Dropout inside the kernels: the mask of kernels/dropout.py, bit for bit, in every pass and every tile."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from kernels import tiles
-from kernels.dropout import dropout_keep_mask, keep_threshold, philox
+from kernels.dropout import (
+    FEWEST_KEPT,
+    MOST_DROPPED,
+    MOST_KEPT,
+    cipher,
+    dropout_keep_mask,
+    kept_halves,
+    limit_bits,
+)
 from kernels.flash_attention import flash_attention
 from tests.accuracy import assert_as_accurate_as_torch, random_qkv
 
 # bf16 dots are wrong in the interpreter
 HALF = [torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
-
-
-def test_philox_gives_the_published_words():
-    """Known answers of Random123's kat_vectors, for philox4x32 with 7 rounds."""
-    zero = torch.zeros((), dtype=torch.int64)
-    ones = torch.full((), 0xFFFFFFFF, dtype=torch.int64)
-    assert [int(x) for x in philox(0, zero, zero, zero, zero)] == [
-        0x5F6FB709,
-        0x0D893F64,
-        0x4F121F81,
-        0x4F730A48,
-    ]
-    words = philox(0xFFFFFFFFFFFFFFFF, ones, ones, ones, ones)
-    assert [int(x) for x in words] == [0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662]
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 20}])
@@ -44,21 +39,21 @@ def test_every_kernel_drops_the_mask_bit_for_bit(dropout_p, seed, batch, head_di
         assert torch.equal(mask, keep), name
 
 
-@pytest.mark.parametrize(("i", "j"), [(5, 9), (31, 43)])
-def test_the_threshold_of_every_kernel_is_exact(i, j, device):
-    def is_kept(threshold: int) -> bool:
-        return bool(dropout_keep_mask(11, 1.0 - threshold / 2**32, 1, 1, 64, 64)[0, 0, i, j])
+@pytest.mark.parametrize(("i", "j"), [(5, 9), (30, 43)])
+def test_the_limit_of_every_kernel_is_exact(i, j, device):
+    def is_kept(kept: int) -> bool:
+        return bool(dropout_keep_mask(11, 1.0 - kept / 2**16, 1, 1, 64, 64)[0, 0, i, j])
 
-    # the word of this position, by halving: kept exactly by the thresholds above it
-    word, end = 0, 2**32 - 1
-    while end - word > 1:
-        middle = (word + end) // 2
-        word, end = (word, middle) if is_kept(middle) else (middle, end)
-    # one of the positions on each side of the sign of an int32
-    assert (word >= 2**31) == (i == 31)
-    for threshold in (word, word + 1):
-        for name, mask in masks_of_kernels(1.0 - threshold / 2**32, 11, 1, 1, 64, device).items():
-            assert mask[0, 0, i, j] == (threshold > word), name
+    # how many halves keep this position, by halving: it is kept by all that keep more
+    low, high = FEWEST_KEPT, MOST_KEPT
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_kept(middle) else (middle, high)
+    # one of the positions on each side of 0, where the order of the bits changes
+    assert (high > 2**15 + 128) == (i == 5)
+    for kept in (low, high):
+        for name, mask in masks_of_kernels(1.0 - kept / 2**16, 11, 1, 1, 64, device).items():
+            assert mask[0, 0, i, j] == (kept == high), name
 
 
 def masks_of_kernels(
@@ -128,16 +123,21 @@ def test_the_keep_rate_is_exact(dropout_p):
     assert abs(int(keep.sum()) - n * (1 - dropout_p)) < 4 * deviation
 
 
-def test_the_threshold_is_a_word_for_any_rate():
-    assert keep_threshold(1e-300) == keep_threshold(1e-12) == 2**32 - 1
-    assert keep_threshold(0.5) == 2**31
-    assert keep_threshold(1.0 - 2**-32) == 1
-
-
-def test_the_threshold_is_the_keep_rate_to_the_last_bit():
+def test_the_limit_keeps_exactly_as_many_halves_as_the_scale_says():
+    halves = torch.arange(2**16).to(torch.uint16).view(torch.bfloat16)
     generator = random.Random(0)
-    for dropout_p in [generator.random() for _ in range(1000)] + [10.0**-n for n in range(1, 15)]:
-        assert abs(keep_threshold(dropout_p) / 2**32 - (1.0 - dropout_p)) <= 2**-32
+    for dropout_p in [generator.random() * MOST_DROPPED for _ in range(300)] + [1e-300, 0.5, MOST_DROPPED]:
+        limit = torch.tensor(limit_bits(dropout_p), dtype=torch.uint16).view(torch.bfloat16)
+        assert int((~(halves >= limit)).sum()) == kept_halves(dropout_p)
+
+
+def test_the_keep_rate_is_right_to_sixteen_bits():
+    generator = random.Random(0)
+    for dropout_p in [generator.random() * MOST_DROPPED for _ in range(1000)] + [0.1, 0.5, MOST_DROPPED]:
+        assert abs(kept_halves(dropout_p) / 2**16 - (1.0 - dropout_p)) <= 2**-17
+    # but around the two zeros, which are equal, and where nothing would be dropped
+    assert kept_halves(1.0 - 32895 / 2**16) == 32896
+    assert kept_halves(1e-300) == 2**16 - 1
 
 
 def test_heads_batches_rows_and_seeds_are_independent():
@@ -153,6 +153,22 @@ def test_heads_batches_rows_and_seeds_are_independent():
     for x, y in pairs:
         agree = (x == y).double().mean().item()
         assert abs(agree - 0.5) < 5 * 0.5 / x.numel() ** 0.5 + 0.004
+
+
+def test_decisions_are_uncorrelated_at_every_offset_and_two_rounds_would_not_do(monkeypatch):
+    assert largest_correlation() < 6
+    monkeypatch.setattr("kernels.dropout.cipher", partial(cipher, rounds=2))
+    assert largest_correlation() > 20
+
+
+def largest_correlation() -> float:
+    """Of a mask's decisions with those at any offset, in standard deviations of independent ones."""
+    n = 512
+    x = dropout_keep_mask(3, 0.5, 1, 1, n, n)[0, 0].double() * 2 - 1
+    correlations = torch.fft.irfft2(torch.fft.rfft2(x).abs() ** 2) / n
+    # of decisions that share a word, see kernels/dropout.py
+    correlations[0, list(range(10)) + list(range(-9, 0))] = 0
+    return correlations.abs().max().item()
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -50,7 +50,7 @@ X = torch.zeros(2, 8, 4, 16, device=DEVICE)
         ({"window": 0}, "window must be at least 1.*got 0"),
         ({"window": 2**31 - 1}, "window must be .* below 1073741824, got 2147483647"),
         ({"window": 4, "causal": False}, "window=4 with causal=False"),
-        ({"dropout_p": 1.0}, "dropout_p must be at least 0 and below 1, got 1.0"),
+        ({"dropout_p": 1.0}, "dropout_p must be at least 0 and at most 0.9961, got 1.0"),
         ({"dropout_p": -0.1}, "dropout_p"),
         ({"dropout_p": 0.1, "dropout_seed": -1}, "dropout_seed must be at least 0.*-1"),
         (

@@ -250,7 +250,7 @@ def describe(x):
 
 def test_scaled_dot_product_attention_refuses_what_it_cannot_compute(device):
     x = torch.zeros(1, 1, 8, 16, device=device)
-    with pytest.raises(ValueError, match="dropout_p must be at least 0 and below 1, got 1.0"):
+    with pytest.raises(ValueError, match="dropout_p must be at least 0 and at most 0.9961, got 1.0"):
         kernels.sdpa.sdpa_forward(x, x, x, 1.0)
     with pytest.raises(ValueError, match="scale must be positive and finite, got -1.0"):
         kernels.sdpa.sdpa_forward(x, x, x, scale=-1.0)

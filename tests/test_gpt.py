@@ -183,7 +183,7 @@ def test_more_tokens_than_positions_are_refused():
     [
         ({"n_head": 3}, "model.n_embd=32 must be a multiple of model.n_head=3: n_embd=30"),
         ({"n_layer": 0}, "model.n_layer must be at least 1, got 0"),
-        ({"dropout": 1.0}, r"model.dropout must be in \[0, 1\), got 1.0"),
+        ({"dropout": 1.0}, "model.dropout must be at least 0 and at most 0.9961, got 1.0"),
         ({"norm_eps": -1.0}, "model.norm_eps must be at least 0 and finite, got -1.0"),
         ({"norm_eps": float("nan")}, "model.norm_eps must be at least 0 and finite, got nan"),
         ({"norm_eps": float("inf")}, "model.norm_eps must be at least 0 and finite, got inf"),

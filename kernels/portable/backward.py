@@ -112,7 +112,7 @@ def attention_backward(
     strides = (*q.stride(), *k.stride(), *v.stride(), *dout.stride())
     scalars = (
         problem.window or 0, problem.softmax_scale, problem.softmax_scale * math.log2(math.e),
-        problem.signed_threshold, problem.keep_scale,
+        problem.dropout_limit, problem.keep_scale,
     )  # fmt: skip
     constants = {
         "MASK": problem.mask,

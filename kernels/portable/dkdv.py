@@ -41,7 +41,7 @@ def add_queries(
     span, entries_ptr, bits_ptr, first_query, end_query, seq_q, seq_k, window, bounds_ptr, key_bounds_ptr,
     stride_qt, stride_qd,
     stride_dot, stride_dod,
-    scale_log2, seed, threshold, keep_scale, batch, head, first_column,
+    scale_log2, seed, limit, keep_scale, batch, head, first_column,
     CUT: tl.constexpr, MASK: tl.constexpr, BLOCK_SIZE: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, KEYS_FIRST: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -111,7 +111,7 @@ def add_queries(
             delta = tl.load(delta_ptr + (row_of_head + rows))
         if TIGHT:
             keep = keep_tile(
-                anew(seed, m), anew(threshold, m), anew(batch, m), anew(head, m), m, anew(first_column, m),
+                anew(seed, m), limit, anew(batch, m), anew(head, m), m, anew(first_column, m),
                 BLOCK_M, BLOCK_N,
             )  # fmt: skip
             # the sign of a probability says from here on whether it is kept
@@ -128,7 +128,7 @@ def add_queries(
             p = tl.abs(p)
         elif DROPOUT:
             dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
-            keep = keep_tile(seed, threshold, batch, head, m, first_column, BLOCK_M, BLOCK_N)
+            keep = keep_tile(seed, limit, batch, head, m, first_column, BLOCK_M, BLOCK_N)
             kept = tl.where(keep, p, 0.0)
             dp = tl.where(keep, dp * keep_scale, 0.0) - delta[:, None]
         else:
@@ -151,7 +151,7 @@ def dkdv_kernel(
     stride_dob, stride_dot, stride_doh, stride_dod,
     stride_dkb, stride_dkt, stride_dkh,
     stride_sb, stride_sh,
-    seq_q, seq_k, seq_padded, n_head, group_size, window, softmax_scale, scale_log2, threshold, keep_scale,
+    seq_q, seq_k, seq_padded, n_head, group_size, window, softmax_scale, scale_log2, limit, keep_scale,
     MASK: tl.constexpr, BLOCK_SIZE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, KEYS_FIRST: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -210,7 +210,7 @@ def dkdv_kernel(
             first_query, end_query, seq_q, seq_k, window, bounds_ptr, key_bounds_ptr,
             stride_qt, stride_qd,
             stride_dot, stride_dod,
-            scale_log2, seed, threshold, keep_scale, batch, head,
+            scale_log2, seed, limit, keep_scale, batch, head,
             first_column, CUT, MASK, BLOCK_SIZE, DROPOUT, PRECISION, TMA, KEYS_FIRST,
             HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip

@@ -24,7 +24,7 @@ def add_keys(
     span, entries_ptr, bits_ptr, first_key, end_key, seq_k,
     stride_kt, stride_kd,
     stride_vt, stride_vd,
-    scale_log2, seed, threshold, keep_scale, batch, head, kv_head, first_row,
+    scale_log2, seed, limit, keep_scale, batch, head, kv_head, first_row,
     CUT: tl.constexpr, BLOCK_SIZE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -48,7 +48,7 @@ def add_keys(
             p = tl.where(visible, p, 0.0)
         if DROPOUT:
             dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
-            keep = keep_tile(seed, threshold, batch, head, first_row, n, BLOCK_M, BLOCK_N)
+            keep = keep_tile(seed, limit, batch, head, first_row, n, BLOCK_M, BLOCK_N)
             if BLOCK_D > 64 or BLOCK_SIZE != 0:
                 dp = tl.where(keep, dp * keep_scale, 0.0) - delta[:, None]
             else:
@@ -72,7 +72,7 @@ def dq_kernel(
     stride_dob, stride_dot, stride_doh, stride_dod,
     stride_dqb, stride_dqt, stride_dqh,
     stride_sb, stride_sh,
-    seq_q, seq_k, seq_padded, n_head, group_size, window, softmax_scale, scale_log2, threshold, keep_scale,
+    seq_q, seq_k, seq_padded, n_head, group_size, window, softmax_scale, scale_log2, limit, keep_scale,
     MASK: tl.constexpr, BLOCK_SIZE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, HELD: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -126,7 +126,7 @@ def dq_kernel(
             first_key, end_key, seq_k,
             stride_kt, stride_kd,
             stride_vt, stride_vd,
-            scale_log2, seed, threshold, keep_scale, batch, head, kv_head, first_row,
+            scale_log2, seed, limit, keep_scale, batch, head, kv_head, first_row,
             CUT, BLOCK_SIZE, DROPOUT, PRECISION, TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     store_tile(dq_ptr, dq * softmax_scale, first_row, seq_q, stride_dqt, 1, HEAD_DIM, BLOCK_M, BLOCK_D)

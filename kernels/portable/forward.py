@@ -71,7 +71,7 @@ def attend_blocks(
     span, entries_ptr, bits_ptr, shift, first_key, end_key, seq_k,
     stride_kt, stride_kd,
     stride_vt, stride_vd,
-    scale_log2, seed, threshold, batch, head, kv_head, first_row,
+    scale_log2, seed, limit, batch, head, kv_head, first_row,
     CUT: tl.constexpr, BLOCK_SIZE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -94,7 +94,7 @@ def attend_blocks(
         alpha = tl.exp2(m_i - m_new)
         l_i = l_i * alpha + tl.sum(p, 1)
         if DROPOUT:
-            keep = keep_tile(seed, threshold, batch, head, first_row, n, BLOCK_M, BLOCK_N)
+            keep = keep_tile(seed, limit, batch, head, first_row, n, BLOCK_M, BLOCK_N)
             p = tl.where(keep, p, 0.0)
         acc = acc * alpha[:, None]
         v = load_tile(
@@ -113,7 +113,7 @@ def forward_kernel(
     stride_vb, stride_vt, stride_vh, stride_vd,
     stride_ob, stride_ot, stride_oh,
     stride_sb, stride_sh,
-    seq_q, seq_k, n_head, group_size, window, scale_log2, threshold, keep_scale,
+    seq_q, seq_k, n_head, group_size, window, scale_log2, limit, keep_scale,
     MASK: tl.constexpr, BLOCK_SIZE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, HELD: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -165,7 +165,7 @@ def forward_kernel(
             shift, first_key, end_key, seq_k,
             stride_kt, stride_kd,
             stride_vt, stride_vd,
-            scale_log2, seed, threshold, batch, head, kv_head, first_row, CUT,
+            scale_log2, seed, limit, batch, head, kv_head, first_row, CUT,
             BLOCK_SIZE, DROPOUT, PRECISION, TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
 
@@ -199,7 +199,7 @@ def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tupl
         *sources, out, lse, problem.key_bounds, problem.dropout_seed, *problem.row_lists,
         *q.stride(), *k.stride(), *v.stride(), *out.stride()[:3], *list_strides(problem.row_lists),
         seq_q, k.shape[1], n_head, n_head // k.shape[2], problem.window or 0,
-        problem.softmax_scale * math.log2(math.e), problem.signed_threshold, problem.keep_scale,
+        problem.softmax_scale * math.log2(math.e), problem.dropout_limit, problem.keep_scale,
         MASK=problem.mask, BLOCK_SIZE=problem.block_size, DROPOUT=problem.dropout_p > 0.0,
         PRECISION=dot_precision(), TMA=tile.tma, HELD=tile.held,
         HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim), **tile.options(),

@@ -39,9 +39,9 @@ def descriptor(dtype: str, *shape: int, swizzle: int = 128) -> str:
     )
 
 
-def forward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int) -> tuple:
+def forward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int, dropout: bool) -> tuple:
     """The kernel, its descriptors by argument, constants, registers of one thread, as launch.py has them."""
-    tile = forward_tile(head_dim, mask, seq_q)
+    tile = forward_tile(head_dim, mask, seq_q, dropout)
     rows = {"q_desc": ROWS.value, "out_desc": ROWS.value, "k_desc": tile.block_n, "v_desc": tile.block_n}
     descriptors = {name: descriptor(dtype, 1, 1, n, head_dim) for name, n in rows.items()}
     constants = {
@@ -59,7 +59,9 @@ def forward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int) -> t
     return forward_kernel, descriptors, constants, registers(tile.consumers, tile.blocks)
 
 
-def backward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int, sums_dq: bool = True) -> tuple:
+def backward_configuration(
+    head_dim: int, dtype: str, mask: str, seq_q: int, dropout: bool, sums_dq: bool = True
+) -> tuple:
     """The same for the backward pass."""
     tile = backward_tile(head_dim, sums_dq)
     kernel = backward_64_kernel if head_dim == 64 else backward_128_kernel
@@ -86,14 +88,14 @@ def backward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int, sum
     return kernel, descriptors, constants, registers(3 if sums_dq else 2)
 
 
-def dkdv_configuration(head_dim: int, dtype: str, mask: str, seq_q: int) -> tuple:
+def dkdv_configuration(head_dim: int, dtype: str, mask: str, seq_q: int, dropout: bool) -> tuple:
     """The same, deterministic: dk and dv alone."""
-    return backward_configuration(head_dim, dtype, mask, seq_q, sums_dq=False)
+    return backward_configuration(head_dim, dtype, mask, seq_q, dropout, sums_dq=False)
 
 
-def dq_configuration(head_dim: int, dtype: str, mask: str, seq_q: int) -> tuple:
+def dq_configuration(head_dim: int, dtype: str, mask: str, seq_q: int, dropout: bool) -> tuple:
     """The same, deterministic: dq."""
-    tile = dq_tile(head_dim, mask)
+    tile = dq_tile(head_dim, mask, dropout)
     rows = {"q_desc": 64, "dout_desc": 64, "out_desc": 64, "dq_desc": 64}
     rows |= {"k_desc": tile.block_n, "v_desc": tile.block_n}
     descriptors = {name: descriptor(dtype, 1, 1, n, head_dim) for name, n in rows.items()}
@@ -119,9 +121,12 @@ KERNELS = {
 }
 
 
-def compile_kernel(kernel: str, head_dim: int, dtype: str, mask: str, seq_q: int) -> dict:
+def compile_kernel(
+    kernel: str, head_dim: int, dtype: str, mask: str, seq_q: int, dropout: bool = False
+) -> dict:
     """What the compiled kernel uses: shared memory, of how many blocks at once, spilled bytes, and so on."""
-    function, descriptors, constants, most_registers = KERNELS[kernel](head_dim, dtype, mask, seq_q)
+    function, descriptors, constants, most_registers = KERNELS[kernel](head_dim, dtype, mask, seq_q, dropout)
+    constants["DROPOUT"] = dropout
     signature, attributes = {}, {}
     for index, name in enumerate(function.arg_names):
         if name in constants:
@@ -130,6 +135,8 @@ def compile_kernel(kernel: str, head_dim: int, dtype: str, mask: str, seq_q: int
             signature[name] = descriptors[name]
         elif name.endswith("_ptr"):
             signature[name] = "*i32" if name in INTEGERS else "*fp32"
+            if name == "seed_ptr":
+                signature[name] = "*i64"
             if name == "dq_ptr":
                 signature[name] = f"*{dtype}"
             attributes[index,] = [["tt.divisibility", 16]]
@@ -187,7 +194,7 @@ def overwritten_operands(code: str) -> list[str]:
 def written_registers(instruction: str) -> set[int]:
     """Registers that one of the instructions which make a left operand writes."""
     match = re.match(
-        r"(F2FP|FMUL|FADD|FFMA|MUFU|MOV|IMAD|LDS|LDSM|SEL|FSEL|PRMT|LOP3)\b(\S*) R(\d+)", instruction
+        r"(F2FP|FMUL|FADD|FFMA|MUFU|MOV|IMAD|LDS|LDSM|SEL|FSEL|PRMT|LOP3|HMNMX2)\b(\S*) R(\d+)", instruction
     )
     if not match:
         return set()
@@ -196,19 +203,20 @@ def written_registers(instruction: str) -> set[int]:
 
 
 def main(arguments: list[str]) -> None:
-    everything = {"mask": MASKS, "dtype": ["bf16"], "kernel": KERNELS}
+    everything = {"mask": MASKS, "dtype": ["bf16"], "kernel": KERNELS, "dropout": ["false"]}
     chosen = everything | {
         name: values.split(",") for name, _, values in (a.partition("=") for a in arguments)
     }
-    for mask, head_dim, dtype, kernel in product(
-        chosen["mask"], (64, 128), chosen["dtype"], chosen["kernel"]
+    for mask, head_dim, dtype, kernel, dropout in product(
+        chosen["mask"], (64, 128), chosen["dtype"], chosen["kernel"], chosen["dropout"]
     ):
+        drops = dropout == "true"
         # the forward tile changes with the keys of a query
-        tiles = {forward_tile(head_dim, mask, n): n for n in (256, 2048, 65536)}
+        tiles = {forward_tile(head_dim, mask, n, drops): n for n in (256, 2048, 65536)}
         for seq_q in tiles.values() if kernel == "forward" else [1024]:
             name = {"triton": triton.__version__, "kernel": kernel, "head_dim": head_dim}
-            name |= {"dtype": dtype, "mask": mask, "seq_q": seq_q}
-            print(json.dumps(name | compile_kernel(kernel, head_dim, dtype, mask, seq_q)), flush=True)
+            name |= {"dtype": dtype, "mask": mask, "seq_q": seq_q, "dropout": drops}
+            print(json.dumps(name | compile_kernel(kernel, head_dim, dtype, mask, seq_q, drops)), flush=True)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,8 @@ def run_random_problem(generator: random.Random, longest: int) -> tuple[dict, li
         shares = shares.repeat_interleave(128, 0)[:seq_q].repeat_interleave(128, 1)[:, :seq_k]
         options["block_mask"] = block_masks.from_dense(torch.rand_like(shares) < shares)
 
+    if generator.random() < 0.3:
+        options |= {"dropout_p": 0.1, "dropout_seed": generator.randrange(2**62)}
     dtype = generator.choice([torch.bfloat16, torch.float16])
 
     def draw(*shape: int) -> Tensor:
@@ -79,6 +81,7 @@ def run_random_problem(generator: random.Random, longest: int) -> tuple[dict, li
             out = flash_attention(q, k, v, **options)
         gradients = torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
     name = {"mask": mask, "deterministic": options["deterministic"], "dtype": dtype, "packs": packs}
+    name["dropout_p"] = options.get("dropout_p", 0.0)
     return name | {"q": tuple(q.shape), "k": tuple(k.shape)}, [out, *gradients]
 
 

@@ -54,13 +54,20 @@ def lists(**options) -> tuple[torch.Tensor, ...]:
     return tuple(block_masks.window(8, 3, **options).tensors())
 
 
+# under dropout two kinds: what it adds to a step is the same under every mask
 @each_triton
-@pytest.mark.parametrize("mask", ["full", "causal", "window", "intervals", "blocks"])
-def test_every_configuration_compiles_ahead_of_time_without_waste(mask, version):
-    configurations = compile_apart("tests.ahead_of_time_hopper", version, f"mask={mask}")
+@pytest.mark.parametrize(
+    ("mask", "dropout"),
+    [(mask, "false") for mask in ("full", "causal", "window", "intervals", "blocks")]
+    + [("causal", "true"), ("blocks", "true")],
+)
+def test_every_configuration_compiles_ahead_of_time_without_waste(mask, dropout, version):
+    configurations = compile_apart(
+        "tests.ahead_of_time_hopper", version, f"mask={mask}", f"dropout={dropout}"
+    )
     if mask == "causal" and version == "pinned":
         # other instructions where P is read back
-        fp16 = ["mask=causal", "dtype=fp16", "kernel=forward,backward"]
+        fp16 = ["mask=causal", "dtype=fp16", "kernel=forward,backward", f"dropout={dropout}"]
         configurations += compile_apart("tests.ahead_of_time_hopper", version, *fp16)
     assert {(c["kernel"], c["head_dim"]) for c in configurations} == {
         (kernel, head_dim) for kernel in ("forward", "backward", "dkdv", "dq") for head_dim in (64, 128)
@@ -74,7 +81,8 @@ def test_every_configuration_compiles_ahead_of_time_without_waste(mask, version)
         assert c["hgmma"] > 0, c
         # the forward kernel carries P from step to step; no other has such an operand
         assert c["kernel"] == "forward" or c["overwritten"] == [], c
-        assert c["spilled"] == 0, c
+        # under dropout the backward kernels save a few registers, once a tile
+        assert c["spilled"] <= (96 if c["dropout"] and c["kernel"] == "backward" else 0), c
 
 
 def test_division_by_multiplication_is_exact():
@@ -123,7 +131,7 @@ def test_heads_of_a_gradient_may_begin_behind_two_billion_elements():
     dq_sum, counts = torch.empty(n_head * 128, head_dim), torch.empty(n_head, 4, dtype=torch.int32)
     prepare_kernel[(1, n_head)](
         out, dout, lse, lse, minus_lse, minus_delta, dq_sum, counts,
-        *out.stride()[:3], *dout.stride()[:3], n_head, seq_len, 128, n_head, n_head, 0.125,
+        *out.stride()[:3], *dout.stride()[:3], n_head, seq_len, 128, n_head, n_head, 0.125, 1.0,
         HEAD_DIM=head_dim, WIDTH=64, BLOCK_M=128, COUNTS=4, HAS_DLSE=False,
     )  # fmt: skip
     expected = -(out.float() * dout.float()).sum(-1)[0].T
@@ -141,10 +149,10 @@ def test_sums_are_zeroed_and_counts_begin_at_zero_for_the_first_sections_alone(h
     sums, counts = torch.full((6, 128, width), 7.0), torch.full((6, 4), 7, dtype=torch.int32)
     prepare_kernel[(1, batch * n_head)](
         out, out, torch.randn(batch, n_head, seq_len), out, minus_lse, minus_delta, sums, counts,
-        *out.stride()[:3], *out.stride()[:3], n_head, seq_len, 128, n_sums, n_sections, 0.125,
+        *out.stride()[:3], *out.stride()[:3], n_head, seq_len, 128, n_sums, n_sections, 0.125, 0.9,
         HEAD_DIM=head_dim, WIDTH=width, BLOCK_M=128, COUNTS=4, HAS_DLSE=False,
     )  # fmt: skip
-    expected = -out.float().square().sum(-1).transpose(1, 2)
+    expected = -0.9 * out.float().square().sum(-1).transpose(1, 2)
     torch.testing.assert_close(minus_delta.view(batch, n_head, 128)[..., :seq_len], expected)
     assert (sums[:n_sums] == 0).all()
     assert (sums[n_sums:] == 7).all()
@@ -285,7 +293,6 @@ def test_what_fails_on_a_card_is_no_failure_to_compile(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "shape", "dtype", "words"),
     [
-        ({"dropout_p": 0.1}, (1, 8, 2, 64), torch.bfloat16, "dropout"),
         ({}, (1, 8, 2, 136), torch.bfloat16, "heads of 32 to 128"),
         ({}, (1, 8, 2, 64), torch.float32, "dtype"),
         ({"softmax_scale": 0.0}, (1, 8, 2, 64), torch.bfloat16, "softmax_scale"),
@@ -310,6 +317,27 @@ def test_refuses_each_feature_by_name(change, shape, dtype, words):
 def test_is_as_accurate_as_torch_at_any_length(seq_len, head_dim, causal, dtype, deterministic):
     q, k, v = random_qkv(2, seq_len, seq_len, 3, 3, head_dim, dtype, "cuda")
     assert_as_accurate_as_torch(hopper_attention, q, k, v, causal=causal, deterministic=deterministic)
+
+
+@pytest.mark.gpu
+@on_hopper
+@either_order
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "documents", "blocks"])
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+# short tiles and long ones, uneven ones, queries before the first key
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(129, 129), (777, 777), (1500, 1500), (200, 513)])
+def test_dropout_keeps_what_the_reference_keeps(seq_q, seq_k, head_dim, mask, dtype, deterministic):
+    options = {"dropout_p": 0.1, "dropout_seed": 2**40 + 3, "deterministic": deterministic}
+    options["causal"] = mask not in ("full", "blocks")
+    if mask == "window":
+        options["window"] = 150
+    if mask == "documents":
+        options["document_ids"] = (torch.arange(seq_k, device="cuda") // 70).int().expand(2, -1).contiguous()
+    if mask == "blocks":
+        options["block_mask"] = block_masks.from_dense(torch.rand(seq_q, seq_k, device="cuda") < 0.4)
+    q, k, v = random_qkv(2, seq_q, seq_k, 6, 3, head_dim, dtype, "cuda")
+    assert_as_accurate_as_torch(hopper_attention, q, k, v, **options)
 
 
 @pytest.mark.gpu

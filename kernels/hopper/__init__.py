@@ -32,8 +32,6 @@ def refusal(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"dtype {q.dtype} is not one of {DTYPES}"
     if head_dim not in HEAD_DIMS:
         return f"takes heads of {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, not of {head_dim}"
-    if problem.dropout_p > 0.0:
-        return "has no dropout"
     if problem.blocks:
         reason = refusal_of_blocks(problem, n_head // k.shape[2])
         if reason is not None:

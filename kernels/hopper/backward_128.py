@@ -21,18 +21,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import BlockLists
+from kernels.hopper.dropout import Dropout, mark, product_of_marked
 from kernels.hopper.key_tiles import (
     BLOCK_N,
     CONSUMERS,
     NOT_SPECIALIZED,
     ROWS,
     KeyTiles,
+    begin_to_drop,
     columns,
     copy_queries,
+    draw,
     hand_over,
     key_limits,
     leave,
     make_key_tiles,
+    minus_deltas,
     probabilities,
     query_block,
     stage_dq,
@@ -44,6 +48,7 @@ from kernels.hopper.primitives import (
     announced,
     make_numbers,
     make_ring,
+    not_negative,
     pack_pairs,
     record,
     reduce_add_to_global,
@@ -81,6 +86,7 @@ class Tiles:
     last_dq_ring: Ring  # full once dq needs a tile's k no more
     out_ring: Ring  # full once dk and dv lie where k and v did
     work: KeyTiles
+    dropout: Dropout
     SUMS_DQ: gl.constexpr
 
     @gluon.jit
@@ -174,23 +180,32 @@ def take_queries(tiles, n):
 
 @gluon.jit
 def step(
-    tiles, s, dk, dv, k_of_next, v, n, t, is_first, place, masked, first, end, scale_log2,
-    INDEX: gl.constexpr
+    tiles, s, words, dk, dv, k_of_next, v, n, t, is_first, place, masked, first, end, scale_log2,
+    next_place, begun, INDEX: gl.constexpr
 ):  # fmt: skip
-    """One block of queries, of which s are the scores; and the scores of the next."""
+    """One block of queries, of which s are the scores, and words what is drawn; and those of the next."""
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
     dtype: gl.constexpr = tiles.q.dtype
     stage = n % tiles.q_ring.STAGES
     q = tiles.q.index(stage).reshape([ROWS, HEAD_DIM])
     dout = tiles.dout.index(stage).reshape([ROWS, HEAD_DIM])
     p = pack_pairs(probabilities(tiles.work.mask, s, place, masked, first, end, scale_log2), dtype)
+    if tiles.dropout.IS_ON:
+        p = mark(p, tiles.dropout.masks(s, words, TRANSPOSED=True))
     # what loads a product's first numbers comes before the issue of another, which it would wait for
     minus_delta = columns(tiles.minus_delta.index(stage), S_LAYOUT)
-    dv = warpgroup_mma(unpack_pairs(p, dtype, A_LAYOUT), dout, dv, is_async=True)  # (keys, D)
+    kept = not_negative(p, dtype) if tiles.dropout.IS_ON else p
+    dv = warpgroup_mma(unpack_pairs(kept, dtype, A_LAYOUT), dout, dv, is_async=True)  # (keys, D)
     tiles.v_ring.take(t, is_first)
     dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)  # (keys, queries)
     dp, dv = warpgroup_mma_wait(0, deps=[dp, dv])
-    ds = (widen_pairs(p, dtype, S_LAYOUT) * dp).to(dtype)
+    ds = widen_pairs(p, dtype, S_LAYOUT)
+    if tiles.dropout.IS_ON:
+        # all gradients are multiplied by keep_scale in the end, and delta is divided by it
+        ds = product_of_marked(gl.abs(ds), dp, minus_deltas(tiles, stage, dp), p, dtype)
+    else:
+        ds *= dp
+    ds = ds.to(dtype)
     if tiles.SUMS_DQ:
         full = store_ds(tiles, ds, n, INDEX)
     next_q, minus_lse = take_queries(tiles, n + 1)
@@ -198,10 +213,11 @@ def step(
     s = warpgroup_mma(k_of_next, next_q.permute((1, 0)), minus_lse, is_async=True)  # (keys, queries)
     if tiles.SUMS_DQ:
         hand_over(full)
+    words = draw(tiles, minus_lse, begun, next_place)
     dk = warpgroup_mma_wait(1, deps=[dk])
     tiles.q_ring.release(n)
     s = warpgroup_mma_wait(0, deps=[s])
-    return s, dk, dv
+    return s, words, dk, dv
 
 
 @gluon.jit
@@ -215,7 +231,7 @@ def consume(tiles, scale_log2, softmax_scale, INDEX: gl.constexpr):
     s = warpgroup_mma(k, q.permute((1, 0)), minus_lse, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     while i < tiles.work.order.total():
-        batch, _, key, begin, whole_begin, whole_end, end = tiles.work.locate(i)
+        batch, kv_head, key, begin, whole_begin, whole_end, end = tiles.work.locate(i)
         v = tiles.v.index(t % tiles.v_ring.STAGES).reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0)
         key += INDEX * ROWS
         keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
@@ -223,21 +239,27 @@ def consume(tiles, scale_log2, softmax_scale, INDEX: gl.constexpr):
         dk = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
         dv = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
         place = begin
+        begun = begin_to_drop(tiles, s, batch, kv_head, key)
         last = n + (end - begin) * tiles.work.group - 1
+        words = draw(tiles, s, begun, place)
         for j in range(n, last + 1):
             masked = (place < whole_begin) | (place >= whole_end)
+            next_place = place + 1
+            if next_place == end:
+                next_place = begin
+                begun = tiles.dropout.of_next_head(begun)
             # the scores behind a tile's last are the first of the next tile
             tile_of_next = t + (j == last).to(gl.int32)
             tiles.k_ring.take(tile_of_next, j == last)
             k_of_next = tiles.keys(tile_of_next).slice(INDEX * ROWS, ROWS, 0)
-            s, dk, dv = step(
-                tiles, s, dk, dv, k_of_next, v, j, t, j == n, place, masked, query_first, query_end,
-                scale_log2, INDEX
+            s, words, dk, dv = step(
+                tiles, s, words, dk, dv, k_of_next, v, j, t, j == n, place, masked, query_first, query_end,
+                scale_log2, next_place, begun, INDEX
             )  # fmt: skip
-            place += 1
-            if place == end:
-                place = begin
+            place = next_place
         n = last + 1
+        if tiles.dropout.IS_ON:
+            dv *= tiles.dropout.keep_scale
         leave(v, dv)
         if tiles.SUMS_DQ:
             tiles.last_dq_ring.take(t)
@@ -286,11 +308,12 @@ def reduce(tiles, dq_desc):
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def backward_128_kernel(
     q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc, dq_desc, dk_desc, dv_desc,
-    bounds_ptr, spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head, counter_ptr,
+    bounds_ptr, spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head,
+    seed_ptr, keep_limit, keep_scale, counter_ptr,
     group, seq_q, seq_k, window, padded, n_heads, n_tiles, n_kv_head, section,
     by_section_tiles, by_section, by_last_section, by_n_kv_head, scale_log2, softmax_scale,
-    MASK: gl.constexpr, SUMS_DQ: gl.constexpr, KV_STAGES: gl.constexpr, STAGES: gl.constexpr,
-    DS_STAGES: gl.constexpr,
+    MASK: gl.constexpr, DROPOUT: gl.constexpr, SUMS_DQ: gl.constexpr,
+    KV_STAGES: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, REDUCER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
@@ -322,6 +345,7 @@ def backward_128_kernel(
         make_ring(1, 1),
         make_ring(1, 1, CONSUMERS),
         work,
+        Dropout(seed_ptr, keep_limit, keep_scale, DROPOUT),
         SUMS_DQ,
     )
     fence_async_shared()

@@ -23,18 +23,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import BlockLists
+from kernels.hopper.dropout import Dropout, product, weights
 from kernels.hopper.key_tiles import (
     BLOCK_N,
     CONSUMERS,
     NOT_SPECIALIZED,
     ROWS,
     KeyTiles,
+    begin_to_drop,
     columns,
     copy_queries,
+    draw,
     hand_over,
     key_limits,
     leave,
     make_key_tiles,
+    minus_deltas,
     probabilities,
     query_block,
     stage_dq,
@@ -50,6 +54,7 @@ from kernels.hopper.primitives import (
     opaque,
     record,
     reduce_add_to_global,
+    unpack_pairs,
 )
 from kernels.hopper.schedule import Mask
 from kernels.hopper.sums import TAKEN, WARPS, Sums, make_parts, round_sums
@@ -77,6 +82,7 @@ class Tiles:
     ds_ring: Ring
     out_ring: Ring  # of dk and dv
     work: KeyTiles
+    dropout: Dropout
     sums: Sums
     KV_STAGES: gl.constexpr
     DQ_STAGES: gl.constexpr
@@ -121,7 +127,7 @@ def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delt
 
 
 @gluon.jit
-def step(tiles, dk, dv, k, v, n, place, masked, first, end, scale_log2, INDEX: gl.constexpr):
+def step(tiles, dk, dv, k, v, n, place, masked, first, end, scale_log2, begun, INDEX: gl.constexpr):
     """One block of queries."""
     S_LAYOUT: gl.constexpr = dk.type.layout
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
@@ -133,11 +139,19 @@ def step(tiles, dk, dv, k, v, n, place, masked, first, end, scale_log2, INDEX: g
     minus_delta = columns(tiles.minus_delta.index(stage), S_LAYOUT)
     s = warpgroup_mma(k, q.permute((1, 0)), minus_lse, is_async=True)  # (keys, queries)
     dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)
+    if tiles.dropout.IS_ON:
+        masks = tiles.dropout.masks(minus_lse, draw(tiles, minus_lse, begun, place), TRANSPOSED=True)
     s = warpgroup_mma_wait(1, deps=[s])
     p = probabilities(tiles.work.mask, s, place, masked, first, end, scale_log2)
-    dv = warpgroup_mma(gl.convert_layout(p.to(dtype), A_LAYOUT), dout, dv, is_async=True)  # (keys, D)
+    if tiles.dropout.IS_ON:
+        kept = unpack_pairs(weights(tiles, p, masks), dtype, A_LAYOUT)
+    else:
+        kept = gl.convert_layout(p.to(dtype), A_LAYOUT)
+    dv = warpgroup_mma(kept, dout, dv, is_async=True)  # (keys, D)
     dp = warpgroup_mma_wait(1, deps=[dp])
-    ds = (p * dp).to(dtype)
+    # all gradients are multiplied by keep_scale in the end, and delta is divided by it
+    ds = product(p, dp, minus_deltas(tiles, stage, dp), masks) if tiles.dropout.IS_ON else p * dp
+    ds = ds.to(dtype)
     if tiles.SUMS_DQ:
         full = store_ds(tiles, ds, n, INDEX)
     dk = warpgroup_mma(gl.convert_layout(ds, A_LAYOUT), q, dk, is_async=True)  # (keys, D)
@@ -161,28 +175,34 @@ def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.conste
         stage = t % tiles.KV_STAGES
         k = tiles.k.index(stage).reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0)
         v = tiles.v.index(stage).reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0)
-        # without dS to store, ptxas would put P into registers that k and v still need: they stay in memory
+        # without dS to store, ptxas would put P into registers that k and v still need: they stay in memory;
+        # v too where dropout draws, which takes its registers
         if tiles.SUMS_DQ:
             k = k.load(A_LAYOUT)
-            v = v.load(A_LAYOUT)
-            tiles.kv_ring.release(t)
+            if not tiles.dropout.IS_ON:
+                v = v.load(A_LAYOUT)
+                tiles.kv_ring.release(t)
         key += INDEX * ROWS
         keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
         query_first, query_end = key_limits(tiles.work.mask, batch, keys, tiles.work.padded)
         dk = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, S_LAYOUT)
         dv = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, S_LAYOUT)
         place = begin
+        begun = begin_to_drop(tiles, dk, batch, kv_head, key)
         for j in range((end - begin) * tiles.work.group):
             masked = (place < whole_begin) | (place >= whole_end)
             dk, dv = step(
-                tiles, dk, dv, k, v, n + j, place, masked, query_first, query_end, scale_log2, INDEX
+                tiles, dk, dv, k, v, n + j, place, masked, query_first, query_end, scale_log2, begun, INDEX
             )
             place += 1
             if place == end:
                 place = begin
+                begun = tiles.dropout.of_next_head(begun)
         n += (end - begin) * tiles.work.group
-        if not tiles.SUMS_DQ:
+        if tiles.dropout.IS_ON or not tiles.SUMS_DQ:
             tiles.kv_ring.release(t)
+        if tiles.dropout.IS_ON:
+            dv *= tiles.dropout.keep_scale
 
         if tiles.SUMS_DQ:
             _, full = tiles.out_ring.fill(t)
@@ -255,11 +275,12 @@ def reduce(tiles, sum_desc, dk_desc, dv_desc):
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def backward_64_kernel(
     q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc, sum_desc, dk_desc, dv_desc,
-    bounds_ptr, spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head, counts_ptr,
+    bounds_ptr, spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head,
+    seed_ptr, keep_limit, keep_scale, counts_ptr,
     part_desc, dq_ptr, stride_dqb, stride_dqt, stride_dqh, n_rounded,
     group, seq_q, seq_k, window, padded, n_heads, n_tiles, n_kv_head, section,
     by_section_tiles, by_section, by_last_section, by_n_kv_head, scale_log2, softmax_scale,
-    MASK: gl.constexpr, SUMS_DQ: gl.constexpr,
+    MASK: gl.constexpr, DROPOUT: gl.constexpr, SUMS_DQ: gl.constexpr,
     KV_STAGES: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, REDUCER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -287,6 +308,7 @@ def backward_64_kernel(
         make_ring(DS_STAGES, 1, CONSUMERS),
         make_ring(1, 1, CONSUMERS),
         work,
+        Dropout(seed_ptr, keep_limit, keep_scale, DROPOUT),
         Sums(
             work,
             dq_ptr,

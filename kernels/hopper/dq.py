@@ -22,10 +22,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import BLOCK_SIZE, BlockLists, hide_unseen
+from kernels.hopper.dropout import Dropout, product
 from kernels.hopper.primitives import Ring, copy_out, make_ring, opaque, record
 from kernels.hopper.query_tiles import ROWS, key_block, locate, places, skip, words_at
 from kernels.hopper.schedule import Mask, TileOrder
 from kernels.hopper.softmax import hide
+from kernels.hopper.steps import begin_to_drop, draw
 
 
 @record
@@ -43,6 +45,7 @@ class Tiles:
     v_ring: Ring
     order: TileOrder
     mask: Mask
+    dropout: Dropout
     n_head: gl.tensor
     by_n_head: gl.tensor
     lse_ptr: gl.tensor  # (B, H, Tq) float32
@@ -125,13 +128,16 @@ def lse_and_delta(tiles, out, dout, line, rows):
     minus_delta = -gl.convert_layout(delta, rows.type.layout)
     if tiles.HAS_DLSE:
         minus_delta += gl.load(tiles.dlse_ptr + line * tiles.mask.seq_q + rows, mask=inside, other=0.0)
+    if tiles.dropout.IS_ON:
+        # dq, dk and dv are multiplied by keep_scale in the end
+        minus_delta /= tiles.dropout.keep_scale
     gl.store(tiles.minus_lse_ptr + line * tiles.padded + rows, minus_lse)
     gl.store(tiles.minus_delta_ptr + line * tiles.padded + rows, minus_delta)
     return minus_lse, minus_delta
 
 
 @gluon.jit
-def step(tiles, q, dout, dq, n_k, n_v, place, masked, first, end, minus_lse, minus_delta):
+def step(tiles, q, dout, dq, n_k, n_v, place, masked, first, end, minus_lse, minus_delta, drawn):
     """One block of keys, in buffers number n_k and n_v; minus_lse: (ROWS,) in base 2."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dq.type.layout, 2)
@@ -140,6 +146,8 @@ def step(tiles, q, dout, dq, n_k, n_v, place, masked, first, end, minus_lse, min
     s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (ROWS, BLOCK_N)
     v = tiles.v.index(tiles.v_ring.take(n_v)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
     dp = warpgroup_mma(dout, v.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (ROWS, BLOCK_N)
+    if tiles.dropout.IS_ON:
+        masks = draw(tiles, drawn, place)
     s = warpgroup_mma_wait(1, deps=[s])
     p = gl.exp2(s * tiles.scale_log2 + gl.expand_dims(minus_lse, 1))
     # behind the exponentials: the assembler moves no wait across a branch, and dP runs beside them
@@ -150,7 +158,13 @@ def step(tiles, q, dout, dq, n_k, n_v, place, masked, first, end, minus_lse, min
             p = hide(p, first, end, place, 0.0, tiles.mask.KIND)
     dp = warpgroup_mma_wait(0, deps=[dp])
     tiles.v_ring.release(n_v)
-    ds = (p * (dp + gl.expand_dims(minus_delta, 1))).to(k.dtype)
+    minus_delta = gl.expand_dims(minus_delta, 1)
+    if tiles.dropout.IS_ON:
+        of_dropped, _ = gl.broadcast(minus_delta, dp)
+        ds = product(p, dp + minus_delta, of_dropped, masks)
+    else:
+        ds = p * (dp + minus_delta)
+    ds = ds.to(k.dtype)
     dq = warpgroup_mma(gl.convert_layout(ds, A_LAYOUT), k, dq, is_async=True)  # (ROWS, D)
     dq = warpgroup_mma_wait(0, deps=[dq])
     tiles.k_ring.release(n_k)
@@ -191,15 +205,19 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
             else:
                 key_first, key_end = tiles.mask.keys_of(batch, rows)
             dq = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, DQ_LAYOUT)
+            drawn = begin_to_drop(tiles, batch, head, row)
             for place in range(begin, own_end):
                 masked = (place < whole_begin) | (place >= whole_end)
                 j = place - begin
                 dq = step(
                     tiles, q, dout, dq, n_k + j, n + j, place, masked, key_first, key_end,
-                    minus_lse, minus_delta
+                    minus_lse, minus_delta, drawn
                 )  # fmt: skip
             tiles.q_ring.release(turn)
-            copy_out(dq_desc, [batch, head, row, 0], dq * tiles.softmax_scale, tiles.dq.index(INDEX), 0)
+            scale = tiles.softmax_scale
+            if tiles.dropout.IS_ON:
+                scale *= tiles.dropout.keep_scale
+            copy_out(dq_desc, [batch, head, row, 0], dq * scale, tiles.dq.index(INDEX), 0)
         else:
             own_end = begin
             tiles.q_ring.release(turn)
@@ -212,6 +230,7 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
 NOT_SPECIALIZED = [
     "n_heads", "n_tiles", "n_head", "group", "seq_q", "seq_k", "window", "section", "padded",
     "by_section_tiles", "by_section", "by_last_section", "by_n_head", "stride_list_batch", "stride_list_head",
+    "keep_limit",
 ]  # fmt: skip
 
 
@@ -219,9 +238,10 @@ NOT_SPECIALIZED = [
 def dq_kernel(
     q_desc, dout_desc, out_desc, k_desc, v_desc, dq_desc, lse_ptr, dlse_ptr,
     minus_lse_ptr, minus_delta_ptr, counter_ptr, bounds_ptr, spans_ptr, entries_ptr, bits_ptr,
-    stride_list_batch, stride_list_head, n_heads, n_tiles, n_head, group, seq_q, seq_k, window, section,
+    stride_list_batch, stride_list_head, seed_ptr, keep_limit, keep_scale,
+    n_heads, n_tiles, n_head, group, seq_q, seq_k, window, section,
     by_section_tiles, by_section, by_last_section, by_n_head, padded, scale_log2, softmax_scale,
-    MASK: gl.constexpr, HAS_DLSE: gl.constexpr,
+    MASK: gl.constexpr, DROPOUT: gl.constexpr, HAS_DLSE: gl.constexpr,
     BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -247,7 +267,8 @@ def dq_kernel(
         make_ring(Q_STAGES, CONSUMERS),
         make_ring(STAGES, CONSUMERS),
         make_ring(STAGES, CONSUMERS),
-        order, Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK), n_head, by_n_head,
+        order, Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK),
+        Dropout(seed_ptr, keep_limit, keep_scale, DROPOUT), n_head, by_n_head,
         lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, padded,
         scale_log2, softmax_scale, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_DLSE, OUT_STAGES,
     )  # fmt: skip

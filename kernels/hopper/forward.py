@@ -20,12 +20,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import BLOCK_SIZE, BlockLists, hide_unseen
+from kernels.hopper.dropout import Dropout, weights
 from kernels.hopper.primitives import Ring, announce, announced, make_numbers, make_ring, pack_pairs, record
 from kernels.hopper.query_tiles import ROWS, key_block, locate, places, words_at
 from kernels.hopper.schedule import Mask, TileOrder
 from kernels.hopper.short_steps import consume_short
 from kernels.hopper.softmax import LOWEST, hide, partial_sum, row_maximum, shift_of
-from kernels.hopper.steps import finish, pass_turn, products, skip_in_turn, store, take_turn, walk
+from kernels.hopper.steps import (
+    begin_to_drop,
+    draw,
+    finish,
+    pass_turn,
+    products,
+    skip_in_turn,
+    store,
+    take_turn,
+    walk,
+)
 
 
 @record
@@ -42,6 +53,7 @@ class Tiles:
     v_ring: Ring
     order: TileOrder
     mask: Mask
+    dropout: Dropout
     n_head: gl.tensor
     by_n_head: gl.tensor
     BLOCK_N: gl.constexpr
@@ -161,6 +173,7 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             else:
                 key_first, key_end = tiles.mask.keys_of(batch, rows)
             shift = shift_of(rows, tiles.q.dtype)
+            drawn = begin_to_drop(tiles, batch, head, row)
             q = tiles.queries(turn, part)
 
             # where nothing is pending, o becomes a product of anything, and is not stored
@@ -174,7 +187,7 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             p_new = gl.exp2(s * scale_log2 - gl.expand_dims(m_new, 1))
             l_new = partial_sum(p_new)
             o = warpgroup_mma_wait(0, deps=[o])
-            p = pack_pairs(p_new, tiles.q.dtype)
+            p = weights(tiles, p_new, draw(tiles, drawn, own_end - 1))
             if pending:
                 tiles.v_ring.release(n_before)
                 store(tiles, out_desc, lse_ptr, o, m_i, l_i, head_before, row_before, INDEX)
@@ -187,16 +200,16 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             if KIND != "full":
                 p, o, m_i, l_i = walk(
                     tiles, q, p, o, m_i, l_i, n, 1, whole, key_first, key_end, own_end - 1, scale_log2,
-                    shift, True, INDEX
+                    shift, drawn, True, INDEX
                 )  # fmt: skip
             p, o, m_i, l_i = walk(
                 tiles, q, p, o, m_i, l_i, n, whole, after_whole, key_first, key_end, own_end - 1, scale_log2,
-                shift, False, INDEX
+                shift, drawn, False, INDEX
             )  # fmt: skip
             if KIND == "window" or KIND == "intervals":
                 p, o, m_i, l_i = walk(
                     tiles, q, p, o, m_i, l_i, n, after_whole, steps, key_first, key_end, own_end - 1,
-                    scale_log2, shift, True, INDEX
+                    scale_log2, shift, drawn, True, INDEX
                 )  # fmt: skip
             n += steps
             pending = steps > 0
@@ -230,14 +243,15 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
         "by_n_head",
         "stride_list_batch",
         "stride_list_head",
+        "keep_limit",
     ]
 )
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, counter_ptr, bounds_ptr,
-    spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head,
+    spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head, seed_ptr, keep_limit, keep_scale,
     n_batch, n_head, group, seq_q, seq_k, window, section,
     by_section_tiles, by_section, by_last_section, by_n_head, scale_log2,
-    MASK: gl.constexpr,
+    MASK: gl.constexpr, DROPOUT: gl.constexpr,
     BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr, DEALT: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -263,6 +277,7 @@ def forward_kernel(
             MASK != "full",
         ),
         Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK),
+        Dropout(seed_ptr, keep_limit, keep_scale, DROPOUT),
         n_head,
         by_n_head,
         BLOCK_N,

@@ -27,6 +27,7 @@ NOT_SPECIALIZED = [
     "group", "seq_q", "seq_k", "window", "padded", "n_heads", "n_tiles", "n_kv_head", "section",
     "by_section_tiles", "by_section", "by_last_section", "by_n_kv_head",
     "stride_list_batch", "stride_list_head", "stride_dqb", "stride_dqt", "stride_dqh", "n_rounded",
+    "keep_limit",
 ]  # fmt: skip
 
 
@@ -177,6 +178,33 @@ def probabilities(mask, s, place, masked, first, end, scale_log2):
     if masked:
         p = hide(mask, p, first, end, place)
     return p
+
+
+@gluon.jit
+def begin_to_drop(tiles, like, batch, kv_head, key):
+    """What `draw` takes of a tile of keys, for the first of its query heads."""
+    begun = gl.to_tensor(0)
+    if tiles.dropout.IS_ON:
+        begun = tiles.dropout.begin(like, batch, kv_head * tiles.work.group, 0, key, TRANSPOSED=True)
+    return begun
+
+
+@gluon.jit
+def draw(tiles, like, begun, place):
+    """What dropout draws for scores that lie as `like`, of the queries at a place."""
+    words = gl.to_tensor(0), gl.to_tensor(0)
+    if tiles.dropout.IS_ON:
+        row = query_block(tiles.work.mask, place) * ROWS
+        words = tiles.dropout.draw(like, begun, row, TRANSPOSED=True)
+    return words
+
+
+@gluon.jit
+def minus_deltas(tiles, stage, dp):
+    """-delta of each query, as dP lies: what of dP - delta is left to a probability that dropout has."""
+    of_query = gl.expand_dims(tiles.minus_delta.index(stage).load(gl.SliceLayout(0, dp.type.layout)), 0)
+    of_query, _ = gl.broadcast(of_query, dp)
+    return of_query
 
 
 @gluon.jit

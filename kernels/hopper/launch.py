@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.dropout import limit_bits
 from kernels.hopper.backward_64 import backward_64_kernel
 from kernels.hopper.backward_128 import backward_128_kernel
 from kernels.hopper.dq import dq_kernel
@@ -58,6 +59,16 @@ def list_arguments(lists: tuple[Tensor | None, ...], nothing: Tensor) -> tuple[T
     return *lists, *list_strides(lists)
 
 
+def dropout_arguments(problem: Problem, nothing: Tensor) -> tuple[Tensor, int, float]:
+    """What dropout.Dropout takes; `nothing` stands for a seed that is not read."""
+    if problem.dropout_p == 0.0:
+        return nothing, 0, 1.0
+    bits = limit_bits(problem.dropout_p)
+    # both halves of an int32
+    limit = (bits << 16 | bits) - (bits >> 15 << 32)
+    return problem.dropout_seed, limit, problem.keep_scale
+
+
 def keys_per_query(problem: Problem, seq_q: int, seq_k: int) -> float:
     """On average, of what the host knows: bounds that it has not read count as a causal mask does."""
     if problem.blocks:
@@ -88,7 +99,8 @@ def attention_forward(
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
     width = tile_width(head_dim)
-    tile = tile or forward_tile(width, mask_kind(problem), keys_per_query(problem, seq_q, seq_k))
+    drops = problem.dropout_p > 0.0
+    tile = tile or forward_tile(width, mask_kind(problem), keys_per_query(problem, seq_q, seq_k), drops)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, n_head, seq_q, dtype=torch.float32, device=q.device)
     group = n_head // n_kv_head
@@ -106,6 +118,7 @@ def attention_forward(
         allocate(1, dtype=torch.int32, device=q.device),
         lse if problem.key_bounds is None else problem.key_bounds,
         *list_arguments(problem.row_lists, lse),
+        *dropout_arguments(problem, lse),
         batch,
         n_head,
         group,
@@ -116,6 +129,7 @@ def attention_forward(
         division(n_head),
         problem.softmax_scale * LOG2E,
         MASK=mask_kind(problem),
+        DROPOUT=drops,
         BLOCK_N=tile.block_n,
         HEAD_DIM=width,
         CONSUMERS=tile.consumers,
@@ -203,6 +217,7 @@ def attention_backward(
             n_sums,
             n_sections,
             problem.softmax_scale,
+            1.0 / problem.keep_scale,
             HEAD_DIM=head_dim,
             WIDTH=width,
             BLOCK_M=PREPARE_ROWS,
@@ -213,8 +228,10 @@ def attention_backward(
     else:
         launch_dq(
             problem, dout, dlse, q, k, v, out, lse, dq, minus_lse, minus_delta, counts,
-            dq_tile(width, mask_kind(problem))
+            dq_tile(width, mask_kind(problem), problem.dropout_p > 0.0)
         )  # fmt: skip
+    # of kept scores, see score_gradients in key_tiles.py
+    gradient_scale = problem.softmax_scale * problem.keep_scale
     side = BACKWARD_ROWS.value
     squares = dq_sum.view(-1, side)
     arguments = (
@@ -230,6 +247,7 @@ def attention_backward(
         head_descriptor(dv, side if width == 64 else BLOCK_N.value),
         lse if problem.query_bounds is None else problem.query_bounds,
         *list_arguments(problem.transposed_column_lists, lse),
+        *dropout_arguments(problem, lse),
         counts,
     )
     if width == 64:
@@ -255,8 +273,9 @@ def attention_backward(
         *order_arguments(n_heads, n_tiles, section),
         division(n_kv_head),
         problem.softmax_scale * LOG2E,
-        problem.softmax_scale,
+        gradient_scale,
         MASK=mask_kind(problem),
+        DROPOUT=problem.dropout_p > 0.0,
         SUMS_DQ=sums_dq,
         KV_STAGES=tile.kv_stages,
         STAGES=tile.stages,
@@ -279,7 +298,7 @@ def attention_backward(
             rounded_heads % (SLOTS.value * section * group),
             seq_q,
             padded,
-            problem.softmax_scale,
+            gradient_scale,
             HEAD_DIM=head_dim,
             WIDTH=width,
             BLOCK_M=PREPARE_ROWS,
@@ -324,6 +343,7 @@ def launch_dq(
         counts,
         minus_lse if problem.key_bounds is None else problem.key_bounds,
         *list_arguments(problem.row_lists, minus_lse),
+        *dropout_arguments(problem, minus_lse),
         batch * n_head,
         n_tiles,
         n_head,
@@ -337,6 +357,7 @@ def launch_dq(
         problem.softmax_scale * LOG2E,
         problem.softmax_scale,
         MASK=mask_kind(problem),
+        DROPOUT=problem.dropout_p > 0.0,
         HAS_DLSE=dlse is not None,
         BLOCK_N=tile.block_n,
         HEAD_DIM=tile_width(head_dim),

@@ -17,12 +17,13 @@ def in_memory(inside, columns, HEAD_DIM: tl.constexpr):
 def prepare_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, dq_sum_ptr, counts_ptr,
     stride_ob, stride_ot, stride_oh, stride_db, stride_dt, stride_dh,
-    n_head, seq_q, padded, n_sums, n_sections, softmax_scale,
+    n_head, seq_q, padded, n_sums, n_sections, softmax_scale, keep_share,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, COUNTS: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
     """One block of rows: -lse / softmax_scale, dlse - rowsum(out * dout), and zeros for sums.Sums.
 
+    The second is multiplied by keep_share, the share that dropout keeps, as all gradients are divided by it.
     A row that does not exist, or sees nothing, gets -inf, and so the probability 0. n_sums: heads that have
     sums of dq from the beginning, of WIDTH channels; counts_ptr: (n_sections, COUNTS), no more sections than
     heads.
@@ -55,7 +56,7 @@ def prepare_kernel(
     minus_lse = tl.where(lse == float("-inf"), float("-inf"), -lse / softmax_scale)
     padded_line = head.to(tl.int64) * padded + rows
     tl.store(minus_lse_ptr + padded_line, minus_lse)
-    tl.store(minus_delta_ptr + padded_line, minus_delta)
+    tl.store(minus_delta_ptr + padded_line, minus_delta * keep_share)
     if head < n_sums:
         zeros = tl.zeros((BLOCK_M, WIDTH), dtype=tl.float32)
         tl.store(dq_sum_ptr + padded_line[:, None] * WIDTH + columns[None, :], zeros)

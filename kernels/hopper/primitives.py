@@ -125,6 +125,19 @@ def pack(low, high, dtype: gl.constexpr):
     return gl.inline_asm_elementwise(ASM, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
 
 
+@gluon.constexpr_function
+def not_negative_asm(dtype):
+    kind = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    return "{.reg .b32 zero; mov.b32 zero, 0; max.NaN." + kind + " $0, $1, zero;}"
+
+
+@gluon.jit
+def not_negative(pairs, dtype: gl.constexpr):
+    """Numbers that pack_pairs rounded, 0 in place of negative ones."""
+    ASM: gl.constexpr = not_negative_asm(dtype)
+    return gl.inline_asm_elementwise(ASM, "=r,r", [pairs], dtype=gl.int32, is_pure=True, pack=1)
+
+
 @gluon.jit
 def unpack_pairs(x, dtype: gl.constexpr, layout: gl.constexpr):
     """The (M, N) tensor of 16 bits that pack_pairs made of its float32 form."""

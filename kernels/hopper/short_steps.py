@@ -9,13 +9,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from kernels.hopper.block_lists import hide_unseen
+from kernels.hopper.dropout import weights
+from kernels.hopper.primitives import unpack_pairs
 from kernels.hopper.query_tiles import ROWS, locate, places, skip, words_at
 from kernels.hopper.softmax import LOWEST, hide, partial_sum, shift_of, softmax
-from kernels.hopper.steps import scores_of_nothing, store
+from kernels.hopper.steps import begin_to_drop, draw, scores_of_nothing, store
 
 
 @gluon.jit
-def step(tiles, q, o, m_i, l_i, n, first, end, place, masked, scale_log2, shift):
+def step(tiles, q, o, m_i, l_i, n, first, end, place, masked, scale_log2, shift, drawn):
     """One block of keys, in buffers number n.
 
     first, end: of the keys that each query sees; of a list both are the query's line in tiles of bits.
@@ -33,7 +35,10 @@ def step(tiles, q, o, m_i, l_i, n, first, end, place, masked, scale_log2, shift)
             s = hide(s, first, end, place, float("-inf"), tiles.mask.KIND)
     p, alpha, m_i, l_i = softmax(s, m_i, l_i, scale_log2, shift)
     o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout)), 1)
-    p = gl.convert_layout(p.to(tiles.q.dtype), P_LAYOUT)
+    if tiles.dropout.IS_ON:
+        p = unpack_pairs(weights(tiles, p, draw(tiles, drawn, place)), tiles.q.dtype, P_LAYOUT)
+    else:
+        p = gl.convert_layout(p.to(tiles.q.dtype), P_LAYOUT)
     v = tiles.v.index(tiles.v_ring.take(n)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
     o = warpgroup_mma(p, v, o, is_async=True)  # (ROWS, D)
     o = warpgroup_mma_wait(0, deps=[o])
@@ -72,6 +77,7 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
                 own_begin = begin
                 own_end = begin
         shift = shift_of(row + lines, tiles.q.dtype)
+        drawn = begin_to_drop(tiles, batch, head, row)
         q = tiles.queries(turn, INDEX)
         o = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
         m_i = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
@@ -85,7 +91,9 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             masked = place >= whole_end
             if not LISTED:
                 masked |= place < whole_begin
-            o, m_i, l_i = step(tiles, q, o, m_i, l_i, n + j, first, key_end, place, masked, scale_log2, shift)
+            o, m_i, l_i = step(
+                tiles, q, o, m_i, l_i, n + j, first, key_end, place, masked, scale_log2, shift, drawn
+            )  # fmt: skip
         tiles.q_ring.release(turn)
         n += own_end - own_begin
         if not LISTED:

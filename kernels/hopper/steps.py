@@ -14,14 +14,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import hide_unseen
+from kernels.hopper.dropout import weights
 from kernels.hopper.primitives import (
     named_barrier_arrive,
     named_barrier_sync,
-    pack_pairs,
     thread_barrier,
     unpack_pairs,
 )
-from kernels.hopper.query_tiles import ROWS, words_at
+from kernels.hopper.query_tiles import ROWS, key_block, words_at
 from kernels.hopper.schedule import quotient
 from kernels.hopper.softmax import hide, rounded_sum, softmax
 
@@ -48,6 +48,26 @@ def scores_of_nothing(tiles):
     """Zeros (ROWS, BLOCK_N), where a product puts them."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
     return gl.full([ROWS, tiles.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
+
+
+@gluon.jit
+def begin_to_drop(tiles, batch, head, row):
+    """What `draw` takes of a tile of queries."""
+    begun = gl.to_tensor(0)
+    if tiles.dropout.IS_ON:
+        begun = tiles.dropout.begin(scores_of_nothing(tiles), batch, head, row, 0)
+    return begun
+
+
+@gluon.jit
+def draw(tiles, begun, place):
+    """What dropout draws for the keys at a place."""
+    masks = gl.to_tensor(0)
+    if tiles.dropout.IS_ON:
+        keys = key_block(tiles, place) * tiles.BLOCK_N
+        like = scores_of_nothing(tiles)
+        masks = tiles.dropout.masks(like, tiles.dropout.draw(like, begun, keys))
+    return masks
 
 
 @gluon.jit
@@ -78,7 +98,7 @@ def weigh(tiles, p, o, n, begun, pending):
 
 @gluon.jit
 def step(
-    tiles, q, p, o, m_i, l_i, n, begun, first, end, place, scale_log2, shift,
+    tiles, q, p, o, m_i, l_i, n, begun, first, end, place, scale_log2, shift, drawn,
     MASKED: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
     """One block of keys after the first, at `place`."""
@@ -94,20 +114,21 @@ def step(
     p_new, alpha, m_i, l_i = softmax(s, m_i, l_i, scale_log2, shift)
     o = warpgroup_mma_wait(0, deps=[o])
     tiles.v_ring.release(n - 1)
+    masks = draw(tiles, drawn, place)
     o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout)), 1)
-    p = pack_pairs(p_new, tiles.q.dtype)
+    p = weights(tiles, p_new, masks)
     return p, o, m_i, l_i
 
 
 @gluon.jit
 def walk(
-    tiles, q, p, o, m_i, l_i, n, start, stop, first, end, last_place, scale_log2, shift,
+    tiles, q, p, o, m_i, l_i, n, start, stop, first, end, last_place, scale_log2, shift, drawn,
     MASKED: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
     """Steps start to stop of a tile, whose step 0 is at `last_place`, with buffers number n."""
     for j in range(start, stop):
         p, o, m_i, l_i = step(
-            tiles, q, p, o, m_i, l_i, n + j, j > 1, first, end, last_place - j, scale_log2, shift,
+            tiles, q, p, o, m_i, l_i, n + j, j > 1, first, end, last_place - j, scale_log2, shift, drawn,
             MASKED, INDEX
         )  # fmt: skip
     return p, o, m_i, l_i
@@ -143,6 +164,8 @@ def store(tiles, out_desc, lse_ptr, o, m_i, l_i, head, row, INDEX: gl.constexpr)
     empty = l_i == 0.0
     rows = row + gl.arange(0, ROWS, layout=l_i.type.layout)
     inverse = gl.where(empty, 0.0, 1.0 / rounded_sum(l_i, rows, tiles.q.dtype))
+    if tiles.dropout.IS_ON:
+        inverse *= tiles.dropout.keep_scale
     o = o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout)), 1)
     buffer = tiles.out.index(INDEX)
     # the copy of the tile before must have left the buffer

@@ -54,20 +54,19 @@ def lists(**options) -> tuple[torch.Tensor, ...]:
     return tuple(block_masks.window(8, 3, **options).tensors())
 
 
-# under dropout two kinds: what it adds to a step is the same under every mask
+# under dropout one mask: what it adds to a step is the same under each
 @each_triton
 @pytest.mark.parametrize(
     ("mask", "dropout"),
-    [(mask, "false") for mask in ("full", "causal", "window", "intervals", "blocks")]
-    + [("causal", "true"), ("blocks", "true")],
+    [(mask, "false") for mask in ("full", "causal", "window", "intervals", "blocks")] + [("causal", "true")],
 )
 def test_every_configuration_compiles_ahead_of_time_without_waste(mask, dropout, version):
     configurations = compile_apart(
         "tests.ahead_of_time_hopper", version, f"mask={mask}", f"dropout={dropout}"
     )
-    if mask == "causal" and version == "pinned":
+    if mask == "causal" and dropout == "false" and version == "pinned":
         # other instructions where P is read back
-        fp16 = ["mask=causal", "dtype=fp16", "kernel=forward,backward", f"dropout={dropout}"]
+        fp16 = ["mask=causal", "dtype=fp16", "kernel=forward,backward"]
         configurations += compile_apart("tests.ahead_of_time_hopper", version, *fp16)
     assert {(c["kernel"], c["head_dim"]) for c in configurations} == {
         (kernel, head_dim) for kernel in ("forward", "backward", "dkdv", "dq") for head_dim in (64, 128)

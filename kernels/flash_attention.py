@@ -41,7 +41,8 @@ def flash_attention(
     i + Tk - Tq. window: only the last `window` of these. document_ids: (B, Tk) int32, non-decreasing; a token
     sees its own document only, a negative id is padding; the queries are the last Tq tokens. A row that sees
     nothing gives 0, lse -inf and zero gradients. What is hidden weighs 0 and must be finite too, padding and
-    other documents: 0 * NaN is NaN. dropout_seed: int, or int64 tensor of one element on q's
+    other documents: 0 * NaN is NaN. dropout_p: the share of probabilities that is dropped, at most 0.9961,
+    rounded to 2**-16, see kernels/dropout.py. dropout_seed: int, or int64 tensor of one element on q's
     device, which a CUDA graph reads anew at each replay; default: drawn from PyTorch's generator of that
     device. deterministic: gradients equal bit for bit in every run. Under autocast q, k and v are cast to its
     dtype. Raises ValueError for anything else, before anything is launched, but for the 2**31 queries of all

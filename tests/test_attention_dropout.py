@@ -18,6 +18,7 @@ from kernels.dropout import (
     limit_bits,
 )
 from kernels.flash_attention import flash_attention
+from kernels.reference import attention_reference
 from tests.accuracy import assert_as_accurate_as_torch, random_qkv
 
 # bf16 dots are wrong in the interpreter
@@ -153,6 +154,13 @@ def test_heads_batches_rows_and_seeds_are_independent():
     for x, y in pairs:
         agree = (x == y).double().mean().item()
         assert abs(agree - 0.5) < 5 * 0.5 / x.numel() ** 0.5 + 0.004
+
+
+@pytest.mark.parametrize("dropout_p", [-0.1, 0.9962, 1.0, float("nan")])
+def test_the_reference_refuses_a_rate_that_no_limit_gives(dropout_p):
+    q = torch.randn(1, 4, 1, 8)
+    with pytest.raises(ValueError, match=f"dropout_p must be .*got {dropout_p}"):
+        attention_reference(q, q, q, dropout_p=dropout_p, dropout_seed=1)
 
 
 def test_decisions_are_uncorrelated_at_every_offset_and_two_rounds_would_not_do(monkeypatch):

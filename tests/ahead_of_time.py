@@ -94,7 +94,7 @@ def compile_kernel(
             signature[name] = f"tensordesc<{dtype}[1, 1, {rows}, {constants['BLOCK_D']}]>"
         elif name.endswith(("_ptr", "_source")):
             signature[name] = POINTERS.get(name, f"*{dtype}")
-        elif "scale" in name:
+        elif "scale" in name or name == "limit":
             signature[name] = "fp32"
         else:
             signature[name] = "i32"

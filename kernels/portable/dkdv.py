@@ -128,7 +128,9 @@ def add_queries(
             p = tl.abs(p)
         elif DROPOUT:
             dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
-            keep = keep_tile(seed, limit, batch, head, m, first_column, BLOCK_M, BLOCK_N)
+            # beside sums of wide heads no column's part of the words is kept
+            column = anew(first_column, m) if BLOCK_D > 128 else first_column
+            keep = keep_tile(seed, limit, batch, head, m, column, BLOCK_M, BLOCK_N)
             kept = tl.where(keep, p, 0.0)
             dp = tl.where(keep, dp * keep_scale, 0.0) - delta[:, None]
         else:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 # what another length or mask changes: a kernel would be compiled for each that 16 divides, and for each other
-NOT_SPECIALIZED = ["stride_sb", "stride_sh", "seq_q", "seq_k", "seq_padded", "window", "threshold"]
+NOT_SPECIALIZED = ["stride_sb", "stride_sh", "seq_q", "seq_k", "seq_padded", "window", "limit"]
 
 
 @triton.jit

@@ -41,9 +41,7 @@ NEGATIVE = FEWEST_KEPT + 0x7F80
 
 
 def kept_halves(dropout_p: float) -> int:
-    """How many of 2**16 halves mean "keep"; ValueError if that is not possible."""
-    if not 0.0 < dropout_p <= MOST_DROPPED:
-        raise ValueError(f"dropout_p must be above 0 and at most {MOST_DROPPED:.4f}, got {dropout_p}")
+    """How many of 2**16 halves mean "keep"; dropout_p: at most MOST_DROPPED, see checks.check_dropout."""
     kept = min(round((1.0 - dropout_p) * 2**16), MOST_KEPT)
     # -0 and 0 are equal: both are kept, or neither
     return kept + (kept == NEGATIVE + 1)

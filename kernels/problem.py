@@ -76,9 +76,7 @@ class Problem:
 
     @property
     def dropout_limit(self) -> float:
-        """The number at which kernels/dropout.py's "drop" begins; without dropout none is looked at."""
-        if self.dropout_p == 0.0:
-            return 0.0
+        """The number at which kernels/dropout.py's "drop" begins."""
         return struct.unpack("f", struct.pack("I", limit_bits(self.dropout_p) << 16))[0]
 
 

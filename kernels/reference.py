@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels.block_mask import BlockMask
+from kernels.checks import check_dropout
 from kernels.dropout import dropout_keep_mask, keep_scale
 
 
@@ -30,6 +31,7 @@ def attention_reference(
     """
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
+    check_dropout(dropout_p)
     if dropout_p > 0.0 and dropout_seed is None:
         raise ValueError(
             f"dropout_seed must be given when dropout_p is {dropout_p}: pass an int or an int64 tensor"
@@ -49,7 +51,7 @@ def attention_reference(
     # a row of nothing but -inf has no softmax: give it zeros, and take them back below
     scores = scores.masked_fill(~visible, float("-inf")).masked_fill(~sees_any, 0.0)
     probabilities = scores.softmax(dim=-1).masked_fill(~sees_any, 0.0)
-    if dropout_p != 0.0:
+    if dropout_p > 0.0:
         keep = dropout_keep_mask(dropout_seed, dropout_p, batch, n_head, seq_q, seq_k, q.device)
         probabilities = probabilities.masked_fill(~keep, 0.0) * keep_scale(dropout_p)
     out = torch.einsum("bhqk,bkhd->bqhd", probabilities, v)

@@ -181,7 +181,7 @@ def take_queries(tiles, n):
 @gluon.jit
 def step(
     tiles, s, words, dk, dv, k_of_next, v, n, t, is_first, place, masked, first, end, scale_log2,
-    next_place, begun, INDEX: gl.constexpr
+    next_place, dropping, INDEX: gl.constexpr
 ):  # fmt: skip
     """One block of queries, of which s are the scores, and words what is drawn; and those of the next."""
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
@@ -213,7 +213,7 @@ def step(
     s = warpgroup_mma(k_of_next, next_q.permute((1, 0)), minus_lse, is_async=True)  # (keys, queries)
     if tiles.SUMS_DQ:
         hand_over(full)
-    words = draw(tiles, minus_lse, begun, next_place)
+    words = draw(tiles, minus_lse, dropping, next_place)
     dk = warpgroup_mma_wait(1, deps=[dk])
     tiles.q_ring.release(n)
     s = warpgroup_mma_wait(0, deps=[s])
@@ -239,22 +239,22 @@ def consume(tiles, scale_log2, softmax_scale, INDEX: gl.constexpr):
         dk = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
         dv = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
         place = begin
-        begun = begin_to_drop(tiles, s, batch, kv_head, key)
+        dropping = begin_to_drop(tiles, s, batch, kv_head, key)
         last = n + (end - begin) * tiles.work.group - 1
-        words = draw(tiles, s, begun, place)
+        words = draw(tiles, s, dropping, place)
         for j in range(n, last + 1):
             masked = (place < whole_begin) | (place >= whole_end)
             next_place = place + 1
             if next_place == end:
                 next_place = begin
-                begun = tiles.dropout.of_next_head(begun)
+                dropping = tiles.dropout.of_next_head(dropping)
             # the scores behind a tile's last are the first of the next tile
             tile_of_next = t + (j == last).to(gl.int32)
             tiles.k_ring.take(tile_of_next, j == last)
             k_of_next = tiles.keys(tile_of_next).slice(INDEX * ROWS, ROWS, 0)
             s, words, dk, dv = step(
                 tiles, s, words, dk, dv, k_of_next, v, j, t, j == n, place, masked, query_first, query_end,
-                scale_log2, next_place, begun, INDEX
+                scale_log2, next_place, dropping, INDEX
             )  # fmt: skip
             place = next_place
         n = last + 1

@@ -127,7 +127,7 @@ def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delt
 
 
 @gluon.jit
-def step(tiles, dk, dv, k, v, n, place, masked, first, end, scale_log2, begun, INDEX: gl.constexpr):
+def step(tiles, dk, dv, k, v, n, place, masked, first, end, scale_log2, dropping, INDEX: gl.constexpr):
     """One block of queries."""
     S_LAYOUT: gl.constexpr = dk.type.layout
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
@@ -140,7 +140,7 @@ def step(tiles, dk, dv, k, v, n, place, masked, first, end, scale_log2, begun, I
     s = warpgroup_mma(k, q.permute((1, 0)), minus_lse, is_async=True)  # (keys, queries)
     dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)
     if tiles.dropout.IS_ON:
-        masks = tiles.dropout.masks(minus_lse, draw(tiles, minus_lse, begun, place), TRANSPOSED=True)
+        masks = tiles.dropout.masks(minus_lse, draw(tiles, minus_lse, dropping, place), TRANSPOSED=True)
     s = warpgroup_mma_wait(1, deps=[s])
     p = probabilities(tiles.work.mask, s, place, masked, first, end, scale_log2)
     if tiles.dropout.IS_ON:
@@ -188,16 +188,16 @@ def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.conste
         dk = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, S_LAYOUT)
         dv = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, S_LAYOUT)
         place = begin
-        begun = begin_to_drop(tiles, dk, batch, kv_head, key)
+        dropping = begin_to_drop(tiles, dk, batch, kv_head, key)
         for j in range((end - begin) * tiles.work.group):
             masked = (place < whole_begin) | (place >= whole_end)
             dk, dv = step(
-                tiles, dk, dv, k, v, n + j, place, masked, query_first, query_end, scale_log2, begun, INDEX
+                tiles, dk, dv, k, v, n + j, place, masked, query_first, query_end, scale_log2, dropping, INDEX
             )
             place += 1
             if place == end:
                 place = begin
-                begun = tiles.dropout.of_next_head(begun)
+                dropping = tiles.dropout.of_next_head(dropping)
         n += (end - begin) * tiles.work.group
         if tiles.dropout.IS_ON or not tiles.SUMS_DQ:
             tiles.kv_ring.release(t)

@@ -137,7 +137,7 @@ def lse_and_delta(tiles, out, dout, line, rows):
 
 
 @gluon.jit
-def step(tiles, q, dout, dq, n_k, n_v, place, masked, first, end, minus_lse, minus_delta, drawn):
+def step(tiles, q, dout, dq, n_k, n_v, place, masked, first, end, minus_lse, minus_delta, dropping):
     """One block of keys, in buffers number n_k and n_v; minus_lse: (ROWS,) in base 2."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dq.type.layout, 2)
@@ -147,7 +147,7 @@ def step(tiles, q, dout, dq, n_k, n_v, place, masked, first, end, minus_lse, min
     v = tiles.v.index(tiles.v_ring.take(n_v)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
     dp = warpgroup_mma(dout, v.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (ROWS, BLOCK_N)
     if tiles.dropout.IS_ON:
-        masks = draw(tiles, drawn, place)
+        masks = draw(tiles, dropping, place)
     s = warpgroup_mma_wait(1, deps=[s])
     p = gl.exp2(s * tiles.scale_log2 + gl.expand_dims(minus_lse, 1))
     # behind the exponentials: the assembler moves no wait across a branch, and dP runs beside them
@@ -205,13 +205,13 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
             else:
                 key_first, key_end = tiles.mask.keys_of(batch, rows)
             dq = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, DQ_LAYOUT)
-            drawn = begin_to_drop(tiles, batch, head, row)
+            dropping = begin_to_drop(tiles, batch, head, row)
             for place in range(begin, own_end):
                 masked = (place < whole_begin) | (place >= whole_end)
                 j = place - begin
                 dq = step(
                     tiles, q, dout, dq, n_k + j, n + j, place, masked, key_first, key_end,
-                    minus_lse, minus_delta, drawn
+                    minus_lse, minus_delta, dropping
                 )  # fmt: skip
             tiles.q_ring.release(turn)
             scale = tiles.softmax_scale

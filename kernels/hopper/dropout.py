@@ -55,14 +55,14 @@ class Dropout:
         return x + row * SPREAD_X[0] + pair * SPREAD_X[1], y + row * SPREAD_Y[0] + pair * SPREAD_Y[1]
 
     @gluon.jit
-    def of_next_head(self, begun):
+    def of_next_head(self, dropping):
         """What `begin` would give for the head behind."""
         if self.IS_ON:
-            begun = begun[0] + SPREAD_X[2], begun[1] + SPREAD_Y[2]
-        return begun
+            dropping = dropping[0] + SPREAD_X[2], dropping[1] + SPREAD_Y[2]
+        return dropping
 
     @gluon.jit
-    def draw(self, like, begun, on, TRANSPOSED: gl.constexpr = False):
+    def draw(self, like, dropping, on, TRANSPOSED: gl.constexpr = False):
         """What `masks` takes for scores that lie as `like`: two words for each eight of them.
 
         on: how many columns of theirs (keys, or queries if they are transposed) behind what `begin` was told.
@@ -75,8 +75,8 @@ class Dropout:
         # opaque: else products of it are carried from step to step, each in a register
         on = opaque(on // 16 * OF_SIXTEEN)
         sixteenth = index_of(parts(like).shape[3], 2, 4, CALLS) * OF_SIXTEEN
-        x = begun[0] + on * FACTOR_X + sixteenth * FACTOR_X
-        y = begun[1] + on * FACTOR_Y + sixteenth * FACTOR_Y
+        x = dropping[0] + on * FACTOR_X + sixteenth * FACTOR_X
+        y = dropping[1] + on * FACTOR_Y + sixteenth * FACTOR_Y
         return cipher(x, y)
 
     @gluon.jit
@@ -148,6 +148,7 @@ def product_asm(compare):
 
 @gluon.jit
 def product_of_one(p, of_kept, of_dropped, pairs, ASM: gl.constexpr):
+    """p * of_kept, or p * of_dropped where product_asm's comparison finds half of a pair dropped."""
     p_low, p_high = halves(p)
     kept_low, kept_high = halves(of_kept)
     dropped_low, dropped_high = halves(of_dropped)

@@ -173,7 +173,7 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             else:
                 key_first, key_end = tiles.mask.keys_of(batch, rows)
             shift = shift_of(rows, tiles.q.dtype)
-            drawn = begin_to_drop(tiles, batch, head, row)
+            dropping = begin_to_drop(tiles, batch, head, row)
             q = tiles.queries(turn, part)
 
             # where nothing is pending, o becomes a product of anything, and is not stored
@@ -187,7 +187,7 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             p_new = gl.exp2(s * scale_log2 - gl.expand_dims(m_new, 1))
             l_new = partial_sum(p_new)
             o = warpgroup_mma_wait(0, deps=[o])
-            p = weights(tiles, p_new, draw(tiles, drawn, own_end - 1))
+            p = weights(tiles, p_new, draw(tiles, dropping, own_end - 1))
             if pending:
                 tiles.v_ring.release(n_before)
                 store(tiles, out_desc, lse_ptr, o, m_i, l_i, head_before, row_before, INDEX)
@@ -200,16 +200,16 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             if KIND != "full":
                 p, o, m_i, l_i = walk(
                     tiles, q, p, o, m_i, l_i, n, 1, whole, key_first, key_end, own_end - 1, scale_log2,
-                    shift, drawn, True, INDEX
+                    shift, dropping, True, INDEX
                 )  # fmt: skip
             p, o, m_i, l_i = walk(
                 tiles, q, p, o, m_i, l_i, n, whole, after_whole, key_first, key_end, own_end - 1, scale_log2,
-                shift, drawn, False, INDEX
+                shift, dropping, False, INDEX
             )  # fmt: skip
             if KIND == "window" or KIND == "intervals":
                 p, o, m_i, l_i = walk(
                     tiles, q, p, o, m_i, l_i, n, after_whole, steps, key_first, key_end, own_end - 1,
-                    scale_log2, shift, drawn, True, INDEX
+                    scale_log2, shift, dropping, True, INDEX
                 )  # fmt: skip
             n += steps
             pending = steps > 0

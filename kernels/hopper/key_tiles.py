@@ -183,19 +183,19 @@ def probabilities(mask, s, place, masked, first, end, scale_log2):
 @gluon.jit
 def begin_to_drop(tiles, like, batch, kv_head, key):
     """What `draw` takes of a tile of keys, for the first of its query heads."""
-    begun = gl.to_tensor(0)
+    dropping = gl.to_tensor(0)
     if tiles.dropout.IS_ON:
-        begun = tiles.dropout.begin(like, batch, kv_head * tiles.work.group, 0, key, TRANSPOSED=True)
-    return begun
+        dropping = tiles.dropout.begin(like, batch, kv_head * tiles.work.group, 0, key, TRANSPOSED=True)
+    return dropping
 
 
 @gluon.jit
-def draw(tiles, like, begun, place):
+def draw(tiles, like, dropping, place):
     """What dropout draws for scores that lie as `like`, of the queries at a place."""
     words = gl.to_tensor(0), gl.to_tensor(0)
     if tiles.dropout.IS_ON:
         row = query_block(tiles.work.mask, place) * ROWS
-        words = tiles.dropout.draw(like, begun, row, TRANSPOSED=True)
+        words = tiles.dropout.draw(like, dropping, row, TRANSPOSED=True)
     return words
 
 

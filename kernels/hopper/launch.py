@@ -10,6 +10,7 @@ from kernels.dropout import limit_bits
 from kernels.hopper.backward_64 import backward_64_kernel
 from kernels.hopper.backward_128 import backward_128_kernel
 from kernels.hopper.dq import dq_kernel
+from kernels.hopper.dropout import signed
 from kernels.hopper.forward import forward_kernel
 from kernels.hopper.key_tiles import BLOCK_N, CONSUMERS
 from kernels.hopper.key_tiles import ROWS as BACKWARD_ROWS
@@ -64,9 +65,7 @@ def dropout_arguments(problem: Problem, nothing: Tensor) -> tuple[Tensor, int, f
     if problem.dropout_p == 0.0:
         return nothing, 0, 1.0
     bits = limit_bits(problem.dropout_p)
-    # both halves of an int32
-    limit = (bits << 16 | bits) - (bits >> 15 << 32)
-    return problem.dropout_seed, limit, problem.keep_scale
+    return problem.dropout_seed, signed(bits << 16 | bits), problem.keep_scale
 
 
 def keys_per_query(problem: Problem, seq_q: int, seq_k: int) -> float:

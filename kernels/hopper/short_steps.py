@@ -17,7 +17,7 @@ from kernels.hopper.steps import begin_to_drop, draw, scores_of_nothing, store
 
 
 @gluon.jit
-def step(tiles, q, o, m_i, l_i, n, first, end, place, masked, scale_log2, shift, drawn):
+def step(tiles, q, o, m_i, l_i, n, first, end, place, masked, scale_log2, shift, dropping):
     """One block of keys, in buffers number n.
 
     first, end: of the keys that each query sees; of a list both are the query's line in tiles of bits.
@@ -36,7 +36,7 @@ def step(tiles, q, o, m_i, l_i, n, first, end, place, masked, scale_log2, shift,
     p, alpha, m_i, l_i = softmax(s, m_i, l_i, scale_log2, shift)
     o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout)), 1)
     if tiles.dropout.IS_ON:
-        p = unpack_pairs(weights(tiles, p, draw(tiles, drawn, place)), tiles.q.dtype, P_LAYOUT)
+        p = unpack_pairs(weights(tiles, p, draw(tiles, dropping, place)), tiles.q.dtype, P_LAYOUT)
     else:
         p = gl.convert_layout(p.to(tiles.q.dtype), P_LAYOUT)
     v = tiles.v.index(tiles.v_ring.take(n)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
@@ -77,7 +77,7 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
                 own_begin = begin
                 own_end = begin
         shift = shift_of(row + lines, tiles.q.dtype)
-        drawn = begin_to_drop(tiles, batch, head, row)
+        dropping = begin_to_drop(tiles, batch, head, row)
         q = tiles.queries(turn, INDEX)
         o = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
         m_i = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
@@ -92,7 +92,7 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             if not LISTED:
                 masked |= place < whole_begin
             o, m_i, l_i = step(
-                tiles, q, o, m_i, l_i, n + j, first, key_end, place, masked, scale_log2, shift, drawn
+                tiles, q, o, m_i, l_i, n + j, first, key_end, place, masked, scale_log2, shift, dropping
             )  # fmt: skip
         tiles.q_ring.release(turn)
         n += own_end - own_begin

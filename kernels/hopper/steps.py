@@ -53,20 +53,20 @@ def scores_of_nothing(tiles):
 @gluon.jit
 def begin_to_drop(tiles, batch, head, row):
     """What `draw` takes of a tile of queries."""
-    begun = gl.to_tensor(0)
+    dropping = gl.to_tensor(0)
     if tiles.dropout.IS_ON:
-        begun = tiles.dropout.begin(scores_of_nothing(tiles), batch, head, row, 0)
-    return begun
+        dropping = tiles.dropout.begin(scores_of_nothing(tiles), batch, head, row, 0)
+    return dropping
 
 
 @gluon.jit
-def draw(tiles, begun, place):
+def draw(tiles, dropping, place):
     """What dropout draws for the keys at a place."""
     masks = gl.to_tensor(0)
     if tiles.dropout.IS_ON:
         keys = key_block(tiles, place) * tiles.BLOCK_N
         like = scores_of_nothing(tiles)
-        masks = tiles.dropout.masks(like, tiles.dropout.draw(like, begun, keys))
+        masks = tiles.dropout.masks(like, tiles.dropout.draw(like, dropping, keys))
     return masks
 
 
@@ -98,7 +98,7 @@ def weigh(tiles, p, o, n, begun, pending):
 
 @gluon.jit
 def step(
-    tiles, q, p, o, m_i, l_i, n, begun, first, end, place, scale_log2, shift, drawn,
+    tiles, q, p, o, m_i, l_i, n, begun, first, end, place, scale_log2, shift, dropping,
     MASKED: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
     """One block of keys after the first, at `place`."""
@@ -114,7 +114,7 @@ def step(
     p_new, alpha, m_i, l_i = softmax(s, m_i, l_i, scale_log2, shift)
     o = warpgroup_mma_wait(0, deps=[o])
     tiles.v_ring.release(n - 1)
-    masks = draw(tiles, drawn, place)
+    masks = draw(tiles, dropping, place)
     o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout)), 1)
     p = weights(tiles, p_new, masks)
     return p, o, m_i, l_i
@@ -122,13 +122,13 @@ def step(
 
 @gluon.jit
 def walk(
-    tiles, q, p, o, m_i, l_i, n, start, stop, first, end, last_place, scale_log2, shift, drawn,
+    tiles, q, p, o, m_i, l_i, n, start, stop, first, end, last_place, scale_log2, shift, dropping,
     MASKED: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
     """Steps start to stop of a tile, whose step 0 is at `last_place`, with buffers number n."""
     for j in range(start, stop):
         p, o, m_i, l_i = step(
-            tiles, q, p, o, m_i, l_i, n + j, j > 1, first, end, last_place - j, scale_log2, shift, drawn,
+            tiles, q, p, o, m_i, l_i, n + j, j > 1, first, end, last_place - j, scale_log2, shift, dropping,
             MASKED, INDEX
         )  # fmt: skip
     return p, o, m_i, l_i

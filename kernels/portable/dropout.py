@@ -7,6 +7,7 @@ from kernels import dropout
 
 ROUNDS = tl.constexpr(dropout.ROUNDS)
 FACTOR, KEY = tl.constexpr(dropout.FACTOR), tl.constexpr(dropout.KEY)
+WORD = tl.constexpr(dropout.WORD)
 SPREAD_X, SPREAD_Y = tl.constexpr(dropout.SPREAD_X), tl.constexpr(dropout.SPREAD_Y)
 
 
@@ -27,7 +28,7 @@ def cipher(seed, row, pair, head, batch):
     for i in tl.static_range(ROUNDS):
         # whole, not by halves: one instruction
         product = x.to(tl.uint64) * FACTOR
-        x, y = (product >> 32).to(tl.uint32) ^ y ^ ((KEY * (i + 1)) & 0xFFFFFFFF), product.to(tl.uint32)
+        x, y = (product >> 32).to(tl.uint32) ^ y ^ ((KEY * (i + 1)) & WORD), product.to(tl.uint32)
     return x, y
 
 

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from kernels.hopper.block_lists import BLOCK_SIZE, hide_unseen
+from kernels.hopper.dropout import index_of
 from kernels.hopper.primitives import (
     fragments,
     opaque,
@@ -110,7 +111,8 @@ def visit(mask, batch, kv_head, tile):
         first_of_last, end_of_last = mask.queries_of(batch, key + BLOCK_N - 1)
         if mask.KIND == "intervals":
             # keys that nobody sees may begin behind the last query, where other heads have their sums
-            first_of_first = gl.minimum(first_of_first, mask.seq_q - 1)
+            # (and not seq_q - 1, which would be made when the kernel begins, and spilled)
+            first_of_first = gl.minimum(first_of_first + 1, mask.seq_q) - 1
         begin, whole_begin, whole_end, end = blocks_between(
             first_of_first, end_of_first, first_of_last, end_of_last, ROWS
         )
@@ -127,15 +129,25 @@ def query_block(mask, place):
 
 
 @gluon.jit
-def key_limits(mask, batch, keys, nowhere):
-    """What `hide` takes of each key: its interval of queries, or its line in tiles of bits."""
+def key_limits(mask, batch, key, nowhere, like):
+    """What `hide` takes of each key from `key` on, for P that lies as `like`.
+
+    Its line in tiles of bits; or its interval of queries, (ROWS, 4), less what a thread's columns have beyond
+    those that the compiler knows, see hide_outside.
+    """
     if mask.KIND == "blocks":
-        first = keys % BLOCK_SIZE
+        first = (key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, like.type.layout))) % BLOCK_SIZE
         end = first
     else:
+        LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, pairs_of_eights(like).type.layout))
+        keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
         first, end = mask.queries_of(batch, keys)
         # keys behind the last see no query
         first = gl.where(keys < mask.seq_k, first, nowhere)
+        pair = gl.expand_dims(2 * gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT)), 0)
+        # opaque: else the pair is subtracted in each step, which takes one more register
+        first = opaque(gl.expand_dims(first, 1) - pair)
+        end = opaque(gl.expand_dims(end, 1) - pair)
     return first, end
 
 
@@ -151,16 +163,22 @@ def hide(mask, p, first, end, place):
 
 
 @gluon.jit
+def pairs_of_eights(p):
+    """p (ROWS, ROWS) by key, eight, pair and one of it, of which a thread holds one pair."""
+    return gl.reshape(p, [ROWS, ROWS // 8, 4, 2])
+
+
+@gluon.jit
 def hide_outside(mask, p, first, end):
     """0 outside of each key's interval of queries, counted from the first column."""
-    index = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, p.type.layout)), 0)
+    x = pairs_of_eights(p)
+    LAYOUT: gl.constexpr = x.type.layout
     # as in softmax.hide
-    eight = index & -8
-    rest = index & 7
-    visible = eight >= gl.expand_dims(opaque(first), 1) - rest
+    known = 8 * index_of(ROWS // 8, 1, 4, LAYOUT) + index_of(2, 3, 4, LAYOUT)
+    visible = known >= gl.expand_dims(gl.expand_dims(opaque(first), 1), 3)
     if mask.KIND == "window" or mask.KIND == "intervals":
-        visible = visible & (eight < gl.expand_dims(opaque(end), 1) - rest)
-    return gl.where(visible, p, 0.0)
+        visible = visible & (known < gl.expand_dims(gl.expand_dims(opaque(end), 1), 3))
+    return gl.convert_layout(gl.reshape(gl.where(visible, x, 0.0), p.shape), p.type.layout)
 
 
 @gluon.jit

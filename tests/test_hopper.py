@@ -67,12 +67,10 @@ def test_every_configuration_compiles_ahead_of_time_without_waste(mask, version)
 
 
 # under one mask, by one Triton: what dropout adds to a step is the same under each
-def test_every_kernel_compiles_with_dropout_and_spills_little_and_in_one_alone():
+def test_every_kernel_compiles_with_dropout_without_waste():
     configurations = compile_apart("tests.ahead_of_time_hopper", "pinned", "mask=causal", "dropout=true")
     assert_nothing_is_wasted(configurations)
-    for c in configurations:
-        # a few registers, once a tile
-        assert c["spilled"] <= (96 if c["kernel"] == "backward" else 0), c
+    assert [c for c in configurations if c["spilled"] > 0] == []
 
 
 def assert_nothing_is_wasted(configurations: list[dict]) -> None:

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import BlockLists
-from kernels.hopper.dropout import Dropout, mark, product_of_marked
+from kernels.hopper.dropout import Dropout, gradient_of_marked, mark
 from kernels.hopper.key_tiles import (
     BLOCK_N,
     CONSUMERS,
@@ -49,6 +49,7 @@ from kernels.hopper.primitives import (
     make_numbers,
     make_ring,
     not_negative,
+    opaque,
     pack_pairs,
     record,
     reduce_add_to_global,
@@ -192,20 +193,24 @@ def step(
     p = pack_pairs(probabilities(tiles.work.mask, s, place, masked, first, end, scale_log2), dtype)
     if tiles.dropout.IS_ON:
         p = mark(p, tiles.dropout.masks(s, words, TRANSPOSED=True))
-    # what loads a product's first numbers comes before the issue of another, which it would wait for
-    minus_delta = columns(tiles.minus_delta.index(stage), S_LAYOUT)
+    # under dropout dP begins from 0: of a dropped probability all of it goes, and -delta stays
+    FROM_DELTA: gl.constexpr = not tiles.dropout.IS_ON
+    if FROM_DELTA:
+        # what loads a product's first numbers comes before the issue of another, which it would wait for
+        dp = columns(tiles.minus_delta.index(stage), S_LAYOUT)
+    else:
+        dp = gl.full([ROWS, ROWS], 0.0, gl.float32, S_LAYOUT)
     kept = not_negative(p, dtype) if tiles.dropout.IS_ON else p
     dv = warpgroup_mma(unpack_pairs(kept, dtype, A_LAYOUT), dout, dv, is_async=True)  # (keys, D)
     tiles.v_ring.take(t, is_first)
-    dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)  # (keys, queries)
+    dp = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=FROM_DELTA, is_async=True)  # (keys, queries)
     dp, dv = warpgroup_mma_wait(0, deps=[dp, dv])
-    ds = widen_pairs(p, dtype, S_LAYOUT)
     if tiles.dropout.IS_ON:
         # all gradients are multiplied by keep_scale in the end, and delta is divided by it
-        ds = product_of_marked(gl.abs(ds), dp, minus_deltas(tiles, stage, dp), p, dtype)
+        ds = gradient_of_marked(p, dp, minus_deltas(tiles, stage, dp), dtype)
+        ds = unpack_pairs(ds, dtype, S_LAYOUT)
     else:
-        ds *= dp
-    ds = ds.to(dtype)
+        ds = (widen_pairs(p, dtype, S_LAYOUT) * dp).to(dtype)
     if tiles.SUMS_DQ:
         full = store_ds(tiles, ds, n, INDEX)
     next_q, minus_lse = take_queries(tiles, n + 1)
@@ -234,8 +239,7 @@ def consume(tiles, scale_log2, softmax_scale, INDEX: gl.constexpr):
         batch, kv_head, key, begin, whole_begin, whole_end, end = tiles.work.locate(i)
         v = tiles.v.index(t % tiles.v_ring.STAGES).reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0)
         key += INDEX * ROWS
-        keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
-        query_first, query_end = key_limits(tiles.work.mask, batch, keys, tiles.work.padded)
+        query_first, query_end = key_limits(tiles.work.mask, batch, key, tiles.work.padded, s)
         dk = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
         dv = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
         place = begin
@@ -260,7 +264,10 @@ def consume(tiles, scale_log2, softmax_scale, INDEX: gl.constexpr):
         n = last + 1
         if tiles.dropout.IS_ON:
             dv *= tiles.dropout.keep_scale
-        leave(v, dv)
+        # opaque: else the addresses are made before the loop, and spilled
+        stage = opaque(t % tiles.v_ring.STAGES)
+        own_v = tiles.v.index(stage).reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0)
+        leave(own_v, dv)
         if tiles.SUMS_DQ:
             tiles.last_dq_ring.take(t)
         leave(tiles.keys(t).slice(INDEX * ROWS, ROWS, 0), dk * softmax_scale)

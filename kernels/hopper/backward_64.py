@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import BlockLists
-from kernels.hopper.dropout import Dropout, product, weights
+from kernels.hopper.dropout import Dropout, gradient, weights
 from kernels.hopper.key_tiles import (
     BLOCK_N,
     CONSUMERS,
@@ -136,9 +136,14 @@ def step(tiles, dk, dv, k, v, n, place, masked, first, end, scale_log2, dropping
     q = tiles.q.index(stage).reshape([ROWS, HEAD_DIM])
     dout = tiles.dout.index(stage).reshape([ROWS, HEAD_DIM])
     minus_lse = columns(tiles.minus_lse.index(stage), S_LAYOUT)
-    minus_delta = columns(tiles.minus_delta.index(stage), S_LAYOUT)
+    # under dropout dP begins from 0: of a dropped probability all of it goes, and -delta stays
+    FROM_DELTA: gl.constexpr = not tiles.dropout.IS_ON
+    if FROM_DELTA:
+        dp = columns(tiles.minus_delta.index(stage), S_LAYOUT)
+    else:
+        dp = gl.full([ROWS, ROWS], 0.0, gl.float32, S_LAYOUT)
     s = warpgroup_mma(k, q.permute((1, 0)), minus_lse, is_async=True)  # (keys, queries)
-    dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)
+    dp = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=FROM_DELTA, is_async=True)
     if tiles.dropout.IS_ON:
         masks = tiles.dropout.masks(minus_lse, draw(tiles, minus_lse, dropping, place), TRANSPOSED=True)
     s = warpgroup_mma_wait(1, deps=[s])
@@ -149,9 +154,11 @@ def step(tiles, dk, dv, k, v, n, place, masked, first, end, scale_log2, dropping
         kept = gl.convert_layout(p.to(dtype), A_LAYOUT)
     dv = warpgroup_mma(kept, dout, dv, is_async=True)  # (keys, D)
     dp = warpgroup_mma_wait(1, deps=[dp])
-    # all gradients are multiplied by keep_scale in the end, and delta is divided by it
-    ds = product(p, dp, minus_deltas(tiles, stage, dp), masks) if tiles.dropout.IS_ON else p * dp
-    ds = ds.to(dtype)
+    if tiles.dropout.IS_ON:
+        # all gradients are multiplied by keep_scale in the end, and delta is divided by it
+        ds = unpack_pairs(gradient(p, dp, minus_deltas(tiles, stage, dp), masks, dtype), dtype, S_LAYOUT)
+    else:
+        ds = (p * dp).to(dtype)
     if tiles.SUMS_DQ:
         full = store_ds(tiles, ds, n, INDEX)
     dk = warpgroup_mma(gl.convert_layout(ds, A_LAYOUT), q, dk, is_async=True)  # (keys, D)
@@ -167,6 +174,7 @@ def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.conste
     """dk and dv of 64 keys of every tile of this block, and dS."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
+    HELD: gl.constexpr = tiles.SUMS_DQ and not tiles.dropout.IS_ON
     n = gl.to_tensor(0)
     t = 0
     i, _ = tiles.take(t)
@@ -176,17 +184,15 @@ def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.conste
         k = tiles.k.index(stage).reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0)
         v = tiles.v.index(stage).reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0)
         # without dS to store, ptxas would put P into registers that k and v still need: they stay in memory;
-        # v too where dropout draws, which takes its registers
-        if tiles.SUMS_DQ:
+        # where dropout draws too, which takes their registers
+        if HELD:
             k = k.load(A_LAYOUT)
-            if not tiles.dropout.IS_ON:
-                v = v.load(A_LAYOUT)
-                tiles.kv_ring.release(t)
+            v = v.load(A_LAYOUT)
+            tiles.kv_ring.release(t)
         key += INDEX * ROWS
-        keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
-        query_first, query_end = key_limits(tiles.work.mask, batch, keys, tiles.work.padded)
         dk = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, S_LAYOUT)
         dv = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, S_LAYOUT)
+        query_first, query_end = key_limits(tiles.work.mask, batch, key, tiles.work.padded, dk)
         place = begin
         dropping = begin_to_drop(tiles, dk, batch, kv_head, key)
         for j in range((end - begin) * tiles.work.group):
@@ -199,7 +205,7 @@ def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.conste
                 place = begin
                 dropping = tiles.dropout.of_next_head(dropping)
         n += (end - begin) * tiles.work.group
-        if tiles.dropout.IS_ON or not tiles.SUMS_DQ:
+        if not HELD:
             tiles.kv_ring.release(t)
         if tiles.dropout.IS_ON:
             dv *= tiles.dropout.keep_scale
@@ -258,8 +264,10 @@ def reduce(tiles, sum_desc, dk_desc, dv_desc):
                     tma.store_wait(1)
                     tiles.out_ring.release(t - 1)
                 n += 1
-        tiles.out_ring.take(t)
         for c in gl.static_range(CONSUMERS):
+            # for each half again: of copies with no wait between them the assembler sets an address under a
+            # condition, and carries it around all loops
+            tiles.out_ring.take(t)
             coordinates = [batch, kv_head, key + c * ROWS, 0]
             tma.async_copy_shared_to_global(dv_desc, coordinates, tiles.dv.index(c))
             tma.async_copy_shared_to_global(dk_desc, coordinates, tiles.dk.index(c))

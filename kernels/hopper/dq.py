@@ -22,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import BLOCK_SIZE, BlockLists, hide_unseen
-from kernels.hopper.dropout import Dropout, product
-from kernels.hopper.primitives import Ring, copy_out, make_ring, opaque, record
+from kernels.hopper.dropout import Dropout, gradient
+from kernels.hopper.primitives import Ring, copy_out, make_ring, opaque, record, unpack_pairs
 from kernels.hopper.query_tiles import ROWS, key_block, locate, places, skip, words_at
 from kernels.hopper.schedule import Mask, TileOrder
 from kernels.hopper.softmax import hide
@@ -160,12 +160,11 @@ def step(tiles, q, dout, dq, n_k, n_v, place, masked, first, end, minus_lse, min
     tiles.v_ring.release(n_v)
     minus_delta = gl.expand_dims(minus_delta, 1)
     if tiles.dropout.IS_ON:
-        of_dropped, _ = gl.broadcast(minus_delta, dp)
-        ds = product(p, dp + minus_delta, of_dropped, masks)
+        minus_delta, _ = gl.broadcast(minus_delta, dp)
+        ds = unpack_pairs(gradient(p, dp, minus_delta, masks, k.dtype), k.dtype, A_LAYOUT)
     else:
-        ds = p * (dp + minus_delta)
-    ds = ds.to(k.dtype)
-    dq = warpgroup_mma(gl.convert_layout(ds, A_LAYOUT), k, dq, is_async=True)  # (ROWS, D)
+        ds = gl.convert_layout((p * (dp + minus_delta)).to(k.dtype), A_LAYOUT)
+    dq = warpgroup_mma(ds, k, dq, is_async=True)  # (ROWS, D)
     dq = warpgroup_mma_wait(0, deps=[dq])
     tiles.k_ring.release(n_k)
     return dq

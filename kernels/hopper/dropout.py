@@ -123,41 +123,49 @@ def mark(pairs, masks):
     return pairs | (~masks & SIGNS)
 
 
-@gluon.jit
-def product(p, of_kept, of_dropped, masks):
-    """p * of_kept, or p * of_dropped where masks say so; (M, N) float32."""
-    ASM: gl.constexpr = product_asm("eq.bf16x2")
-    return product_of_one(p, of_kept, of_dropped, masks, ASM)
-
-
-@gluon.jit
-def product_of_marked(p, of_kept, of_dropped, pairs, dtype: gl.constexpr):
-    """The same, by the signs of what `mark` gave."""
-    ASM: gl.constexpr = product_asm("lt.bf16x2" if dtype == gl.bfloat16 else "lt.f16x2")
-    return product_of_one(p, of_kept, of_dropped, pairs, ASM)
-
-
 @gluon.constexpr_function
-def product_asm(compare):
-    # two products: choosing the factor would take as many instructions, of half the speed
+def gradient_asm(of_marked, dtype):
+    kind = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    if not of_marked:
+        p = "setp.eq.bf16x2 low|high, $1, zero; mov.f32 p, $6; mov.f32 q, $7; "
+    elif dtype == gl.bfloat16:
+        p = "setp.lt.bf16x2 low|high, $1, zero; shl.b32 p, $1, 16; abs.f32 p, p; and.b32 q, $1, 0x7fff0000; "
+    else:
+        p = (
+            "setp.lt.f16x2 low|high, $1, zero; and.b32 zero, $1, 0x7fff7fff; mov.b32 {a, b}, zero; "
+            "cvt.f32.f16 p, a; cvt.f32.f16 q, b; "
+        )
+    # by predicates: choosing a factor would take as many instructions, of half the speed
     return (
-        "{.reg .pred low, high; .reg .b32 zero; mov.b32 zero, 0; setp." + compare + " low|high, $8, zero; "
-        "mul.f32 $0, $2, $4; mul.f32 $1, $3, $5; @low mul.f32 $0, $2, $6; @high mul.f32 $1, $3, $7;}"
-    )
+        "{.reg .pred low, high; .reg .b16 a, b; .reg .b32 zero; .reg .f32 p, q, x, y; mov.b32 zero, 0; " + p
+        + "mul.f32 x, p, $4; mul.f32 y, q, $5; @!low fma.rn.f32 x, p, $2, x; @!high fma.rn.f32 y, q, $3, y; "
+        + "cvt.rn." + kind + ".f32 $0, y, x;}"
+    )  # fmt: skip
 
 
 @gluon.jit
-def product_of_one(p, of_kept, of_dropped, pairs, ASM: gl.constexpr):
-    """p * of_kept, or p * of_dropped where product_asm's comparison finds half of a pair dropped."""
+def gradient(p, dp, minus_delta, masks, dtype: gl.constexpr):
+    """Pairs of dS = P (dP - delta), rounded, or of -P delta where masks have it dropped."""
+    ASM: gl.constexpr = gradient_asm(False, dtype)
     p_low, p_high = halves(p)
-    kept_low, kept_high = halves(of_kept)
-    dropped_low, dropped_high = halves(of_dropped)
-    low, high = gl.inline_asm_elementwise(
-        ASM, "=&f,=&f,f,f,f,f,f,f,r",
-        [p_low, p_high, kept_low, kept_high, dropped_low, dropped_high, pairs],
-        dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
+    dp_low, dp_high = halves(dp)
+    delta_low, delta_high = halves(minus_delta)
+    return gl.inline_asm_elementwise(
+        ASM, "=r,r,f,f,f,f,f,f", [masks, dp_low, dp_high, delta_low, delta_high, p_low, p_high],
+        dtype=gl.int32, is_pure=True, pack=1,
     )  # fmt: skip
-    return gl.convert_layout(gl.reshape(gl.join(low, high), p.shape), p.type.layout)
+
+
+@gluon.jit
+def gradient_of_marked(pairs, dp, minus_delta, dtype: gl.constexpr):
+    """The same, of P in 16 bits and by its signs, which `mark` gave: pair by pair it takes few registers."""
+    ASM: gl.constexpr = gradient_asm(True, dtype)
+    dp_low, dp_high = halves(dp)
+    delta_low, delta_high = halves(minus_delta)
+    return gl.inline_asm_elementwise(
+        ASM, "=r,r,f,f,f,f", [pairs, dp_low, dp_high, delta_low, delta_high],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit

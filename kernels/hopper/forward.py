@@ -173,7 +173,6 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             else:
                 key_first, key_end = tiles.mask.keys_of(batch, rows)
             shift = shift_of(rows, tiles.q.dtype)
-            dropping = begin_to_drop(tiles, batch, head, row)
             q = tiles.queries(turn, part)
 
             # where nothing is pending, o becomes a product of anything, and is not stored
@@ -187,10 +186,12 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             p_new = gl.exp2(s * scale_log2 - gl.expand_dims(m_new, 1))
             l_new = partial_sum(p_new)
             o = warpgroup_mma_wait(0, deps=[o])
-            p = weights(tiles, p_new, draw(tiles, dropping, own_end - 1))
             if pending:
                 tiles.v_ring.release(n_before)
                 store(tiles, out_desc, lse_ptr, o, m_i, l_i, head_before, row_before, INDEX)
+            # behind the store, for its registers
+            dropping = begin_to_drop(tiles, batch, head, row)
+            p = weights(tiles, p_new, draw(tiles, dropping, own_end - 1))
             m_i = m_new
             l_i = l_new
 

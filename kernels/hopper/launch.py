@@ -229,7 +229,7 @@ def attention_backward(
             problem, dout, dlse, q, k, v, out, lse, dq, minus_lse, minus_delta, counts,
             dq_tile(width, mask_kind(problem), problem.dropout_p > 0.0)
         )  # fmt: skip
-    # of kept scores, see score_gradients in key_tiles.py
+    # of kept scores, see dropout.gradient
     gradient_scale = problem.softmax_scale * problem.keep_scale
     side = BACKWARD_ROWS.value
     squares = dq_sum.view(-1, side)

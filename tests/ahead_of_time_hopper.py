@@ -41,7 +41,7 @@ def descriptor(dtype: str, *shape: int, swizzle: int = 128) -> str:
 
 def forward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int, dropout: bool) -> tuple:
     """The kernel, its descriptors by argument, constants, registers of one thread, as launch.py has them."""
-    tile = forward_tile(head_dim, mask, seq_q, dropout)
+    tile = forward_tile(head_dim, mask, seq_q)
     rows = {"q_desc": ROWS.value, "out_desc": ROWS.value, "k_desc": tile.block_n, "v_desc": tile.block_n}
     descriptors = {name: descriptor(dtype, 1, 1, n, head_dim) for name, n in rows.items()}
     constants = {
@@ -212,7 +212,7 @@ def main(arguments: list[str]) -> None:
     ):
         drops = dropout == "true"
         # the forward tile changes with the keys of a query
-        tiles = {forward_tile(head_dim, mask, n, drops): n for n in (256, 2048, 65536)}
+        tiles = {forward_tile(head_dim, mask, n): n for n in (256, 2048, 65536)}
         for seq_q in tiles.values() if kernel == "forward" else [1024]:
             name = {"triton": triton.__version__, "kernel": kernel, "head_dim": head_dim}
             name |= {"dtype": dtype, "mask": mask, "seq_q": seq_q, "dropout": drops}

@@ -99,7 +99,7 @@ def attention_forward(
     seq_k, n_kv_head = k.shape[1:3]
     width = tile_width(head_dim)
     drops = problem.dropout_p > 0.0
-    tile = tile or forward_tile(width, mask_kind(problem), keys_per_query(problem, seq_q, seq_k), drops)
+    tile = tile or forward_tile(width, mask_kind(problem), keys_per_query(problem, seq_q, seq_k))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, n_head, seq_q, dtype=torch.float32, device=q.device)
     group = n_head // n_kv_head

@@ -43,7 +43,7 @@ SHORT = ForwardTile(2, 64, 2, 4, 104, 24, blocks=2)
 SHORT_ROWS = {"full": 400, "causal": 520, "window": 1024}
 
 
-def forward_tile(width: int, mask: str, keys_per_query: float, dropout: bool = False) -> ForwardTile:
+def forward_tile(width: int, mask: str, keys_per_query: float) -> ForwardTile:
     if width == 128:
         return ForwardTile(2, 128, 2, 2, 240, 24)
     # a list serves 128 queries, so two warpgroups; how long documents are nobody knows here
@@ -51,8 +51,8 @@ def forward_tile(width: int, mask: str, keys_per_query: float, dropout: bool = F
         return SHORT
     if keys_per_query <= SHORT_ROWS[mask]:
         return SHORT
-    # a third warpgroup fills the gaps of two, but lacks the registers for both edges of a window, or dropout
-    if mask == "window" or dropout:
+    # a third warpgroup fills the gaps of two, but lacks the registers for both edges of a window
+    if mask == "window":
         return ForwardTile(2, 128, 2, 3, 240, 24)
     return ForwardTile(3, 128, 2, 3, 160, 32, dealt=EVERY)
 

@@ -100,6 +100,15 @@ def test_a_run_that_one_rank_has_no_memory_for_is_not_started_again():
     assert output.count(ENDS_AT_ONCE) == 1, output
 
 
+def wait_for_the_store(port: int) -> None:
+    for _ in range(600):
+        with socket.socket() as client:
+            if client.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    pytest.fail(f"no torchrun listens on {port} after a minute")
+
+
 def disk_away() -> None:
     Path("runs").write_text("no folder")
 
@@ -129,7 +138,7 @@ def test_a_host_without_the_error_ends_at_once_too_where_another_one_was_refused
     )  # fmt: skip
     # the first torchrun keeps the store
     well = launch("seed=1", restarts=restarts, options=options)
-    time.sleep(1)
+    wait_for_the_store(int(endpoint.rpartition(":")[2]))
     # its process begins later, and the other one waits for it
     slowly = "import time\ntime.sleep(2)\n"
     refused = launch("seq_len=0", restarts=restarts, options=options, fault=slowly)

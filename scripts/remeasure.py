@@ -84,7 +84,10 @@ def repetition(old: Path, new: Path) -> Repetition:
     # what is no text and what is no JSON are both ValueErrors
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{old} does not name a command and its GPUs: it is no result file") from error
-    words = [word for word in words[1:] if word != "-u"]
+    words = words[1:]
+    # of Python itself: what changes no measurement
+    while words and words[0] in ("-u", "-W"):
+        words = words[1 if words[0] == "-u" else 2 :]
     if len(words) < 2 or words[0] != "-m" or not (words[1] == "train" or words[1].startswith("scripts.")):
         raise ValueError(f"{old} comes from {result['command']!r}: only train and scripts.* are repeated")
     module, given = words[1], words[2:]

@@ -28,6 +28,7 @@ from kernels.hopper.key_tiles import (
     NOT_SPECIALIZED,
     ROWS,
     KeyTiles,
+    begin_dp,
     begin_to_drop,
     columns,
     copy_queries,
@@ -193,17 +194,13 @@ def step(
     p = pack_pairs(probabilities(tiles.work.mask, s, place, masked, first, end, scale_log2), dtype)
     if tiles.dropout.IS_ON:
         p = mark(p, tiles.dropout.masks(s, words, TRANSPOSED=True))
-    # under dropout dP begins from 0: of a dropped probability all of it goes, and -delta stays
-    FROM_DELTA: gl.constexpr = not tiles.dropout.IS_ON
-    if FROM_DELTA:
-        # what loads a product's first numbers comes before the issue of another, which it would wait for
-        dp = columns(tiles.minus_delta.index(stage), S_LAYOUT)
-    else:
-        dp = gl.full([ROWS, ROWS], 0.0, gl.float32, S_LAYOUT)
+    # what loads a product's first numbers comes before the issue of another, which it would wait for
+    dp = begin_dp(tiles, stage, S_LAYOUT)
     kept = not_negative(p, dtype) if tiles.dropout.IS_ON else p
     dv = warpgroup_mma(unpack_pairs(kept, dtype, A_LAYOUT), dout, dv, is_async=True)  # (keys, D)
     tiles.v_ring.take(t, is_first)
-    dp = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=FROM_DELTA, is_async=True)  # (keys, queries)
+    # (keys, queries)
+    dp = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=not tiles.dropout.IS_ON, is_async=True)
     dp, dv = warpgroup_mma_wait(0, deps=[dp, dv])
     if tiles.dropout.IS_ON:
         # all gradients are multiplied by keep_scale in the end, and delta is divided by it

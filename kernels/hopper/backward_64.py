@@ -30,6 +30,7 @@ from kernels.hopper.key_tiles import (
     NOT_SPECIALIZED,
     ROWS,
     KeyTiles,
+    begin_dp,
     begin_to_drop,
     columns,
     copy_queries,
@@ -136,14 +137,9 @@ def step(tiles, dk, dv, k, v, n, place, masked, first, end, scale_log2, dropping
     q = tiles.q.index(stage).reshape([ROWS, HEAD_DIM])
     dout = tiles.dout.index(stage).reshape([ROWS, HEAD_DIM])
     minus_lse = columns(tiles.minus_lse.index(stage), S_LAYOUT)
-    # under dropout dP begins from 0: of a dropped probability all of it goes, and -delta stays
-    FROM_DELTA: gl.constexpr = not tiles.dropout.IS_ON
-    if FROM_DELTA:
-        dp = columns(tiles.minus_delta.index(stage), S_LAYOUT)
-    else:
-        dp = gl.full([ROWS, ROWS], 0.0, gl.float32, S_LAYOUT)
+    dp = begin_dp(tiles, stage, S_LAYOUT)
     s = warpgroup_mma(k, q.permute((1, 0)), minus_lse, is_async=True)  # (keys, queries)
-    dp = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=FROM_DELTA, is_async=True)
+    dp = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=not tiles.dropout.IS_ON, is_async=True)
     if tiles.dropout.IS_ON:
         masks = tiles.dropout.masks(minus_lse, draw(tiles, minus_lse, dropping, place), TRANSPOSED=True)
     s = warpgroup_mma_wait(1, deps=[s])

@@ -8,7 +8,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from kernels import dropout
-from kernels.hopper.primitives import opaque, pack_pairs, record
+from kernels.hopper.primitives import index_of, opaque, pack_pairs, record
 
 
 @gluon.constexpr_function
@@ -127,19 +127,21 @@ def mark(pairs, masks):
 def gradient_asm(of_marked, dtype):
     kind = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
     if not of_marked:
-        p = "setp.eq.bf16x2 low|high, $1, zero; mov.f32 p, $6; mov.f32 q, $7; "
+        take_p = "setp.eq.bf16x2 low|high, $1, zero; mov.f32 p, $6; mov.f32 q, $7; "
     elif dtype == gl.bfloat16:
-        p = "setp.lt.bf16x2 low|high, $1, zero; shl.b32 p, $1, 16; abs.f32 p, p; and.b32 q, $1, 0x7fff0000; "
+        take_p = (
+            "setp.lt.bf16x2 low|high, $1, zero; shl.b32 p, $1, 16; abs.f32 p, p; and.b32 q, $1, 0x7fff0000; "
+        )
     else:
-        p = (
-            "setp.lt.f16x2 low|high, $1, zero; and.b32 zero, $1, 0x7fff7fff; mov.b32 {a, b}, zero; "
+        take_p = (
+            "setp.lt.f16x2 low|high, $1, zero; and.b32 sizes, $1, 0x7fff7fff; mov.b32 {a, b}, sizes; "
             "cvt.f32.f16 p, a; cvt.f32.f16 q, b; "
         )
     # by predicates: choosing a factor would take as many instructions, of half the speed
     return (
-        "{.reg .pred low, high; .reg .b16 a, b; .reg .b32 zero; .reg .f32 p, q, x, y; mov.b32 zero, 0; " + p
-        + "mul.f32 x, p, $4; mul.f32 y, q, $5; @!low fma.rn.f32 x, p, $2, x; @!high fma.rn.f32 y, q, $3, y; "
-        + "cvt.rn." + kind + ".f32 $0, y, x;}"
+        "{.reg .pred low, high; .reg .b16 a, b; .reg .b32 zero, sizes; .reg .f32 p, q, x, y; "
+        + "mov.b32 zero, 0; " + take_p + "mul.f32 x, p, $4; mul.f32 y, q, $5; "
+        + "@!low fma.rn.f32 x, p, $2, x; @!high fma.rn.f32 y, q, $3, y; cvt.rn." + kind + ".f32 $0, y, x;}"
     )  # fmt: skip
 
 
@@ -185,25 +187,6 @@ def parts(x):
 def calls_layout(layout):
     """Of the calls for what `parts` gave: one for both eighths of a sixteenth of rows, and of columns."""
     return gl.SliceLayout(1, gl.SliceLayout(4, layout))
-
-
-@gluon.constexpr_function
-def line_layout(layout, dim, rank):
-    """The layout of dimension `dim` alone."""
-    for other in reversed(range(rank)):
-        if other != dim:
-            layout = gl.SliceLayout(other, layout)
-    return layout
-
-
-@gluon.jit
-def index_of(N: gl.constexpr, DIM: gl.constexpr, RANK: gl.constexpr, LAYOUT: gl.constexpr):
-    """0 to N - 1 along dimension DIM of RANK."""
-    x = gl.arange(0, N, layout=line_layout(LAYOUT, DIM, RANK))
-    for other in gl.static_range(RANK):
-        if other != DIM:
-            x = gl.expand_dims(x, other)
-    return x
 
 
 @gluon.jit

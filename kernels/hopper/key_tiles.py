@@ -8,9 +8,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from kernels.hopper.block_lists import BLOCK_SIZE, hide_unseen
-from kernels.hopper.dropout import index_of
 from kernels.hopper.primitives import (
     fragments,
+    index_of,
     opaque,
     record,
     settle,
@@ -173,7 +173,7 @@ def hide_outside(mask, p, first, end):
     """0 outside of each key's interval of queries, counted from the first column."""
     x = pairs_of_eights(p)
     LAYOUT: gl.constexpr = x.type.layout
-    # as in softmax.hide
+    # as in softmax.hide, but of a pair the compiler knows which one a column is, too
     known = 8 * index_of(ROWS // 8, 1, 4, LAYOUT) + index_of(2, 3, 4, LAYOUT)
     visible = known >= gl.expand_dims(gl.expand_dims(opaque(first), 1), 3)
     if mask.KIND == "window" or mask.KIND == "intervals":
@@ -215,6 +215,16 @@ def draw(tiles, like, dropping, place):
         row = query_block(tiles.work.mask, place) * ROWS
         words = tiles.dropout.draw(like, dropping, row, TRANSPOSED=True)
     return words
+
+
+@gluon.jit
+def begin_dp(tiles, stage, LAYOUT: gl.constexpr):
+    """What dP begins from: -delta; under dropout 0, since of a dropped probability -delta alone stays."""
+    if tiles.dropout.IS_ON:
+        dp = gl.full([ROWS, ROWS], 0.0, gl.float32, LAYOUT)
+    else:
+        dp = columns(tiles.minus_delta.index(stage), LAYOUT)
+    return dp
 
 
 @gluon.jit

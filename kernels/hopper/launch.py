@@ -98,7 +98,6 @@ def attention_forward(
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
     width = tile_width(head_dim)
-    drops = problem.dropout_p > 0.0
     tile = tile or forward_tile(width, mask_kind(problem), keys_per_query(problem, seq_q, seq_k))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, n_head, seq_q, dtype=torch.float32, device=q.device)
@@ -128,7 +127,7 @@ def attention_forward(
         division(n_head),
         problem.softmax_scale * LOG2E,
         MASK=mask_kind(problem),
-        DROPOUT=drops,
+        DROPOUT=problem.dropout_p > 0.0,
         BLOCK_N=tile.block_n,
         HEAD_DIM=width,
         CONSUMERS=tile.consumers,

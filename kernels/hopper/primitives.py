@@ -41,6 +41,25 @@ def fragments(x):
     return gl.reshape(gl.permute(x, (3, 0, 2, 4, 1, 5)), [64, 64])
 
 
+@gluon.constexpr_function
+def line_layout(layout, dim, rank):
+    """The layout of dimension `dim` alone."""
+    for other in reversed(range(rank)):
+        if other != dim:
+            layout = gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.jit
+def index_of(N: gl.constexpr, DIM: gl.constexpr, RANK: gl.constexpr, LAYOUT: gl.constexpr):
+    """0 to N - 1 along dimension DIM of RANK."""
+    x = gl.arange(0, N, layout=line_layout(LAYOUT, DIM, RANK))
+    for other in gl.static_range(RANK):
+        if other != DIM:
+            x = gl.expand_dims(x, other)
+    return x
+
+
 @gluon.jit
 def settle(x):
     """x, float32, each element in a register of its own here, where a product may begin from it later."""

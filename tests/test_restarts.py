@@ -6,13 +6,12 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from faults import ROOT, SMALL, write_corpus
+from faults import ROOT, SMALL, wait_for, write_corpus
 
 from train import restarts
 from train.restarts import comes_again, tell, was_refused
@@ -100,13 +99,9 @@ def test_a_run_that_one_rank_has_no_memory_for_is_not_started_again():
     assert output.count(ENDS_AT_ONCE) == 1, output
 
 
-def wait_for_the_store(port: int) -> None:
-    for _ in range(600):
-        with socket.socket() as client:
-            if client.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.1)
-    pytest.fail(f"no torchrun listens on {port} after a minute")
+def listens(address: tuple[str, int]) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(address) == 0
 
 
 def disk_away() -> None:
@@ -131,14 +126,14 @@ def test_a_run_that_was_ended_by_what_may_pass_is_started_again(fault, words):
 def test_a_host_without_the_error_ends_at_once_too_where_another_one_was_refused(restarts):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+        store = free.getsockname()
     options = (
-        "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=test", "--nnodes=2",
+        "--rdzv-backend=c10d", f"--rdzv-endpoint={store[0]}:{store[1]}", "--rdzv-id=test", "--nnodes=2",
         "--nproc-per-node=1",
     )  # fmt: skip
     # the first torchrun keeps the store
     well = launch("seed=1", restarts=restarts, options=options)
-    wait_for_the_store(int(endpoint.rpartition(":")[2]))
+    wait_for(lambda: listens(store), lambda: f"no torchrun listens on {store}")
     # its process begins later, and the other one waits for it
     slowly = "import time\ntime.sleep(2)\n"
     refused = launch("seq_len=0", restarts=restarts, options=options, fault=slowly)

@@ -1,43 +1,50 @@
 """The dropout mask of the kernels, bit for bit, as a PyTorch function.
 
 Whether probability (batch b, head h, row i, column j) is kept depends on these four numbers and the seed
-alone: not on tile shapes, GPU, or pass. One call of a cipher serves eight probabilities, two rows by two
-pairs of columns, that the matrix units leave in the registers of one thread, so that no word has to travel:
+alone: not on tile shapes, GPU, or pass. One draw serves eight probabilities, two rows by two pairs of
+columns, that the matrix units leave in the registers of one thread, so that no word has to travel:
 
     row, pair = i // 16 * 8 + i % 8, j // 16 * 4 + j % 8 // 2
-    words = cipher(seed, row, pair, h, b)                                                 # two of 32 bits
-    half  = rotate_right(words[i // 8 % 2], 8 * (j // 8 % 2) + 16 * (j % 2)) & 0xFFFF
+    words = draw(row_word(seed, row, h, b), pair_word(pair))                              # two of 32 bits
+    half  = words[i // 8 % 2] >> 16 * (j % 2) & 0xFFFF, its bytes exchanged if j // 8 % 2
     kept  = not bfloat16(half) >= limit                                                   # so NaN is kept
 
-A word's halves decide about two neighbours, by one instruction that compares pairs of bfloat16: an order of
-16 bits as good as any. Rates are whole multiples of 2**-16, at least one, and what is kept is divided by the
-rate at which it is kept, so that means are exact. Four probabilities read one word, each from its own byte
-on, so every bit is in the leading byte of some decision. Two that share a word are correlated by less than
-0.4%, because their decisions meet only where the leading byte falls on that of the limit, once in 256.
+A half decides as one bfloat16 among others: an order of 16 bits as good as any, in which one instruction
+compares two. Rates are whole multiples of 2**-16, at least two of them, and what is kept is divided by the
+rate at which it is kept, so that means are exact. Two probabilities read one half, each from its own byte on,
+so every bit is in the leading byte of some decision. The two are correlated by less than 0.4%, because their
+decisions meet only where the leading byte falls on that of the limit, once in 256.
 
-The cipher is Philox2x32's, with constant keys: it begins not from counters but from sums of them, each times
-numbers without a pattern, which three rounds make independent of each other (two do not, see
-tests/test_attention_dropout.py); there are four.
+What is long is done for each row, and for each pair, alone: a row's word is Philox2x32 of its number, head,
+batch and seed, whose counters are sums of them, each times numbers without a pattern, with constant keys. A
+pair's word is the same for all rows and seeds: an odd number, a different one for each pair. A draw is their
+product, 64 bits, and one more round of Philox, of its upper half: without that round decisions are
+correlated, with it no test of tests/test_attention_dropout.py tells them from independent ones. Words of rows
+have 31 bits: of 2**31 pairs of rows one has the same mask twice.
 
 Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
 """
+
+import struct
 
 import torch
 from torch import Tensor
 
 ROUNDS = 4
 FACTOR, KEY = 0xD256D193, 0x9E3779B9
-# of row, pair, head, batch, low and high word of the seed: the first 32 bits behind the point of the roots
-# of the first twelve primes, made odd
-SPREAD_X = (0x6A09E667, 0xBB67AE85, 0x3C6EF373, 0xA54FF53B, 0x510E527F, 0x9B05688D)
-SPREAD_Y = (0x1F83D9AB, 0x5BE0CD19, 0xCBBB9D5D, 0x629A292B, 0x9159015B, 0x152FECD9)
+# of row, head, batch, low and high word of the seed: the first 32 bits behind the point of the roots of the
+# first ten primes, made odd
+SPREAD_X = (0x6A09E667, 0xBB67AE85, 0x3C6EF373, 0xA54FF53B, 0x510E527F)
+SPREAD_Y = (0x9B05688D, 0x1F83D9AB, 0x5BE0CD19, 0xCBBB9D5D, 0x629A292B)
+# of the words of pairs
+SPREAD_PAIR = (0x9E3779B1, 0x85EBCA77)
 WORD = 0xFFFFFFFF
 
-# of 2**16 halves: all but the largest number; NaN, which nothing shows to be large
-MOST_KEPT, FEWEST_KEPT = 2**16 - 1, 254
+# of 2**16 halves: all but infinity and the largest number; NaN and minus infinity
+MOST_KEPT, FEWEST_KEPT = 2**16 - 2, 255
 MOST_DROPPED = 1.0 - FEWEST_KEPT / 2**16
 # halves that are kept where the limit is 0: NaN, and all negative numbers but -0
-NEGATIVE = FEWEST_KEPT + 0x7F80
+NEGATIVE = 254 + 0x7F80
 
 
 def kept_halves(dropout_p: float) -> int:
@@ -58,25 +65,61 @@ def limit_bits(dropout_p: float) -> int:
     return more - 1 if more > 0 else 0x8000 - more
 
 
-def cipher(
-    seed: int, row: Tensor, pair: Tensor, head: Tensor, batch: Tensor, rounds: int = ROUNDS
-) -> tuple[Tensor, Tensor]:
-    """Two words of 32 random bits for each (row, pair, head, batch); int64 tensors that broadcast."""
-    numbers = (row, pair, head, batch, seed & WORD, seed >> 32 & WORD)
+def limit_number(dropout_p: float) -> float:
+    """The number itself."""
+    return struct.unpack("f", struct.pack("I", limit_bits(dropout_p) << 16))[0]
+
+
+def line_bits(dropout_p: float) -> tuple[int, int]:
+    """The bits of two bfloat16, slope and start: half * slope + start is at least 2**-6 where half is kept.
+
+    Else it is not positive; of a half that is NaN it is NaN. So a maximum with 0 and a minimum with a smaller
+    probability drop this, and leave it where it is kept: faster instructions than a comparison.
+    """
+    # the steepest of which start is a number: two neighbours at the limit are 2**-133 apart, or more
+    k = min(127, 253 - (limit_bits(dropout_p) >> 7 & 0xFF))
+    slope, start = (
+        struct.unpack("I", struct.pack("f", number))[0] >> 16
+        for number in (-(2.0**k), limit_number(dropout_p) * 2.0**k)
+    )
+    return slope, start
+
+
+def row_word(seed: int, row: Tensor, head: Tensor, batch: Tensor) -> Tensor:
+    """An odd word of 32 bits for each (row, head, batch); int64 tensors that broadcast."""
+    numbers = (row, head, batch, seed & WORD, seed >> 32 & WORD)
     x, y = (
         sum(multiply_words(number, factor)[1] for number, factor in zip(numbers, factors, strict=True)) & WORD
         for factors in (SPREAD_X, SPREAD_Y)
     )
-    key = KEY
-    for _ in range(rounds):
-        high, low = multiply_words(x, FACTOR)
-        x, y = high ^ y ^ key, low
-        key = (key + KEY) & WORD
-    return x, y
+    for i in range(1, ROUNDS + 1):
+        x, y = one_round(x, y ^ (KEY * i & WORD))
+    return x | 1
 
 
-def multiply_words(x: Tensor | int, factor: int) -> tuple[Tensor | int, Tensor | int]:
-    """High and low word of x * factor, for x of 32 bits."""
+def pair_word(pair: Tensor) -> Tensor:
+    """An odd word of 32 bits for each pair; int64."""
+    word = 2 * pair + 1
+    for factor in SPREAD_PAIR:
+        word = multiply_words(word, factor)[1]
+        # odd again, and no two the same
+        word = word ^ (word >> 16 & 0xFFFE)
+    return word
+
+
+def draw(row_word: Tensor, pair_word: Tensor) -> tuple[Tensor, Tensor]:
+    """Two words of 32 random bits for each row and pair."""
+    return one_round(*multiply_words(row_word, pair_word))
+
+
+def one_round(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Of Philox2x32."""
+    high, low = multiply_words(x, FACTOR)
+    return high ^ y, low
+
+
+def multiply_words(x: Tensor | int, factor: Tensor | int) -> tuple[Tensor | int, Tensor | int]:
+    """High and low word of x * factor, both of 32 bits."""
     # in two halves: the whole product needs 64 bits without a sign
     low, high = (x & 0xFFFF) * factor, (x >> 16) * factor
     carry = low + ((high & 0xFFFF) << 16)
@@ -91,10 +134,10 @@ def dropout_keep_mask(
     j = torch.arange(seq_k, device=device)[None, :]
     head = torch.arange(n_head, device=device).view(-1, 1, 1)
     of_batch = torch.arange(batch, device=device).view(-1, 1, 1, 1)
-    x, y = cipher(int(seed), i // 16 * 8 + i % 8, j // 16 * 4 + j % 8 // 2, head, of_batch)
-    word = torch.where(i // 8 % 2 == 0, x, y)
-    shift = 8 * (j // 8 % 2) + 16 * (j % 2)
-    half = (word >> shift | word << (32 - shift)) & 0xFFFF
+    rows = row_word(int(seed), i // 16 * 8 + i % 8, head, of_batch)
+    words = draw(rows, pair_word(j // 16 * 4 + j % 8 // 2))
+    half = torch.where(i // 8 % 2 == 0, *words) >> 16 * (j % 2) & 0xFFFF
+    half = torch.where(j // 8 % 2 == 0, half, half >> 8 | (half & 0xFF) << 8)
     # as the float32 of the same number
     numbers = (half << 16).to(torch.uint32).view(torch.float32)
     limit = torch.tensor(limit_bits(dropout_p) << 16, dtype=torch.uint32).view(torch.float32)

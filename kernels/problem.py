@@ -1,12 +1,11 @@
 """All of one attention call but q, k, v: what the operators hand to an implementation."""
 
-import struct
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kernels.dropout import keep_scale, limit_bits
+from kernels.dropout import keep_scale, limit_number
 from kernels.tiles import variant_of
 
 # over all batches, of a kernel that counts them in the second or third dimension of its grid
@@ -77,7 +76,7 @@ class Problem:
     @property
     def dropout_limit(self) -> float:
         """The number at which kernels/dropout.py's "drop" begins."""
-        return struct.unpack("f", struct.pack("I", limit_bits(self.dropout_p) << 16))[0]
+        return limit_number(self.dropout_p)
 
 
 class CannotBuildError(RuntimeError):

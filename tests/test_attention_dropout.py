@@ -1,7 +1,6 @@
 """Dropout inside the kernels: the mask of kernels/dropout.py, bit for bit, in every pass and every tile."""
 
 import random
-from functools import partial
 
 import pytest
 import torch
@@ -12,10 +11,12 @@ from kernels.dropout import (
     FEWEST_KEPT,
     MOST_DROPPED,
     MOST_KEPT,
-    cipher,
     dropout_keep_mask,
     kept_halves,
     limit_bits,
+    line_bits,
+    multiply_words,
+    pair_word,
 )
 from kernels.flash_attention import flash_attention
 from kernels.reference import attention_reference
@@ -138,7 +139,7 @@ def test_the_keep_rate_is_right_to_sixteen_bits():
         assert abs(kept_halves(dropout_p) / 2**16 - (1.0 - dropout_p)) <= 2**-17
     # but around the two zeros, which are equal, and where nothing would be dropped
     assert kept_halves(1.0 - 32895 / 2**16) == 32896
-    assert kept_halves(1e-300) == 2**16 - 1
+    assert kept_halves(1e-300) == 2**16 - 2
 
 
 def test_heads_batches_rows_and_seeds_are_independent():
@@ -163,10 +164,47 @@ def test_the_reference_refuses_a_rate_that_no_limit_gives(dropout_p):
         attention_reference(q, q, q, dropout_p=dropout_p, dropout_seed=1)
 
 
-def test_decisions_are_uncorrelated_at_every_offset_and_two_rounds_would_not_do(monkeypatch):
+def test_a_maximum_and_a_minimum_drop_what_the_limit_says():
+    halves = torch.arange(2**16).to(torch.uint16).view(torch.bfloat16)
+    generator = random.Random(1)
+    rates = [generator.random() * MOST_DROPPED for _ in range(300)] + [1e-300, 0.1, MOST_DROPPED]
+    # around the limit of 0, whose neighbours are the smallest numbers
+    rates += [1.0 - kept / 2**16 for kept in range(32894 - 20, 32894 + 20)]
+    for dropout_p in rates:
+        limit = torch.tensor(limit_bits(dropout_p), dtype=torch.uint16).view(torch.bfloat16)
+        slope, start = torch.tensor(line_bits(dropout_p), dtype=torch.uint16).view(torch.bfloat16).double()
+        # exact, as is the sum before the instruction rounds it, and both round alike to what is below 2**-6
+        line = (halves.double() * slope + start).clamp(min=0.0)
+        assert torch.equal(line.isnan() | (line >= 2.0**-6), ~(halves >= limit))
+        assert torch.equal(line == 0.0, halves >= limit)
+
+
+def test_decisions_are_uncorrelated_at_every_offset_and_a_product_alone_would_not_do(monkeypatch):
     assert largest_correlation() < 6
-    monkeypatch.setattr("kernels.dropout.cipher", partial(cipher, rounds=2))
+    monkeypatch.setattr("kernels.dropout.draw", multiply_words)
     assert largest_correlation() > 20
+
+
+def test_rows_columns_and_heads_are_uncorrelated_any_two_of_them():
+    n = 1024
+    mask = dropout_keep_mask(3, 0.5, 1, 2, n, n)[0].double() * 2 - 1
+    rows, columns = mask[0].split(n // 2), mask[0].T.split(n // 2)
+    for x, y in (rows, columns, (mask[0], mask[1])):
+        products = x @ y.T / n**0.5
+        assert products.abs().max() < 6
+        assert abs(products.std() - 1.0) < 0.01
+
+
+def test_no_line_of_a_mask_is_a_sum_of_others():
+    # the largest singular value of as many random signs is two deviations of a line; structure adds to it
+    mask = dropout_keep_mask(9, 0.5, 1, 1, 1024, 1024)[0, 0].double() * 2 - 1
+    assert torch.linalg.matrix_norm(mask, 2) < 2.1 * 1024**0.5
+
+
+def test_words_of_pairs_are_odd_and_distinct():
+    words = pair_word(torch.arange(2**18))
+    assert (words % 2 == 1).all()
+    assert len(words.unique()) == len(words)
 
 
 def largest_correlation() -> float:

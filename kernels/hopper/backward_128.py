@@ -21,7 +21,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import BlockLists
-from kernels.hopper.dropout import Dropout, gradient_of_marked, mark
+from kernels.hopper.dropout import (
+    ROWS_OF_EIGHT,
+    Dropout,
+    gradient_of_marked,
+    make_dropout,
+    make_words,
+    mark,
+)
 from kernels.hopper.key_tiles import (
     BLOCK_N,
     CONSUMERS,
@@ -183,7 +190,7 @@ def take_queries(tiles, n):
 @gluon.jit
 def step(
     tiles, s, words, dk, dv, k_of_next, v, n, t, is_first, place, masked, first, end, scale_log2,
-    next_place, dropping, INDEX: gl.constexpr
+    dropping, INDEX: gl.constexpr
 ):  # fmt: skip
     """One block of queries, of which s are the scores, and words what is drawn; and those of the next."""
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
@@ -215,7 +222,7 @@ def step(
     s = warpgroup_mma(k_of_next, next_q.permute((1, 0)), minus_lse, is_async=True)  # (keys, queries)
     if tiles.SUMS_DQ:
         hand_over(full)
-    words = draw(tiles, minus_lse, dropping, next_place)
+    words = draw(tiles, minus_lse, dropping, n + 1)
     dk = warpgroup_mma_wait(1, deps=[dk])
     tiles.q_ring.release(n)
     s = warpgroup_mma_wait(0, deps=[s])
@@ -233,31 +240,29 @@ def consume(tiles, scale_log2, softmax_scale, INDEX: gl.constexpr):
     s = warpgroup_mma(k, q.permute((1, 0)), minus_lse, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     while i < tiles.work.order.total():
-        batch, kv_head, key, begin, whole_begin, whole_end, end = tiles.work.locate(i)
+        batch, _, key, begin, whole_begin, whole_end, end = tiles.work.locate(i)
         v = tiles.v.index(t % tiles.v_ring.STAGES).reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0)
         key += INDEX * ROWS
         query_first, query_end = key_limits(tiles.work.mask, batch, key, tiles.work.padded, s)
         dk = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
         dv = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
         place = begin
-        dropping = begin_to_drop(tiles, s, batch, kv_head, key)
+        dropping = begin_to_drop(tiles, s, key)
         last = n + (end - begin) * tiles.work.group - 1
-        words = draw(tiles, s, dropping, place)
+        words = draw(tiles, s, dropping, n)
         for j in range(n, last + 1):
             masked = (place < whole_begin) | (place >= whole_end)
-            next_place = place + 1
-            if next_place == end:
-                next_place = begin
-                dropping = tiles.dropout.of_next_head(dropping)
             # the scores behind a tile's last are the first of the next tile
             tile_of_next = t + (j == last).to(gl.int32)
             tiles.k_ring.take(tile_of_next, j == last)
             k_of_next = tiles.keys(tile_of_next).slice(INDEX * ROWS, ROWS, 0)
             s, words, dk, dv = step(
                 tiles, s, words, dk, dv, k_of_next, v, j, t, j == n, place, masked, query_first, query_end,
-                scale_log2, next_place, dropping, INDEX
+                scale_log2, dropping, INDEX
             )  # fmt: skip
-            place = next_place
+            place += 1
+            if place == end:
+                place = begin
         n = last + 1
         if tiles.dropout.IS_ON:
             dv *= tiles.dropout.keep_scale
@@ -313,7 +318,7 @@ def reduce(tiles, dq_desc):
 def backward_128_kernel(
     q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc, dq_desc, dk_desc, dv_desc,
     bounds_ptr, spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head,
-    seed_ptr, keep_limit, keep_scale, counter_ptr,
+    seed_ptr, keep_limit, keep_line, keep_scale, counter_ptr,
     group, seq_q, seq_k, window, padded, n_heads, n_tiles, n_kv_head, section,
     by_section_tiles, by_section, by_last_section, by_n_kv_head, scale_log2, softmax_scale,
     MASK: gl.constexpr, DROPOUT: gl.constexpr, SUMS_DQ: gl.constexpr,
@@ -332,6 +337,7 @@ def backward_128_kernel(
         Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK), group, padded, n_heads, n_tiles, n_kv_head,
         section, by_section_tiles, by_section, by_last_section, by_n_kv_head
     )  # fmt: skip
+    words = make_words(DROPOUT, STAGES, ROWS_OF_EIGHT, ROWS)
     tiles = Tiles(
         gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout),
         gl.allocate_shared_memory(dtype, [V_STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout),
@@ -349,7 +355,7 @@ def backward_128_kernel(
         make_ring(1, 1),
         make_ring(1, 1, CONSUMERS),
         work,
-        Dropout(seed_ptr, keep_limit, keep_scale, DROPOUT),
+        make_dropout(seed_ptr, keep_limit, keep_line, keep_scale, words, DROPOUT),
         SUMS_DQ,
     )
     fence_async_shared()

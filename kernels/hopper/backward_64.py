@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import BlockLists
-from kernels.hopper.dropout import Dropout, gradient, weights
+from kernels.hopper.dropout import ROWS_OF_EIGHT, Dropout, gradient, make_dropout, make_words
 from kernels.hopper.key_tiles import (
     BLOCK_N,
     CONSUMERS,
@@ -53,6 +53,7 @@ from kernels.hopper.primitives import (
     make_numbers,
     make_ring,
     opaque,
+    pack_pairs,
     record,
     reduce_add_to_global,
     unpack_pairs,
@@ -141,11 +142,11 @@ def step(tiles, dk, dv, k, v, n, place, masked, first, end, scale_log2, dropping
     s = warpgroup_mma(k, q.permute((1, 0)), minus_lse, is_async=True)  # (keys, queries)
     dp = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=not tiles.dropout.IS_ON, is_async=True)
     if tiles.dropout.IS_ON:
-        masks = tiles.dropout.masks(minus_lse, draw(tiles, minus_lse, dropping, place), TRANSPOSED=True)
+        masks = tiles.dropout.masks(minus_lse, draw(tiles, minus_lse, dropping, n), TRANSPOSED=True)
     s = warpgroup_mma_wait(1, deps=[s])
     p = probabilities(tiles.work.mask, s, place, masked, first, end, scale_log2)
     if tiles.dropout.IS_ON:
-        kept = unpack_pairs(weights(tiles, p, masks), dtype, A_LAYOUT)
+        kept = unpack_pairs(pack_pairs(p, dtype) & masks, dtype, A_LAYOUT)
     else:
         kept = gl.convert_layout(p.to(dtype), A_LAYOUT)
     dv = warpgroup_mma(kept, dout, dv, is_async=True)  # (keys, D)
@@ -190,7 +191,7 @@ def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.conste
         dv = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, S_LAYOUT)
         query_first, query_end = key_limits(tiles.work.mask, batch, key, tiles.work.padded, dk)
         place = begin
-        dropping = begin_to_drop(tiles, dk, batch, kv_head, key)
+        dropping = begin_to_drop(tiles, dk, key)
         for j in range((end - begin) * tiles.work.group):
             masked = (place < whole_begin) | (place >= whole_end)
             dk, dv = step(
@@ -199,7 +200,6 @@ def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.conste
             place += 1
             if place == end:
                 place = begin
-                dropping = tiles.dropout.of_next_head(dropping)
         n += (end - begin) * tiles.work.group
         if not HELD:
             tiles.kv_ring.release(t)
@@ -280,7 +280,7 @@ def reduce(tiles, sum_desc, dk_desc, dv_desc):
 def backward_64_kernel(
     q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc, sum_desc, dk_desc, dv_desc,
     bounds_ptr, spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head,
-    seed_ptr, keep_limit, keep_scale, counts_ptr,
+    seed_ptr, keep_limit, keep_line, keep_scale, counts_ptr,
     part_desc, dq_ptr, stride_dqb, stride_dqt, stride_dqh, n_rounded,
     group, seq_q, seq_k, window, padded, n_heads, n_tiles, n_kv_head, section,
     by_section_tiles, by_section, by_last_section, by_n_kv_head, scale_log2, softmax_scale,
@@ -295,6 +295,7 @@ def backward_64_kernel(
         Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK), group, padded, n_heads, n_tiles, n_kv_head,
         section, by_section_tiles, by_section, by_last_section, by_n_kv_head
     )  # fmt: skip
+    words = make_words(DROPOUT, STAGES, ROWS_OF_EIGHT, ROWS)
     tiles = Tiles(
         gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout),
         gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout),
@@ -312,7 +313,7 @@ def backward_64_kernel(
         make_ring(DS_STAGES, 1, CONSUMERS),
         make_ring(1, 1, CONSUMERS),
         work,
-        Dropout(seed_ptr, keep_limit, keep_scale, DROPOUT),
+        make_dropout(seed_ptr, keep_limit, keep_line, keep_scale, words, DROPOUT),
         Sums(
             work,
             dq_ptr,

@@ -22,12 +22,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import BLOCK_SIZE, BlockLists, hide_unseen
-from kernels.hopper.dropout import Dropout, gradient
+from kernels.hopper.dropout import PAIRS_OF_EIGHT, Dropout, draw, gradient, make_dropout, make_words
 from kernels.hopper.primitives import Ring, copy_out, make_ring, opaque, record, unpack_pairs
 from kernels.hopper.query_tiles import ROWS, key_block, locate, places, skip, words_at
 from kernels.hopper.schedule import Mask, TileOrder
 from kernels.hopper.softmax import hide
-from kernels.hopper.steps import begin_to_drop, draw
+from kernels.hopper.steps import begin_to_drop
 
 
 @record
@@ -80,11 +80,14 @@ def produce(tiles, q_desc, dout_desc, out_desc, k_desc, v_desc, group):
                 first = [batch, head, row + (i * PARTS + c) * ROWS, 0]
                 tma.async_copy_global_to_shared(out_desc, first, full, tiles.out.index(stage * PARTS + c))
         for place in range(begin, end):
-            coordinates = [batch, kv_head, key_block(tiles, place) * tiles.BLOCK_N, 0]
+            key = key_block(tiles, place) * tiles.BLOCK_N
+            coordinates = [batch, kv_head, key, 0]
             stage, full = tiles.k_ring.fill(n + (turn + 1) * tiles.OUT_STAGES)
             mbarrier.expect(full, k_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(k_desc, coordinates, full, tiles.k.index(stage))
             stage, full = tiles.v_ring.fill(n)
+            if tiles.dropout.IS_ON:
+                tiles.dropout.leave_pairs(stage, key)
             mbarrier.expect(full, v_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(v_desc, coordinates, full, tiles.v.index(stage))
             n += 1
@@ -144,10 +147,11 @@ def step(tiles, q, dout, dq, n_k, n_v, place, masked, first, end, minus_lse, min
     zeros = gl.full([ROWS, tiles.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
     k = tiles.k.index(tiles.k_ring.take(n_k)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
     s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (ROWS, BLOCK_N)
-    v = tiles.v.index(tiles.v_ring.take(n_v)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
+    v_stage = tiles.v_ring.take(n_v)
+    v = tiles.v.index(v_stage).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
     dp = warpgroup_mma(dout, v.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (ROWS, BLOCK_N)
     if tiles.dropout.IS_ON:
-        masks = draw(tiles, dropping, place)
+        masks = tiles.dropout.masks(zeros, draw(dropping, tiles.dropout.read(zeros, v_stage)))
     s = warpgroup_mma_wait(1, deps=[s])
     p = gl.exp2(s * tiles.scale_log2 + gl.expand_dims(minus_lse, 1))
     # behind the exponentials: the assembler moves no wait across a branch, and dP runs beside them
@@ -229,7 +233,7 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
 NOT_SPECIALIZED = [
     "n_heads", "n_tiles", "n_head", "group", "seq_q", "seq_k", "window", "section", "padded",
     "by_section_tiles", "by_section", "by_last_section", "by_n_head", "stride_list_batch", "stride_list_head",
-    "keep_limit",
+    "keep_limit", "keep_line",
 ]  # fmt: skip
 
 
@@ -237,7 +241,7 @@ NOT_SPECIALIZED = [
 def dq_kernel(
     q_desc, dout_desc, out_desc, k_desc, v_desc, dq_desc, lse_ptr, dlse_ptr,
     minus_lse_ptr, minus_delta_ptr, counter_ptr, bounds_ptr, spans_ptr, entries_ptr, bits_ptr,
-    stride_list_batch, stride_list_head, seed_ptr, keep_limit, keep_scale,
+    stride_list_batch, stride_list_head, seed_ptr, keep_limit, keep_line, keep_scale,
     n_heads, n_tiles, n_head, group, seq_q, seq_k, window, section,
     by_section_tiles, by_section, by_last_section, by_n_head, padded, scale_log2, softmax_scale,
     MASK: gl.constexpr, DROPOUT: gl.constexpr, HAS_DLSE: gl.constexpr,
@@ -267,7 +271,11 @@ def dq_kernel(
         make_ring(STAGES, CONSUMERS),
         make_ring(STAGES, CONSUMERS),
         order, Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK),
-        Dropout(seed_ptr, keep_limit, keep_scale, DROPOUT), n_head, by_n_head,
+        make_dropout(
+            seed_ptr, keep_limit, keep_line, keep_scale,
+            make_words(DROPOUT, STAGES, PAIRS_OF_EIGHT, BLOCK_N), DROPOUT
+        ),
+        n_head, by_n_head,
         lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, padded,
         scale_log2, softmax_scale, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_DLSE, OUT_STAGES,
     )  # fmt: skip

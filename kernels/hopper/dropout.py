@@ -1,14 +1,25 @@
-"""The dropout mask of kernels/dropout.py in the Hopper kernels: masks for pairs of a tile's probabilities.
+"""The dropout mask of kernels/dropout.py in the Hopper kernels: halves of words for pairs of probabilities.
 
-A thread of a product holds all eight probabilities that a call of the cipher serves. Where scores are held
-transposed, an instruction transposes what was drawn as if they were not.
+A thread of a product holds all eight probabilities that a draw serves. A warpgroup keeps the words of the
+rows (or pairs of columns) that it has all along; those of a block that comes by are made by the warp that
+copies the block, and lie beside it. Where scores are held transposed, an instruction transposes what was
+drawn as if they were not.
 """
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from kernels import dropout
-from kernels.hopper.primitives import index_of, opaque, pack_pairs, record
+from kernels.hopper.primitives import (
+    announce,
+    announced,
+    index_of,
+    make_numbers,
+    opaque,
+    pack_pairs,
+    record,
+    thread_barrier,
+)
 
 
 @gluon.constexpr_function
@@ -22,98 +33,189 @@ FACTOR = gl.constexpr(signed(dropout.FACTOR))
 KEYS = gl.constexpr(tuple(signed(dropout.KEY * i & dropout.WORD) for i in range(1, dropout.ROUNDS + 1)))
 SPREAD_X = gl.constexpr(tuple(signed(factor) for factor in dropout.SPREAD_X))
 SPREAD_Y = gl.constexpr(tuple(signed(factor) for factor in dropout.SPREAD_Y))
+SPREAD_PAIR = gl.constexpr(tuple(signed(factor) for factor in dropout.SPREAD_PAIR))
 SIGNS = gl.constexpr(signed(0x80008000))
+# rows of eight, and pairs of eight columns
+ROWS_OF_EIGHT = gl.constexpr(8)
+PAIRS_OF_EIGHT = gl.constexpr(4)
 
 
 @record
 class Dropout:
     """What a kernel is given of it. keep_scale: what a kept probability is multiplied by."""
 
-    seed_ptr: gl.tensor  # (1,) int64
+    seed: gl.shared_memory_descriptor  # (2, 1) int32, its parts of the sums that a row's word begins from
     limit: gl.tensor  # int32, twice the bfloat16 from which on a half means "drop"
+    line: gl.tensor  # int32, both of kernels/dropout.py's line_bits
     keep_scale: gl.tensor
+    words: gl.shared_memory_descriptor  # (buffers, rows or pairs of eight, sixteenths) int32, see make_words
     IS_ON: gl.constexpr
 
     @gluon.jit
-    def begin(self, like, batch, head, row, column, TRANSPOSED: gl.constexpr = False):
-        """What calls of the cipher begin with, for scores that lie as `like`: two words for each of its rows.
+    def row_word(self, batch, head, row, WARPS: gl.constexpr):
+        """Of a row's number among those that share a draw with the one eight behind it."""
+        # from shared memory for each tile: it would take two registers all along
+        x, y = announced(self.seed.index(0), WARPS), announced(self.seed.index(1), WARPS)
+        x += head * SPREAD_X[1] + batch * SPREAD_X[2] + row * SPREAD_X[0]
+        y += head * SPREAD_Y[1] + batch * SPREAD_Y[2] + row * SPREAD_Y[0]
+        for i in gl.static_range(ROUNDS):
+            x, y = one_round(x, y ^ KEYS[i])
+        return x | 1
 
-        Scores of queries from `row` by keys from `column`, or transposed.
-        """
-        LAYOUT: gl.constexpr = calls_layout(parts(like).type.layout)
+    @gluon.jit
+    def leave_rows(self, buffer, batch, head, row):
+        """Makes the words of a block of queries from `row` on, before its barrier is armed."""
+        line, sixteenth = places_in(self.words)
+        words = self.row_word(batch, head, row // 2 + sixteenth * ROWS_OF_EIGHT + line, 1)
+        self.words.index(buffer).store(words)
+        thread_barrier()
+
+    @gluon.jit
+    def leave_pairs(self, buffer, column):
+        """The same of the keys from `column` on."""
+        line, sixteenth = places_in(self.words)
+        words = pair_word(column // 4 + sixteenth * PAIRS_OF_EIGHT + line)
+        # opaque: else a part of the address is made when the kernel begins, and spilled
+        self.words.index(opaque(buffer)).store(words)
+        thread_barrier()
+
+    @gluon.jit
+    def rows_of(self, like, batch, head, row):
+        """Words of queries from `row` on, for scores that lie as `like`."""
+        LAYOUT: gl.constexpr = draws_layout(parts(like).type.layout)
         sixteenth = index_of(parts(like).shape[0], 0, 4, LAYOUT)
-        row = row // 2 + index_of(8, 1, 4, LAYOUT)
-        pair = column // 4 + index_of(4, 3, 4, LAYOUT)
+        row = row // 2 + sixteenth * ROWS_OF_EIGHT + index_of(ROWS_OF_EIGHT, 1, 4, LAYOUT)
+        return self.row_word(batch, head, row, 4)
+
+    @gluon.jit
+    def pairs_of(self, like, column):
+        """Words of keys from `column` on, for scores that lie as `like`, transposed."""
+        LAYOUT: gl.constexpr = draws_layout(parts(like).type.layout)
+        sixteenth = index_of(parts(like).shape[0], 0, 4, LAYOUT)
+        return pair_word(column // 4 + sixteenth * PAIRS_OF_EIGHT + index_of(PAIRS_OF_EIGHT, 3, 4, LAYOUT))
+
+    @gluon.jit
+    def read(self, like, buffer, TRANSPOSED: gl.constexpr = False):
+        """Words of a block that lie beside it, for scores that lie as `like`."""
+        LAYOUT: gl.constexpr = draws_layout(parts(like).type.layout)
+        words = self.words.index(buffer)
         if TRANSPOSED:
-            pair += sixteenth * 4
+            words = words.load(gl.SliceLayout(0, gl.SliceLayout(3, LAYOUT)))
+            words = gl.expand_dims(gl.expand_dims(words, 0), 3)
         else:
-            row += sixteenth * 8
-        seed = gl.load(self.seed_ptr)
-        low, high = seed.to(gl.int32), (seed >> 32).to(gl.int32)
-        x = low * SPREAD_X[4] + high * SPREAD_X[5] + batch * SPREAD_X[3] + head * SPREAD_X[2]
-        y = low * SPREAD_Y[4] + high * SPREAD_Y[5] + batch * SPREAD_Y[3] + head * SPREAD_Y[2]
-        return x + row * SPREAD_X[0] + pair * SPREAD_X[1], y + row * SPREAD_Y[0] + pair * SPREAD_Y[1]
+            words = words.permute((1, 0)).load(gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+            words = gl.expand_dims(gl.expand_dims(words, 0), 1)
+        return words
 
     @gluon.jit
-    def of_next_head(self, dropping):
-        """What `begin` would give for the head behind."""
-        if self.IS_ON:
-            dropping = dropping[0] + SPREAD_X[2], dropping[1] + SPREAD_Y[2]
-        return dropping
-
-    @gluon.jit
-    def draw(self, like, dropping, on, TRANSPOSED: gl.constexpr = False):
-        """What `masks` takes for scores that lie as `like`: two words for each eight of them.
-
-        on: how many columns of theirs (keys, or queries if they are transposed) behind what `begin` was told.
-        """
+    def halves_for(self, like, drawn, TRANSPOSED: gl.constexpr = False):
+        """Halves of words for pairs of scores (M, N) that lie as `like`: (M, N // 2) int32."""
         LAYOUT: gl.constexpr = parts(like).type.layout
-        CALLS: gl.constexpr = calls_layout(LAYOUT)
-        OF_SIXTEEN: gl.constexpr = 8 if TRANSPOSED else 4
-        FACTOR_X: gl.constexpr = SPREAD_X[0 if TRANSPOSED else 1]
-        FACTOR_Y: gl.constexpr = SPREAD_Y[0 if TRANSPOSED else 1]
-        # opaque: else products of it are carried from step to step, each in a register
-        on = opaque(on // 16 * OF_SIXTEEN)
-        sixteenth = index_of(parts(like).shape[3], 2, 4, CALLS) * OF_SIXTEEN
-        x = dropping[0] + on * FACTOR_X + sixteenth * FACTOR_X
-        y = dropping[1] + on * FACTOR_Y + sixteenth * FACTOR_Y
-        return cipher(x, y)
+        x, y = drawn
+        if TRANSPOSED:
+            x, y = transpose(x), transpose(y)
+        x, y = gl.expand_dims(gl.expand_dims(x, 1), 4), gl.expand_dims(gl.expand_dims(y, 1), 4)
+        QUERY_EIGHTH: gl.constexpr = 4 if TRANSPOSED else 1
+        words = gl.where(index_of(2, QUERY_EIGHTH, 6, LAYOUT) == 0, x, y)
+        words = gl.where(index_of(2, 5 - QUERY_EIGHTH, 6, LAYOUT) == 0, words, exchange_bytes(words))
+        low, _ = halves(like)
+        return gl.convert_layout(gl.reshape(words, low.shape), low.type.layout)
 
     @gluon.jit
     def masks(self, like, drawn, TRANSPOSED: gl.constexpr = False):
-        """Masks (M, N // 2) int32 for scores (M, N) that lie as `like`: ones or zeros in the half of each."""
-        LAYOUT: gl.constexpr = parts(like).type.layout
-        x, y = drawn
-        x, y = gl.expand_dims(gl.expand_dims(x, 1), 4), gl.expand_dims(gl.expand_dims(y, 1), 4)
-        QUERY_EIGHTH: gl.constexpr = 4 if TRANSPOSED else 1
-        words = gl.where(index_of(2, QUERY_EIGHTH, 6, LAYOUT) == 0, x, y).to(gl.uint32, bitcast=True)
-        shift = (index_of(2, 5 - QUERY_EIGHTH, 6, LAYOUT) * 8).to(gl.uint32)
-        words = ((words >> shift) | (words << ((32 - shift) & 31))).to(gl.int32, bitcast=True)
+        """Ones or zeros in place of each half."""
+        words = self.halves_for(like, drawn, TRANSPOSED)
         limits = gl.full(words.shape, 0, gl.int32, words.type.layout) + self.limit
-        ASM: gl.constexpr = masks_asm(TRANSPOSED)
-        masks = gl.inline_asm_elementwise(
-            ASM, "=r,r,r", [words, limits], dtype=gl.int32, is_pure=True, pack=1
-        )  # fmt: skip
-        low, _ = halves(like)
-        return gl.convert_layout(gl.reshape(masks, low.shape), low.type.layout)
-
-
-@gluon.constexpr_function
-def masks_asm(transposed):
-    if transposed:
-        return (
-            "{.reg .b32 word; movmatrix.sync.aligned.m8n8.trans.b16 word, $1; "
-            "set.ltu.u32.bf16x2 $0, word, $2;}"
+        return gl.inline_asm_elementwise(
+            "set.ltu.u32.bf16x2 $0, $1, $2;", "=r,r,r", [words, limits], dtype=gl.int32, is_pure=True, pack=1
         )
-    return "set.ltu.u32.bf16x2 $0, $1, $2;"
 
 
 @gluon.jit
-def weights(tiles, p, masks):
-    """Pairs of P (M, N // 2), 0 where dropout has it."""
+def make_dropout(seed_ptr, limit, line, keep_scale, words, IS_ON: gl.constexpr):
+    """What the arguments of a kernel say; seed_ptr: (1,) int64."""
+    seed = make_numbers(2 if IS_ON else 1)
+    if IS_ON:
+        whole = gl.load(seed_ptr)
+        low, high = whole.to(gl.int32), (whole >> 32).to(gl.int32)
+        announce(seed.index(0), low * SPREAD_X[3] + high * SPREAD_X[4], 4)
+        announce(seed.index(1), low * SPREAD_Y[3] + high * SPREAD_Y[4], 4)
+    return Dropout(seed, limit, line, keep_scale, words, IS_ON)
+
+
+@gluon.jit
+def make_words(IS_ON: gl.constexpr, BUFFERS: gl.constexpr, OF_EIGHT: gl.constexpr, N: gl.constexpr):
+    """Memory for words of BUFFERS blocks of N queries or keys, of which eight have OF_EIGHT."""
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    SHAPE: gl.constexpr = [BUFFERS, OF_EIGHT, N // 16] if IS_ON else [1, 1, 1]
+    return gl.allocate_shared_memory(gl.int32, SHAPE, LAYOUT)
+
+
+@gluon.jit
+def places_in(words):
+    """Line of eight and sixteenth of each word of a buffer, one for a thread of one warp."""
+    OF_EIGHT: gl.constexpr = words.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [OF_EIGHT, 32 // OF_EIGHT], [1, 1], [1, 0])
+    line = gl.arange(0, OF_EIGHT, layout=gl.SliceLayout(1, LAYOUT))
+    sixteenth = gl.arange(0, words.shape[2], layout=gl.SliceLayout(0, LAYOUT))
+    return gl.expand_dims(line, 1), gl.expand_dims(sixteenth, 0)
+
+
+@gluon.jit
+def pair_word(pair):
+    word = 2 * pair + 1
+    for i in gl.static_range(2):
+        word *= SPREAD_PAIR[i]
+        word ^= (word >> 16) & 0xFFFE
+    return word
+
+
+@gluon.jit
+def draw(row_words, pair_words):
+    """Two words for each eight scores."""
+    row_words, pair_words = gl.broadcast(row_words, pair_words)
+    high, low = multiply(row_words, pair_words)
+    return one_round(high, low)
+
+
+@gluon.jit
+def transpose(words):
+    """Words of 8 x 8 halves, as if their columns were rows."""
+    return gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [words], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def exchange_bytes(words):
+    """Of each half."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0, 0x2301;", "=r,r", [words], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.constexpr_function
+def is_lowered(tiles):
+    """Whether P is held as 2**-7 of itself, less than what kernels/dropout.py's line leaves of it."""
+    return tiles.dropout.IS_ON and tiles.q.dtype == gl.bfloat16
+
+
+@gluon.jit
+def weights(tiles, p, row_words, pair_words):
+    """Pairs of P (M, N // 2), 0 where dropout has it; see is_lowered."""
     pairs = pack_pairs(p, tiles.q.dtype)
     if tiles.dropout.IS_ON:
-        pairs &= masks
+        drawn = draw(row_words, pair_words)
+    if is_lowered(tiles):
+        nothing = gl.full(pairs.shape, 0, gl.int32, pairs.type.layout)
+        pairs = gl.inline_asm_elementwise(
+            "{.reg .b16 a, b; .reg .b32 line, slope, start; mov.b32 {a, b}, $3; mov.b32 slope, {a, a}; "
+            "mov.b32 start, {b, b}; fma.rn.relu.bf16x2 line, $2, slope, start; min.bf16x2 $0, $1, line;}",
+            "=r,r,r,r", [pairs, tiles.dropout.halves_for(p, drawn), nothing + tiles.dropout.line],
+            dtype=gl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    elif tiles.dropout.IS_ON:
+        pairs &= tiles.dropout.masks(p, drawn)
     return pairs
 
 
@@ -184,15 +286,14 @@ def parts(x):
 
 
 @gluon.constexpr_function
-def calls_layout(layout):
-    """Of the calls for what `parts` gave: one for both eighths of a sixteenth of rows, and of columns."""
+def draws_layout(layout):
+    """Of the draws for what `parts` gave: one for both eighths of a sixteenth of rows, and of columns."""
     return gl.SliceLayout(1, gl.SliceLayout(4, layout))
 
 
 @gluon.jit
-def multiply(x, FACTOR: gl.constexpr):
+def multiply(x, factor):
     """High and low word of the product of words."""
-    factor = gl.full(x.shape, FACTOR, gl.int32, x.type.layout)
     return gl.inline_asm_elementwise(
         "{.reg .u64 t; mul.wide.u32 t, $2, $3; mov.b64 {$1, $0}, t;}", "=r,=r,r,r", [x, factor],
         dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
@@ -200,9 +301,7 @@ def multiply(x, FACTOR: gl.constexpr):
 
 
 @gluon.jit
-def cipher(x, y):
-    """As kernels/dropout.py's, of its sums."""
-    for i in gl.static_range(ROUNDS):
-        high, low = multiply(x, FACTOR)
-        x, y = high ^ y ^ KEYS[i], low
-    return x, y
+def one_round(x, y):
+    """Of Philox2x32, see kernels/dropout.py."""
+    high, low = multiply(x, gl.full(x.shape, FACTOR, gl.int32, x.type.layout))
+    return high ^ y, low

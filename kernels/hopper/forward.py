@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import BLOCK_SIZE, BlockLists, hide_unseen
-from kernels.hopper.dropout import Dropout, weights
+from kernels.hopper.dropout import PAIRS_OF_EIGHT, Dropout, is_lowered, make_dropout, make_words, weights
 from kernels.hopper.primitives import Ring, announce, announced, make_numbers, make_ring, pack_pairs, record
 from kernels.hopper.query_tiles import ROWS, key_block, locate, places, words_at
 from kernels.hopper.schedule import Mask, TileOrder
@@ -28,14 +28,16 @@ from kernels.hopper.short_steps import consume_short
 from kernels.hopper.softmax import LOWEST, hide, partial_sum, row_maximum, shift_of
 from kernels.hopper.steps import (
     begin_to_drop,
-    draw,
     finish,
     pass_turn,
     products,
+    read_words,
+    reads_early,
     skip_in_turn,
     store,
     take_turn,
     walk,
+    words_buffer,
 )
 
 
@@ -98,6 +100,8 @@ def produce(tiles, q_desc, k_desc, v_desc, group, counter_ptr, DEALT: gl.constex
                 i = tiles.order.next(n_q, counter_ptr, DEALT)
             block = key_block(tiles, end - 1 - j) * tiles.BLOCK_N
             stage, full = tiles.k_ring.fill(n)
+            if tiles.dropout.IS_ON:
+                tiles.dropout.leave_pairs(words_buffer(tiles, n), block)
             mbarrier.expect(full, k_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(k_desc, [batch, kv_head, block, 0], full, tiles.k.index(stage))
             if n > 0:
@@ -169,17 +173,17 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
                 # what a tile of bits shows takes the place of an interval: each query's line in it
                 key_first = rows % BLOCK_SIZE
                 key_end = key_first
-                words = words_at(tiles, own_end - 1, key_first, nothing)
+                bits = words_at(tiles, own_end - 1, key_first, nothing)
             else:
                 key_first, key_end = tiles.mask.keys_of(batch, rows)
-            shift = shift_of(rows, tiles.q.dtype)
+            shift = shift_of(rows, tiles.q.dtype, is_lowered(tiles))
             q = tiles.queries(turn, part)
 
             # where nothing is pending, o becomes a product of anything, and is not stored
-            s, o = products(tiles, q, p, o, n, n_before, begun, pending, INDEX)
+            s, o, words = products(tiles, q, p, o, n, n_before, begun, pending, INDEX)
             if (whole_end < own_end) | (whole_begin == own_end):
                 if KIND == "blocks":
-                    s = hide_unseen(s, words, float("-inf"))
+                    s = hide_unseen(s, bits, float("-inf"))
                 else:
                     s = hide(s, key_first, key_end, own_end - 1, float("-inf"), KIND)
             m_new = gl.maximum(row_maximum(s) * scale_log2 + shift, LOWEST)
@@ -191,7 +195,9 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
                 store(tiles, out_desc, lse_ptr, o, m_i, l_i, head_before, row_before, INDEX)
             # behind the store, for its registers
             dropping = begin_to_drop(tiles, batch, head, row)
-            p = weights(tiles, p_new, draw(tiles, dropping, own_end - 1))
+            if not reads_early(tiles.CONSUMERS, KIND):
+                words = read_words(tiles, n)
+            p = weights(tiles, p_new, dropping, words)
             m_i = m_new
             l_i = l_new
 
@@ -245,11 +251,13 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
         "stride_list_batch",
         "stride_list_head",
         "keep_limit",
+        "keep_line",
     ]
 )
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, counter_ptr, bounds_ptr,
-    spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head, seed_ptr, keep_limit, keep_scale,
+    spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head,
+    seed_ptr, keep_limit, keep_line, keep_scale,
     n_batch, n_head, group, seq_q, seq_k, window, section,
     by_section_tiles, by_section, by_last_section, by_n_head, scale_log2,
     MASK: gl.constexpr, DROPOUT: gl.constexpr,
@@ -259,6 +267,8 @@ def forward_kernel(
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     lists = BlockLists(spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head)
+    WORDS_BUFFERS: gl.constexpr = STAGES if reads_early(CONSUMERS, MASK) else STAGES + 1
+    words = make_words(DROPOUT, WORDS_BUFFERS, PAIRS_OF_EIGHT, BLOCK_N)
     tiles = Tiles(
         gl.allocate_shared_memory(dtype, [Q_STAGES * CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout),
         make_numbers(Q_STAGES),
@@ -278,7 +288,7 @@ def forward_kernel(
             MASK != "full",
         ),
         Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK),
-        Dropout(seed_ptr, keep_limit, keep_scale, DROPOUT),
+        make_dropout(seed_ptr, keep_limit, keep_line, keep_scale, words, DROPOUT),
         n_head,
         by_n_head,
         BLOCK_N,

@@ -7,6 +7,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from kernels.hopper import dropout
 from kernels.hopper.block_lists import BLOCK_SIZE, hide_unseen
 from kernels.hopper.primitives import (
     fragments,
@@ -28,7 +29,7 @@ NOT_SPECIALIZED = [
     "group", "seq_q", "seq_k", "window", "padded", "n_heads", "n_tiles", "n_kv_head", "section",
     "by_section_tiles", "by_section", "by_last_section", "by_n_kv_head",
     "stride_list_batch", "stride_list_head", "stride_dqb", "stride_dqt", "stride_dqh", "n_rounded",
-    "keep_limit",
+    "keep_limit", "keep_line",
 ]  # fmt: skip
 
 
@@ -86,6 +87,8 @@ def copy_queries(tiles, q_desc, dout_desc, minus_lse_desc, minus_delta_desc, bat
     """Fills the n-th buffer of the ring of queries with those at a place of a head."""
     row = query_block(tiles.work.mask, place) * ROWS
     stage, full = tiles.q_ring.fill(n)
+    if tiles.dropout.IS_ON:
+        tiles.dropout.leave_rows(stage, batch, head, row)
     mbarrier.expect(full, 2 * (q_desc.block_type.nbytes + minus_lse_desc.block_type.nbytes))
     tma.async_copy_global_to_shared(q_desc, [batch, head, row, 0], full, tiles.q.index(stage))
     tma.async_copy_global_to_shared(minus_lse_desc, [line + row], full, tiles.minus_lse.index(stage))
@@ -199,21 +202,22 @@ def probabilities(mask, s, place, masked, first, end, scale_log2):
 
 
 @gluon.jit
-def begin_to_drop(tiles, like, batch, kv_head, key):
-    """What `draw` takes of a tile of keys, for the first of its query heads."""
+def begin_to_drop(tiles, like, key):
+    """Dropout's words of a tile of keys, for scores that lie as `like`."""
     dropping = gl.to_tensor(0)
     if tiles.dropout.IS_ON:
-        dropping = tiles.dropout.begin(like, batch, kv_head * tiles.work.group, 0, key, TRANSPOSED=True)
+        dropping = tiles.dropout.pairs_of(like, key)
     return dropping
 
 
 @gluon.jit
-def draw(tiles, like, dropping, place):
-    """What dropout draws for scores that lie as `like`, of the queries at a place."""
+def draw(tiles, like, dropping, n):
+    """What dropout draws for block n of queries, once it has arrived."""
     words = gl.to_tensor(0), gl.to_tensor(0)
     if tiles.dropout.IS_ON:
-        row = query_block(tiles.work.mask, place) * ROWS
-        words = tiles.dropout.draw(like, dropping, row, TRANSPOSED=True)
+        # opaque: else a part of the address is made when the kernel begins, and spilled
+        row_words = tiles.dropout.read(like, opaque(n % tiles.q_ring.STAGES), TRANSPOSED=True)
+        words = dropout.draw(row_words, dropping)
     return words
 
 

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.dropout import limit_bits
+from kernels.dropout import limit_bits, line_bits
 from kernels.hopper.backward_64 import backward_64_kernel
 from kernels.hopper.backward_128 import backward_128_kernel
 from kernels.hopper.dq import dq_kernel
@@ -60,12 +60,15 @@ def list_arguments(lists: tuple[Tensor | None, ...], nothing: Tensor) -> tuple[T
     return *lists, *list_strides(lists)
 
 
-def dropout_arguments(problem: Problem, nothing: Tensor) -> tuple[Tensor, int, float]:
-    """What dropout.Dropout takes; `nothing` stands for a seed that is not read."""
+def dropout_arguments(problem: Problem, nothing: Tensor) -> tuple[Tensor, int, int, float]:
+    """What dropout.make_dropout takes; `nothing` stands for a seed that is not read."""
     if problem.dropout_p == 0.0:
-        return nothing, 0, 1.0
-    bits = limit_bits(problem.dropout_p)
-    return problem.dropout_seed, signed(bits << 16 | bits), problem.keep_scale
+        return nothing, 0, 0, 1.0
+    limit = limit_bits(problem.dropout_p)
+    slope, start = line_bits(problem.dropout_p)
+    return (
+        problem.dropout_seed, signed(limit << 16 | limit), signed(start << 16 | slope), problem.keep_scale
+    )  # fmt: skip
 
 
 def keys_per_query(problem: Problem, seq_q: int, seq_k: int) -> float:

@@ -248,16 +248,16 @@ def make_numbers(STAGES: gl.constexpr):
 
 
 @gluon.jit
-def announce(number, i):
-    """Writes the number of a tile beside its rows, before their barrier is armed."""
-    number.store(gl.full([1], i, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+def announce(number, i, WARPS: gl.constexpr = 1):
+    """Writes a number for others; that of a tile beside its rows, before their barrier is armed."""
+    number.store(gl.full([1], i, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
     thread_barrier()
 
 
 @gluon.jit
-def announced(number):
-    """The number beside rows that have arrived."""
-    return gl.max(number.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def announced(number, WARPS: gl.constexpr = 4):
+    """The number that another wrote."""
+    return gl.max(number.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
 @gluon.jit

@@ -9,11 +9,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from kernels.hopper.block_lists import hide_unseen
-from kernels.hopper.dropout import weights
+from kernels.hopper.dropout import is_lowered, weights
 from kernels.hopper.primitives import unpack_pairs
 from kernels.hopper.query_tiles import ROWS, locate, places, skip, words_at
 from kernels.hopper.softmax import LOWEST, hide, partial_sum, shift_of, softmax
-from kernels.hopper.steps import begin_to_drop, draw, scores_of_nothing, store
+from kernels.hopper.steps import begin_to_drop, read_words, scores_of_nothing, store
 
 
 @gluon.jit
@@ -26,6 +26,7 @@ def step(tiles, q, o, m_i, l_i, n, first, end, place, masked, scale_log2, shift,
     zeros = scores_of_nothing(tiles)
     k = tiles.k.index(tiles.k_ring.take(n)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
     s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (ROWS, BLOCK_N)
+    words = read_words(tiles, n)
     s = warpgroup_mma_wait(0, deps=[s])
     tiles.k_ring.release(n)
     if masked:
@@ -36,7 +37,7 @@ def step(tiles, q, o, m_i, l_i, n, first, end, place, masked, scale_log2, shift,
     p, alpha, m_i, l_i = softmax(s, m_i, l_i, scale_log2, shift)
     o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout)), 1)
     if tiles.dropout.IS_ON:
-        p = unpack_pairs(weights(tiles, p, draw(tiles, dropping, place)), tiles.q.dtype, P_LAYOUT)
+        p = unpack_pairs(weights(tiles, p, dropping, words), tiles.q.dtype, P_LAYOUT)
     else:
         p = gl.convert_layout(p.to(tiles.q.dtype), P_LAYOUT)
     v = tiles.v.index(tiles.v_ring.take(n)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
@@ -76,7 +77,7 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             if row < 0:
                 own_begin = begin
                 own_end = begin
-        shift = shift_of(row + lines, tiles.q.dtype)
+        shift = shift_of(row + lines, tiles.q.dtype, is_lowered(tiles))
         dropping = begin_to_drop(tiles, batch, head, row)
         q = tiles.queries(turn, INDEX)
         o = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, O_LAYOUT)

@@ -13,6 +13,8 @@ LOWEST = gl.constexpr(-1.0e30)
 GOLDEN_RATIO = gl.constexpr(0.6180339887498949)
 # what the largest probability of each row is rounded to
 PEAK = gl.constexpr(0.75)
+# the power of two by which probabilities are less than that where dropout wants it, see dropout.is_lowered
+LOWERED_BY = gl.constexpr(7.0)
 
 
 @gluon.jit
@@ -24,9 +26,10 @@ def peak_of(rows, dtype: gl.constexpr):
 
 
 @gluon.jit
-def shift_of(rows, dtype: gl.constexpr):
+def shift_of(rows, dtype: gl.constexpr, LOWERED: gl.constexpr):
     """(ROWS,): what each row's maximum is raised by."""
-    return -gl.log2(peak_of(rows, dtype))
+    shift = -gl.log2(peak_of(rows, dtype))
+    return shift + LOWERED_BY if LOWERED else shift
 
 
 @gluon.jit

@@ -14,16 +14,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import hide_unseen
-from kernels.hopper.dropout import weights
+from kernels.hopper.dropout import is_lowered, weights
 from kernels.hopper.primitives import (
     named_barrier_arrive,
     named_barrier_sync,
+    opaque,
     thread_barrier,
     unpack_pairs,
 )
-from kernels.hopper.query_tiles import ROWS, key_block, words_at
+from kernels.hopper.query_tiles import ROWS, words_at
 from kernels.hopper.schedule import quotient
-from kernels.hopper.softmax import hide, rounded_sum, softmax
+from kernels.hopper.softmax import LOWERED_BY, hide, rounded_sum, softmax
 
 LN2 = gl.constexpr(0.6931471805599453)
 TURN_BARRIER = gl.constexpr(9)
@@ -52,27 +53,44 @@ def scores_of_nothing(tiles):
 
 @gluon.jit
 def begin_to_drop(tiles, batch, head, row):
-    """What `draw` takes of a tile of queries."""
+    """Dropout's words of 64 rows."""
     dropping = gl.to_tensor(0)
     if tiles.dropout.IS_ON:
-        dropping = tiles.dropout.begin(scores_of_nothing(tiles), batch, head, row, 0)
+        dropping = tiles.dropout.rows_of(scores_of_nothing(tiles), batch, head, row)
     return dropping
 
 
+@gluon.constexpr_function
+def reads_early(consumers, mask):
+    """Whether dropout's words of a block are read in front of its softmax, to be of use beside it.
+
+    Three warpgroups lack the registers for them until P of the block before has gone, and two those for both
+    edges of a window too.
+    """
+    return consumers == 2 and mask != "window"
+
+
 @gluon.jit
-def draw(tiles, dropping, place):
-    """What dropout draws for the keys at a place."""
-    masks = gl.to_tensor(0)
+def words_buffer(tiles, n):
+    """Where the words of block n of keys are.
+
+    Read late they have one buffer more than k: it is released before them, and the next k behind them.
+    """
+    return n % tiles.dropout.words.shape[0]
+
+
+@gluon.jit
+def read_words(tiles, n):
+    """Dropout's words of block n of keys."""
+    words = gl.to_tensor(0)
     if tiles.dropout.IS_ON:
-        keys = key_block(tiles, place) * tiles.BLOCK_N
-        like = scores_of_nothing(tiles)
-        masks = tiles.dropout.masks(like, tiles.dropout.draw(like, dropping, keys))
-    return masks
+        words = tiles.dropout.read(scores_of_nothing(tiles), words_buffer(tiles, n))
+    return words
 
 
 @gluon.jit
 def products(tiles, q, p, o, n, n_before, begun, pending, INDEX: gl.constexpr):
-    """Issues S = Q K_n^T and O += P V of the block before, and waits for the first.
+    """Issues S = Q K_n^T and O += P V of the block before, and waits for the first; words are early, or 0.
 
     begun: whether O holds earlier blocks of its tile; pending: whether there is a block before.
     """
@@ -82,9 +100,12 @@ def products(tiles, q, p, o, n, n_before, begun, pending, INDEX: gl.constexpr):
     s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (ROWS, BLOCK_N)
     o = weigh(tiles, p, o, n_before, begun, pending)
     pass_turn(n, INDEX, tiles.CONSUMERS)
+    words = gl.to_tensor(0)
+    if reads_early(tiles.CONSUMERS, tiles.mask.KIND):
+        words = read_words(tiles, n)
     s = warpgroup_mma_wait(1, deps=[s])
     tiles.k_ring.release(n)
-    return s, o
+    return s, o, words
 
 
 @gluon.jit
@@ -105,18 +126,19 @@ def step(
     LISTED: gl.constexpr = MASKED and tiles.mask.KIND == "blocks"
     if LISTED:
         # asked for before the products, to arrive beside them
-        words = words_at(tiles, place, first, scores_of_nothing(tiles))
-    s, o = products(tiles, q, p, o, n, n - 1, begun, True, INDEX)
+        bits = words_at(tiles, place, first, scores_of_nothing(tiles))
+    s, o, words = products(tiles, q, p, o, n, n - 1, begun, True, INDEX)
     if LISTED:
-        s = hide_unseen(s, words, float("-inf"))
+        s = hide_unseen(s, bits, float("-inf"))
     elif MASKED:
         s = hide(s, first, end, place, float("-inf"), tiles.mask.KIND)
     p_new, alpha, m_i, l_i = softmax(s, m_i, l_i, scale_log2, shift)
     o = warpgroup_mma_wait(0, deps=[o])
     tiles.v_ring.release(n - 1)
-    masks = draw(tiles, dropping, place)
+    if not reads_early(tiles.CONSUMERS, tiles.mask.KIND):
+        words = read_words(tiles, n)
     o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout)), 1)
-    p = weights(tiles, p_new, masks)
+    p = weights(tiles, p_new, dropping, words)
     return p, o, m_i, l_i
 
 
@@ -161,13 +183,20 @@ def store(tiles, out_desc, lse_ptr, o, m_i, l_i, head, row, INDEX: gl.constexpr)
     head counts over all batches.
     """
     l_i = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
+    LOWERED: gl.constexpr = is_lowered(tiles)
+    if LOWERED:
+        l_i *= 2.0**LOWERED_BY
+        m_i -= LOWERED_BY
     empty = l_i == 0.0
     rows = row + gl.arange(0, ROWS, layout=l_i.type.layout)
     inverse = gl.where(empty, 0.0, 1.0 / rounded_sum(l_i, rows, tiles.q.dtype))
     if tiles.dropout.IS_ON:
         inverse *= tiles.dropout.keep_scale
+    if LOWERED:
+        inverse *= 2.0**LOWERED_BY
     o = o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout)), 1)
-    buffer = tiles.out.index(INDEX)
+    # opaque: else addresses are made when the kernel begins, and spilled where dropout has the registers
+    buffer = tiles.out.index(opaque(gl.to_tensor(INDEX)) if tiles.dropout.IS_ON else INDEX)
     # the copy of the tile before must have left the buffer
     tma.store_wait(0)
     thread_barrier()

@@ -9,27 +9,48 @@ ROUNDS = tl.constexpr(dropout.ROUNDS)
 FACTOR, KEY = tl.constexpr(dropout.FACTOR), tl.constexpr(dropout.KEY)
 WORD = tl.constexpr(dropout.WORD)
 SPREAD_X, SPREAD_Y = tl.constexpr(dropout.SPREAD_X), tl.constexpr(dropout.SPREAD_Y)
+SPREAD_PAIR = tl.constexpr(dropout.SPREAD_PAIR)
 
 
 @triton.jit
-def spread(seed, row, pair, head, batch, FACTORS: tl.constexpr):
-    """A word, uint32, of all that a decision depends on; seed: int64, the others broadcast."""
+def spread(seed, row, head, batch, FACTORS: tl.constexpr):
+    """A word, uint32, of all that a row's word depends on; seed: int64, the others broadcast."""
     whole = seed.to(tl.uint64, bitcast=True)
     low, high = whole.to(tl.uint32), (whole >> 32).to(tl.uint32)
-    of_tile = tl.cast(head, tl.uint32) * FACTORS[2] + tl.cast(batch, tl.uint32) * FACTORS[3]
-    of_tile += low * FACTORS[4] + high * FACTORS[5]
-    return (of_tile + row * FACTORS[0]) + pair * FACTORS[1]
+    of_tile = tl.cast(head, tl.uint32) * FACTORS[1] + tl.cast(batch, tl.uint32) * FACTORS[2]
+    return (of_tile + low * FACTORS[3] + high * FACTORS[4]) + row * FACTORS[0]
 
 
 @triton.jit
-def cipher(seed, row, pair, head, batch):
-    x = spread(seed, row, pair, head, batch, SPREAD_X)
-    y = spread(seed, row, pair, head, batch, SPREAD_Y)
-    for i in tl.static_range(ROUNDS):
-        # whole, not by halves: one instruction
-        product = x.to(tl.uint64) * FACTOR
-        x, y = (product >> 32).to(tl.uint32) ^ y ^ ((KEY * (i + 1)) & WORD), product.to(tl.uint32)
-    return x, y
+def row_word(seed, row, head, batch):
+    x = spread(seed, row, head, batch, SPREAD_X)
+    y = spread(seed, row, head, batch, SPREAD_Y)
+    for i in tl.static_range(1, ROUNDS + 1):
+        x, y = one_round(x, y ^ ((KEY * i) & WORD))
+    return x | 1
+
+
+@triton.jit
+def pair_word(pair):
+    word = pair * 2 + 1
+    for i in tl.static_range(2):
+        word *= SPREAD_PAIR[i]
+        word ^= (word >> 16) & 0xFFFE
+    return word
+
+
+@triton.jit
+def one_round(x, y):
+    high, low = multiply(x, FACTOR)
+    return high ^ y, low
+
+
+@triton.jit
+def multiply(x, factor):
+    """High and low word of the product of words."""
+    # whole, not by halves: one instruction
+    product = x.to(tl.uint64) * factor
+    return (product >> 32).to(tl.uint32), product.to(tl.uint32)
 
 
 @triton.jit
@@ -39,15 +60,16 @@ def keep_tile(
     """True where a probability is kept. limit: float32, of the numbers that halves of words are."""
     rows = (first_row // 2 + tl.arange(0, BLOCK_M // 2)[:, None]).to(tl.uint32)
     pairs = (first_column // 4 + tl.arange(0, BLOCK_N // 4)[None, :]).to(tl.uint32)
-    x, y = cipher(seed, rows, pairs, head, batch)
+    high, low = multiply(row_word(seed, rows, head, batch), pair_word(pairs))
+    x, y = one_round(high, low)
     words = tl.reshape(tl.join(x, y), (BLOCK_M // 16, 8, BLOCK_N // 16, 4, 2))
     # row = 16 * dim 0 + 8 * dim 1 + dim 2, column = 16 * dim 3 + 8 * dim 4 + 2 * dim 5 + dim 6: dims 1, 4
     # and 6 lie in one thread's registers, as they do in the result of a matrix product
     words = tl.permute(words, (0, 4, 1, 2, 3))[:, :, :, :, None, :, None]
     of_eighth = tl.reshape(tl.arange(0, 2), (1, 1, 1, 1, 2, 1, 1))
     of_column = tl.reshape(tl.arange(0, 2), (1, 1, 1, 1, 1, 1, 2))
-    shift = (8 * of_eighth + 16 * of_column).to(tl.uint32)
-    halves = ((words >> shift) | (words << ((32 - shift) & 31))) << 16
+    exchanged = ((words >> 8) & 0x00FF00FF) | ((words & 0x00FF00FF) << 8)
+    halves = tl.where(of_eighth == 0, words, exchanged) >> (16 * of_column).to(tl.uint32)
     # a number so small that it is not normal would be taken for one of 64 bits
-    kept = ~(halves.to(tl.float32, bitcast=True) >= tl.cast(limit, tl.float32))
+    kept = ~((halves << 16).to(tl.float32, bitcast=True) >= tl.cast(limit, tl.float32))
     return tl.reshape(kept, (BLOCK_M, BLOCK_N))

@@ -40,11 +40,13 @@ SPREAD_Y = (0x9B05688D, 0x1F83D9AB, 0x5BE0CD19, 0xCBBB9D5D, 0x629A292B)
 SPREAD_PAIR = (0x9E3779B1, 0x85EBCA77)
 WORD = 0xFFFFFFFF
 
-# of 2**16 halves: all but infinity and the largest number; NaN and minus infinity
-MOST_KEPT, FEWEST_KEPT = 2**16 - 2, 255
+# of 2**16 halves
+NANS = 254
+# all but infinity and the largest number; NaN and minus infinity
+MOST_KEPT, FEWEST_KEPT = 2**16 - 2, NANS + 1
 MOST_DROPPED = 1.0 - FEWEST_KEPT / 2**16
 # halves that are kept where the limit is 0: NaN, and all negative numbers but -0
-NEGATIVE = 254 + 0x7F80
+NEGATIVE = NANS + 0x7F80
 
 
 def kept_halves(dropout_p: float) -> int:
@@ -140,5 +142,4 @@ def dropout_keep_mask(
     half = torch.where(j // 8 % 2 == 0, half, half >> 8 | (half & 0xFF) << 8)
     # as the float32 of the same number
     numbers = (half << 16).to(torch.uint32).view(torch.float32)
-    limit = torch.tensor(limit_bits(dropout_p) << 16, dtype=torch.uint32).view(torch.float32)
-    return ~(numbers >= limit.to(numbers.device))
+    return ~(numbers >= torch.tensor(limit_number(dropout_p), device=numbers.device))

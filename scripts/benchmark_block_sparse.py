@@ -8,7 +8,8 @@ implementations get the same blocks and take turns on the same inputs; a row hol
 CUDA graph of one call, with a cold L2. Speed counts 4 D operations forward, and 2.5 times as many backward,
 for each score of a kept block, and for half of all scores of dense attention. density: kept blocks over
 causal blocks. allowed_ms: 1.15 times the density's share of the same implementation's dense time, and 20 us.
-With deterministic, ours is measured a second time with deterministic=True, in rows beside the plain ones.
+With document_tokens, a token sees its own document only, beside the pattern; the density is then of what both
+leave. With deterministic, ours is measured a second time with deterministic=True, in rows of its own.
 extra_bytes: the peak of forward and backward beyond inputs, gradients and mask. max_error is against float64,
 on the first head, to 16K tokens. FlexAttention compiles for every pattern and length, some 10 seconds each.
 fa4, where flash-attn-4 is installed, is measured with causal masks and windows.
@@ -63,6 +64,7 @@ class Arguments:
     block_size: int = argument(128, "queries and keys of a block, 64 or 128")
     width: int = argument(2048, "H * D; the batch is 1")
     dropout_p: float = argument(0.0, "ours only")
+    document_tokens: int = argument(0, "tokens of a document, beside the patterns; 0: none; ours only")
     deterministic: bool = argument(False, "also measure ours with deterministic=True")
     repeats: int = argument(3, "turns of each implementation")
     plot: bool = argument(True, "also draw the results, as OUT with the ending .png")
@@ -80,8 +82,12 @@ DIRECTIONS = ("forward", "backward")
 
 def main(arguments: Arguments) -> None:
     unable = [name for name in arguments.implementations if name in PEERS]
-    if arguments.dropout_p and unable:
-        raise ValueError(f"dropout_p={arguments.dropout_p}: leave {' '.join(unable)} out of implementations")
+    for key in ("dropout_p", "document_tokens"):
+        given = getattr(arguments, key)
+        if given < 0:
+            raise ValueError(f"{key} must be at least 0, got {given}")
+        if given and unable:
+            raise ValueError(f"{key}={given}: leave {' '.join(unable)} out of implementations")
     if not torch.cuda.is_available():
         raise ValueError("benchmark_block_sparse needs a CUDA GPU; none was found")
     names = ("ours", *IMPLEMENTATIONS, *PEERS)
@@ -95,7 +101,7 @@ def main(arguments: Arguments) -> None:
     for head_dim, seq_len, pattern in product(arguments.head_dims, arguments.seq_lens, arguments.patterns):
         for row in measure(arguments, head_dim, seq_len, pattern):
             key = row["implementation"], row["deterministic"], head_dim, seq_len
-            if pattern == "dense":
+            if pattern == "dense" and not arguments.document_tokens:
                 dense[key] = row
             for direction in DIRECTIONS:
                 of_dense = dense[key][f"{direction}_ms"] if key in dense else None
@@ -123,13 +129,18 @@ def measure(arguments: Arguments, head_dim: int, seq_len: int, pattern: str) -> 
         for _ in range(3)
     )
     dout = torch.randn_like(q)
-    mask, scores = None, heads * seq_len**2 / 2
+    mask, seen, scores, ids = None, None, heads * seq_len**2 / 2, None
     if pattern != "dense":
-        mask = block_masks.parse(pattern, seq_len, block_size=block_size, device="cuda")
-        scores = heads * len(mask.keys) * block_size**2
+        mask = seen = block_masks.parse(pattern, seq_len, block_size=block_size, device="cuda")
+    if arguments.document_tokens:
+        ids = (torch.arange(seq_len, device="cuda") // arguments.document_tokens).int()[None]
+        seen = mask or block_masks.causal(seq_len, block_size=block_size, device="cuda")
+        seen = seen & block_masks.documents(ids, block_size=block_size)
+    if seen is not None:
+        scores = heads * len(seen.keys) * block_size**2
     truth = None
     if seq_len <= LONGEST_CHECKED and arguments.dropout_p == 0.0:
-        truth = attention_reference(*(x[:, :, :1].detach().double() for x in (q, k, v)), block_mask=mask)
+        truth = attention_reference(*(x[:, :, :1].detach().double() for x in (q, k, v)), block_mask=seen)
     outs, graphs, timings, errors, extra_bytes = {}, {}, {}, {}, {}
     for run in product(arguments.implementations, (False, True)[: 1 + arguments.deterministic]):
         name, deterministic = run
@@ -139,7 +150,7 @@ def measure(arguments: Arguments, head_dim: int, seq_len: int, pattern: str) -> 
             continue
         if name == "fa4" and not FA4_PATTERN.fullmatch(pattern):
             continue
-        attention = build(name, deterministic, pattern, mask, seq_len, arguments)
+        attention = build(name, deterministic, pattern, mask, ids, seq_len, arguments)
         with use_implementation(name if name in IMPLEMENTATIONS else None):
             # compile first
             torch.autograd.grad(attention(q, k, v), (q, k, v), dout)
@@ -162,7 +173,7 @@ def measure(arguments: Arguments, head_dim: int, seq_len: int, pattern: str) -> 
                 "implementation": name,
                 "deterministic": deterministic,
                 "pattern": pattern,
-                "density": 1.0 if mask is None else mask.density(),
+                "density": 1.0 if seen is None else seen.density(),
                 "block_size": block_size,
                 "head_dim": head_dim,
                 "causal": True,
@@ -171,6 +182,7 @@ def measure(arguments: Arguments, head_dim: int, seq_len: int, pattern: str) -> 
                 "heads": heads,
                 "dtype": "bf16",
                 "dropout_p": arguments.dropout_p,
+                "document_tokens": arguments.document_tokens,
                 "forward_ms": forward_ms,
                 "backward_ms": backward_ms,
                 "forward_tflops": 4 * scores * head_dim / forward_ms / 1e9,
@@ -183,15 +195,17 @@ def measure(arguments: Arguments, head_dim: int, seq_len: int, pattern: str) -> 
 
 
 def build(
-    name: str, deterministic: bool, pattern: str, mask: BlockMask | None, seq_len: int, arguments: Arguments
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """An implementation as a function of q, k, v (1, T, H, D)."""
+    name: str, deterministic: bool, pattern: str, mask: BlockMask | None, ids: Tensor | None, seq_len: int,
+    arguments: Arguments,
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
+    """An implementation as a function of q, k, v (1, T, H, D). ids: (1, T) int32, of documents."""
     if name in ("ours", *IMPLEMENTATIONS):
 
         def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return flash_attention(
-                q, k, v, block_mask=mask, dropout_p=arguments.dropout_p, deterministic=deterministic
-            )
+                q, k, v, block_mask=mask, document_ids=ids, dropout_p=arguments.dropout_p,
+                deterministic=deterministic,
+            )  # fmt: skip
 
         return ours
     if name == "fa4":

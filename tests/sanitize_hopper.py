@@ -53,7 +53,8 @@ def run_random_problem(generator: random.Random, longest: int) -> tuple[dict, li
         ]
         shares = shares.repeat_interleave(128, 0)[:seq_q].repeat_interleave(128, 1)[:, :seq_k]
         options["block_mask"] = block_masks.from_dense(torch.rand_like(shares) < shares)
-
+        # alone, or cut by a mask beside it
+        options["causal"] = generator.random() < 0.5
     if generator.random() < 0.3:
         options |= {"dropout_p": 0.1, "dropout_seed": generator.randrange(2**62)}
     dtype = generator.choice([torch.bfloat16, torch.float16])

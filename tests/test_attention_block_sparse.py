@@ -313,6 +313,73 @@ def test_the_hopper_kernels_walk_the_lists_as_accurately_as_torch(
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("kind", ["causal", "window", "documents", "padding", "documents of a causal mask"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("sums_dq", [True, False])
+def test_the_hopper_kernels_take_what_intervals_leave_of_the_lists(
+    sums_dq, head_dim, kind, dropout_p, device, monkeypatch
+):
+    monkeypatch.setattr(import_module("kernels.hopper.launch"), "sum_pays", lambda *_: sums_dq)
+    for seq_q, seq_k in ((1000, 1000), (300, 700)):
+        options = {"causal": kind not in ("padding", "documents"), "dropout_p": dropout_p, "dropout_seed": 3}
+        if kind == "window":
+            options["window"] = 170
+        ids = (torch.rand(2, seq_k, device=device) < 0.01).cumsum(1).int()
+        if kind == "padding":
+            ids = -(torch.arange(seq_k, device=device) < torch.tensor([[70], [256]], device=device)).int()
+        if kind not in ("causal", "window"):
+            options["document_ids"] = ids
+        q, k, v = random_qkv(2, seq_q, seq_k, 4, 4, head_dim, torch.bfloat16, device)
+        masks = [
+            block_masks.from_dense(holes(*shape, seq_q, seq_k, device).to_dense())
+            for shape in ((1, 1), (2, 1), (2, 4))
+        ]
+        if seq_q == seq_k:
+            masks.append(pattern("strided(3) | window(200)", device, 128, seq_q))
+        for mask in masks:
+            with use_implementation("hopper"):
+                assert_as_accurate_as_torch(flash_attention, q, k, v, block_mask=mask, **options)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_replays_with_new_documents_beside_a_block_mask(device):
+    q, k, v = random_qkv(2, 1024, 1024, 2, 2, 64, torch.bfloat16, device)
+    mask = block_masks.window(1024, 300, device=device)
+    ids, others = ((torch.rand(2, 1024, device=device) < 0.01).cumsum(1).int() for _ in range(2))
+
+    def attend():
+        out = flash_attention(q, k, v, block_mask=mask, document_ids=ids, deterministic=True)
+        return [out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        replayed = attend()
+    ids.copy_(others)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(replayed, attend(), strict=True))
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_other_documents_lengths_and_masks_compile_no_kernel_that_cuts_lists(device):
+    kernel = import_module("kernels.hopper.cut_lists").cut_kernel
+    counts = []
+    for batch, seq_len, name in ((3, 300, "window(9)"), (1, 1000, "strided(3)"), (2, 65, "causal()")):
+        q, k, v = random_qkv(batch, seq_len, seq_len, 2, 2, 64, torch.bfloat16, device)
+        ids = (torch.rand(batch, seq_len, device=device) < 0.02).cumsum(1).int()
+        mask = pattern(name, device, 128, seq_len)
+        for given in (mask, BlockMask.stack([mask, pattern("sinks(70)", device, 128, seq_len)])):
+            flash_attention(q, k, v, block_mask=given, document_ids=ids).sum().backward()
+            counts.append(sum(len(c[0]) for c in kernel.device_caches.values()))
+    assert counts == [counts[0]] * 6
+
+
+@pytest.mark.gpu
+@on_hopper
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_hopper_kernels_give_the_same_bits_but_for_dq(head_dim, device, monkeypatch):
     monkeypatch.setattr(import_module("kernels.hopper.launch"), "sum_pays", lambda *_: True)

@@ -300,7 +300,6 @@ def test_what_fails_on_a_card_is_no_failure_to_compile(monkeypatch):
         ({}, (1, 8, 2, 64), torch.float32, "dtype"),
         ({"softmax_scale": 0.0}, (1, 8, 2, 64), torch.bfloat16, "softmax_scale"),
         ({"blocks": lists(block_size=64), "causal": False}, (1, 8, 2, 64), torch.bfloat16, "not of 64"),
-        ({"blocks": lists()}, (1, 8, 2, 64), torch.bfloat16, "without a causal mask"),
     ],
 )
 def test_refuses_each_feature_by_name(change, shape, dtype, words):

@@ -507,6 +507,10 @@ def test_benchmarks_refuse_a_window_that_looks_ahead_and_a_dropout_that_flex_has
         benchmark_attention.main(benchmark_attention.Arguments(window=64, implementations=["ours"]))
     with pytest.raises(ValueError, match="dropout_p=0.1: leave flex fa4 out of implementations"):
         benchmark_block_sparse.main(benchmark_block_sparse.Arguments(dropout_p=0.1))
+    with pytest.raises(ValueError, match="document_tokens=500: leave flex fa4 out of implementations"):
+        benchmark_block_sparse.main(benchmark_block_sparse.Arguments(document_tokens=500))
+    with pytest.raises(ValueError, match="document_tokens must be at least 0, got -1"):
+        benchmark_block_sparse.main(benchmark_block_sparse.Arguments(document_tokens=-1))
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,6 @@ def refusal_of_blocks(problem: Problem, group: int) -> str | None:
     """The same of the block mask; group: query heads to each head of k and v."""
     if problem.block_size != 128:
         return f"takes block masks of 128 queries and keys, not of {problem.block_size}"
-    if problem.mask != "full":
-        return f"takes a block mask alone, without a {problem.mask} mask: combine them by & of block masks"
     if group > 1 and problem.blocks[0].shape[1] > 1:
         return f"takes one block mask for all heads that share keys, not {group}"
     return None

@@ -9,6 +9,7 @@ from torch import Tensor
 from kernels.dropout import limit_bits, line_bits
 from kernels.hopper.backward_64 import backward_64_kernel
 from kernels.hopper.backward_128 import backward_128_kernel
+from kernels.hopper.cut_lists import without_intervals
 from kernels.hopper.dq import dq_kernel
 from kernels.hopper.dropout import signed
 from kernels.hopper.forward import forward_kernel
@@ -75,7 +76,9 @@ def keys_per_query(problem: Problem, seq_q: int, seq_k: int) -> float:
     """On average, of what the host knows: bounds that it has not read count as a causal mask does."""
     if problem.blocks:
         spans, entries, _ = problem.row_lists
-        return len(entries) / spans.shape[:3].numel() * problem.block_size
+        listed = len(entries) / spans.shape[:3].numel() * problem.block_size
+        # of what cuts the lists
+        return min(listed, problem.keys_per_query or listed, problem.window or listed)
     if problem.keys_per_query is not None:
         return problem.keys_per_query
     if problem.mask == "full":
@@ -102,6 +105,8 @@ def attention_forward(
     seq_k, n_kv_head = k.shape[1:3]
     width = tile_width(head_dim)
     tile = tile or forward_tile(width, mask_kind(problem), keys_per_query(problem, seq_q, seq_k))
+    if problem.blocks and problem.mask != "full":
+        problem = without_intervals(problem, batch, seq_q, seq_k, rows=True, columns=False)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, n_head, seq_q, dtype=torch.float32, device=q.device)
     group = n_head // n_kv_head
@@ -171,6 +176,8 @@ def attention_backward(
     sums_dq = not problem.deterministic and sum_pays(
         width, mask_kind(problem), keys, memory_bandwidth(q.device)
     )
+    if problem.blocks and problem.mask != "full":
+        problem = without_intervals(problem, batch, seq_q, seq_k, rows=not sums_dq, columns=True)
     group = n_head // n_kv_head
     tile = tile or backward_tile(width, sums_dq)
     # dq.py writes lse and delta of whole blocks: those of a list have 128 rows, those of an interval 64

@@ -19,7 +19,7 @@ DEVELOPMENT := $(VENV)/.development
 TRITON_3_6 := $(VENV)/triton-3.6.0
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint format compile soak bench clean
+.PHONY: help train test lint format compile record soak bench clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,14 @@ format: $(DEVELOPMENT)  ## rewrite the files in the house format
 compile: $(DEVELOPMENT)  ## compile every kernel under every mask for every GPU, without one: hours
 	for triton in "" $(CURDIR)/$(TRITON_3_6); do PYTHONPATH=$$triton $(PY) -m tests.ahead_of_time \
 		mask=full,causal,window,intervals dropout=0,1 block_size=0,64,128 $(ARGS) || exit 1; done
+
+# of an older commit's kernels no row is left; what has not changed is not compiled again
+record: $(DEVELOPMENT)  ## note what compilers make of changed kernels, so that tests need not compile them again
+	rm -f $(VENV)/.compiled
+	NOTE_COMPILED=$(CURDIR)/$(VENV)/.compiled TRITON_3_6=$(CURDIR)/$(TRITON_3_6) $(PY) -m pytest -n 2 --dist loadfile \
+		tests/test_ahead_of_time.py tests/test_ahead_of_time_masks.py tests/test_hopper.py \
+		tests/test_cross_entropy.py tests/test_epilogues.py
+	$(PY) -m tests.compile_record $(VENV)/.compiled
 
 soak: $(DEVELOPMENT)  ## kill training runs a hundred times and compare them bit for bit
 	$(PY) tests/soak.py $(ARGS)

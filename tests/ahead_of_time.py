@@ -20,7 +20,7 @@ from kernels.portable.dkdv import dkdv_kernel
 from kernels.portable.dq import dq_kernel
 from kernels.portable.forward import forward_kernel
 from kernels.tiles import find_tile, padded_head_dim, variant_of
-from tests.assembler import report_of
+from tests.assembler import used_by
 
 KERNELS = {"forward": forward_kernel, "dkdv": dkdv_kernel, "dq": dq_kernel}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -110,8 +110,7 @@ def compile_kernel(
         else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     )
     options = {name: value for name, value in tile.options().items() if not name.startswith("BLOCK")}
-    compiled = triton.compile(source, target=target, options=options)
-    return {"shared": compiled.metadata.shared} | report_of(compiled)
+    return used_by(source, target, options)
 
 
 def exceeds(row: dict) -> bool:

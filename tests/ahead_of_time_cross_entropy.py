@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from kernels.cross_entropy_hopper import BLOCK, NUM_WARPS, cross_entropy_kernel
-from tests.ahead_of_time_hopper import machine_code_of
+from tests.assembler import machine_code_of, used_by
 
 # GPT-2's vocabulary, padded
 N_COLUMNS = 50304
@@ -26,9 +26,8 @@ def compile_kernel() -> dict:
     values = {(names.index(name),): value for name, value in constants.items()}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in (*types, "n_columns")}
     source = GluonASTSource(cross_entropy_kernel, signature, values, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": NUM_WARPS})
-    used = {"triton": triton.__version__, "shared": compiled.metadata.shared}
-    return used | machine_code_of(compiled)
+    used = used_by(source, GPUTarget("cuda", 90, 32), {"num_warps": NUM_WARPS}, machine_code_of)
+    return {"triton": triton.__version__} | used
 
 
 def main(arguments: list[str]) -> None:

@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 from kernels.portable.decode import decode_kernel, with_rows
 from kernels.tiles import find_tile, padded_head_dim
 from tests.ahead_of_time import DTYPES, POINTERS, SHARED_MEMORY
-from tests.assembler import report_of
+from tests.assembler import used_by
 
 CHOICES = {
     "arch": list(SHARED_MEMORY),
@@ -85,8 +85,7 @@ def compile_kernel(
     is_amd = arch.startswith("gfx")
     target = GPUTarget("hip", arch, 64) if is_amd else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    compiled = triton.compile(source, target=target, options=options)
-    return {"shared": compiled.metadata.shared} | report_of(compiled)
+    return used_by(source, target, options)
 
 
 def main(arguments: list[str]) -> None:

@@ -6,12 +6,8 @@ prints one JSON line for each kernel, head_dim, dtype, mask and form of the forw
 """
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
 from itertools import product
-from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -24,7 +20,7 @@ from kernels.hopper.forward import ROWS, forward_kernel
 from kernels.hopper.launch import registers
 from kernels.hopper.sums import PART
 from kernels.hopper.tiles import backward_tile, dq_tile, forward_tile
-from tests.assembler import report_of
+from tests.assembler import machine_code_of, used_by
 
 INTEGERS = ("bounds_ptr", "counts_ptr", "counter_ptr", "spans_ptr", "entries_ptr", "bits_ptr")
 MASKS = ("full", "causal", "window", "intervals", "blocks")
@@ -147,59 +143,8 @@ def compile_kernel(
     values = {(function.arg_names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(function, signature, values, attributes)
     options = {"num_warps": 4, "maxnreg": most_registers}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    blocks = constants.get("BLOCKS", 1)
-    return {"shared": compiled.metadata.shared, "blocks": blocks} | machine_code_of(compiled)
-
-
-def machine_code_of(compiled: triton.compiler.CompiledKernel) -> dict:
-    """What the assembler says of a kernel, and what its code shows."""
-    disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
-        binary.write(compiled.asm["cubin"])
-        binary.flush()
-        # without the analysis of where indirect branches lead
-        command = [disassembler, "-ndf", "-c", binary.name]
-        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return report_of(compiled) | {"hgmma": code.count("HGMMA"), "overwritten": overwritten_operands(code)}
-
-
-def overwritten_operands(code: str) -> list[str]:
-    """Products of an innermost loop whose left operand, in registers, is written only behind them.
-
-    Such an operand is carried from step to step, as P is in the forward kernel, or it is a constant of the
-    loop which the assembler has given away too early: from the second step on the product is wrong.
-    """
-    labels, instructions = {}, []
-    for line in code.splitlines():
-        if label := re.match(r"(\.L_x_\d+):", line):
-            labels[label[1]] = len(instructions)
-        if instruction := re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?(.*?)\s*;", line):
-            instructions.append(instruction[1])
-    jumps = ((re.match(r"BRA\b.*?(\.L_x_\d+)", text), end) for end, text in enumerate(instructions))
-    loops = [(labels[jump[1]], end) for jump, end in jumps if jump and labels.get(jump[1], end + 1) <= end]
-    found = []
-    for begin, end in loops:
-        if any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in loops):
-            continue
-        written = [written_registers(text) for text in instructions[begin : end + 1]]
-        for place, text in enumerate(instructions[begin : end + 1]):
-            if product := re.match(r"HGMMA\S* R\d+, R(\d+), gdesc", text):
-                operand = set(range(int(product[1]), int(product[1]) + 4))
-                if any(operand & w for w in written) and not any(operand & w for w in written[:place]):
-                    found.append(text)
-    return found
-
-
-def written_registers(instruction: str) -> set[int]:
-    """Registers that one of the instructions which make a left operand writes."""
-    match = re.match(
-        r"(F2FP|FMUL|FADD|FFMA|MUFU|MOV|IMAD|LDS|LDSM|SEL|FSEL|PRMT|LOP3|HMNMX2)\b(\S*) R(\d+)", instruction
-    )
-    if not match:
-        return set()
-    width = {".128": 4, ".16.M88.4": 4, ".64": 2}.get(match[2], 1)
-    return set(range(int(match[3]), int(match[3]) + width))
+    used = used_by(source, GPUTarget("cuda", 90, 32), options, machine_code_of)
+    return used | {"blocks": constants.get("BLOCKS", 1)}
 
 
 def main(arguments: list[str]) -> None:

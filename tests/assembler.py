@@ -1,12 +1,19 @@
 """What a GPU's assembler says of a kernel when Triton compiles it, with the options that Triton gives it."""
 
 import re
+import subprocess
+import tempfile
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
 import triton
 from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+from tests.compile_record import compiled_once
 
 # a cache of its own: what was compiled without the hook below has no report
 knobs.cache.dir = str(Path(knobs.cache.dir) / "with_reports")
@@ -34,7 +41,7 @@ def keep_report(backend=None, stages=None, options=None, language=None, capabili
 knobs.runtime.add_stages_inspection_hook = keep_report
 
 
-def report_of(compiled: triton.compiler.CompiledKernel) -> dict:
+def report_of(compiled: CompiledKernel) -> dict:
     """Registers of a thread, bytes spilled in stores and loads, warnings that products run one by one.
 
     Of an AMD GPU bytes of scratch memory, a thread's; scalars that lie in lanes of vector registers are none.
@@ -50,3 +57,68 @@ def report_of(compiled: triton.compiler.CompiledKernel) -> dict:
         "spilled": sum(int(x) for x in re.findall(r"(\d+) bytes spill", report)),
         "warnings": re.findall(r".*C75\d\d.*", report),
     }
+
+
+def machine_code_of(compiled: CompiledKernel) -> dict:
+    """What the assembler says of a kernel, and what its code shows."""
+    disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+        binary.write(compiled.asm["cubin"])
+        binary.flush()
+        # without the analysis of where indirect branches lead
+        command = [disassembler, "-ndf", "-c", binary.name]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return report_of(compiled) | {"hgmma": code.count("HGMMA"), "overwritten": overwritten_operands(code)}
+
+
+def overwritten_operands(code: str) -> list[str]:
+    """Products of an innermost loop whose left operand, in registers, is written only behind them.
+
+    Such an operand is carried from step to step, as P is in the forward kernel, or it is a constant of the
+    loop which the assembler has given away too early: from the second step on the product is wrong.
+    """
+    labels, instructions = {}, []
+    for line in code.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        if instruction := re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?(.*?)\s*;", line):
+            instructions.append(instruction[1])
+    jumps = ((re.match(r"BRA\b.*?(\.L_x_\d+)", text), end) for end, text in enumerate(instructions))
+    loops = [(labels[jump[1]], end) for jump, end in jumps if jump and labels.get(jump[1], end + 1) <= end]
+    found = []
+    for begin, end in loops:
+        if any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in loops):
+            continue
+        written = [written_registers(text) for text in instructions[begin : end + 1]]
+        for place, text in enumerate(instructions[begin : end + 1]):
+            if product := re.match(r"HGMMA\S* R\d+, R(\d+), gdesc", text):
+                operand = set(range(int(product[1]), int(product[1]) + 4))
+                if any(operand & w for w in written) and not any(operand & w for w in written[:place]):
+                    found.append(text)
+    return found
+
+
+def written_registers(instruction: str) -> set[int]:
+    """Registers that one of the instructions which make a left operand writes."""
+    match = re.match(
+        r"(F2FP|FMUL|FADD|FFMA|MUFU|MOV|IMAD|LDS|LDSM|SEL|FSEL|PRMT|LOP3|HMNMX2)\b(\S*) R(\d+)", instruction
+    )
+    if not match:
+        return set()
+    width = {".128": 4, ".16.M88.4": 4, ".64": 2}.get(match[2], 1)
+    return set(range(int(match[3]), int(match[3]) + width))
+
+
+def used_by(
+    source: ASTSource, target: GPUTarget, options: dict, report: Callable[[CompiledKernel], dict] = report_of
+) -> dict:
+    """Shared memory, and what `report` says, of a kernel; as recorded if nothing of it has changed."""
+
+    def make() -> dict:
+        compiled = triton.compile(source, target=target, options=options)
+        return {"shared": compiled.metadata.shared} | report(compiled)
+
+    given = [source.signature, sorted(source.constants.items(), key=str), source.attrs, target, options]
+    name = f"{source.fn.__module__}.{source.fn.__name__} {target.backend} {target.arch}"
+    modules = (source.fn.__module__, report.__module__)
+    return compiled_once(f"triton_{triton.__version__}", name, repr(given), modules, make)

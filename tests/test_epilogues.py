@@ -3,19 +3,29 @@
 import json
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
 from kernels.epilogue_library import is_installed
+from tests.compile_record import compiled_once
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="needs quack-kernels")
 
 
 def compiled(architecture: str) -> list[dict]:
-    command = [sys.executable, "-m", "tests.ahead_of_time_epilogues", architecture]
-    process = subprocess.run(command, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr[-2000:]
-    return [json.loads(line) for line in process.stdout.splitlines()]
+    module = "tests.ahead_of_time_epilogues"
+
+    def make() -> dict:
+        command = [sys.executable, "-m", module, architecture]
+        process = subprocess.run(command, capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr[-2000:]
+        return {"rows": [json.loads(line) for line in process.stdout.splitlines()]}
+
+    quack, dsl = (metadata.version(name) for name in ("quack-kernels", "nvidia-cutlass-dsl"))
+    # imported where it runs, after the GPU has been named
+    behind = (module, "kernels.epilogues")
+    return compiled_once(f"quack_{quack}_dsl_{dsl}", f"products {architecture}", "", behind, make)["rows"]
 
 
 def test_every_product_compiles_for_hopper_and_keeps_its_tile_in_registers():

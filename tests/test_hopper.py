@@ -66,11 +66,17 @@ def test_every_configuration_compiles_ahead_of_time_without_waste(mask, version)
     assert [c for c in configurations if c["spilled"] > 0] == []
 
 
-# under one mask, by one Triton: what dropout adds to a step is the same under each
-def test_every_kernel_compiles_with_dropout_without_waste():
-    configurations = compile_apart("tests.ahead_of_time_hopper", "pinned", "mask=causal", "dropout=true")
+@each_triton
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "intervals", "blocks"])
+def test_every_kernel_compiles_with_dropout_without_waste(mask, version):
+    given = [f"mask={mask}", "dropout=true"]
+    configurations = compile_apart("tests.ahead_of_time_hopper", version, *given)
     assert_nothing_is_wasted(configurations)
-    assert [c for c in configurations if c["spilled"] > 0] == []
+    spilled = {(c["kernel"], c["head_dim"]): c["spilled"] for c in configurations if c["spilled"] > 0}
+    # two to three registers, read where a document's edge cuts a step, see docs/hopper.md
+    known = {("backward", 128)} if mask == "intervals" else set()
+    assert spilled.keys() <= known
+    assert all(n_bytes <= 20 for n_bytes in spilled.values()), spilled
 
 
 def assert_nothing_is_wasted(configurations: list[dict]) -> None:

@@ -1,0 +1,106 @@
+"""A recorded kernel is believed while nothing of it has changed, and is what its compiler makes of it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests import compile_record
+from tests.compile_apart import OLDER, compile_apart, each_triton
+
+TILE = '"""A tile."""\n\nfrom kernels.sizes import ROWS\n\n\ndef tile():\n    """Rows."""\n    return ROWS\n'
+SIZES = "ROWS = 64\n"
+
+
+@pytest.fixture
+def ask(tmp_path, monkeypatch):
+    """Asks for a row of kernels.tile with code and options; gives the row, and whether it was made anew."""
+    (tmp_path / "kernels").mkdir()
+    monkeypatch.setattr(compile_record, "ROOT", tmp_path)
+    monkeypatch.setattr(compile_record, "RECORDS", tmp_path / "compiled")
+    monkeypatch.setenv("NOTE_COMPILED", str(tmp_path / "notes"))
+    monkeypatch.delenv("COMPILE_ANEW", raising=False)
+
+    def ask(tile=TILE, sizes=SIZES, compiler="triton_1", given="warps: 4", answer=7) -> tuple[dict, bool]:
+        (tmp_path / "kernels" / "tile.py").write_text(tile)
+        (tmp_path / "kernels" / "sizes.py").write_text(sizes)
+        forget()
+        made = []
+        row = compile_record.compiled_once(
+            compiler, "tile", given, ["kernels.tile"], lambda: made.append(0) or {"registers": answer}
+        )
+        return row, bool(made)
+
+    yield ask
+    forget()
+
+
+def forget() -> None:
+    compile_record.code_behind.cache_clear()
+    compile_record.record_of.cache_clear()
+
+
+def write_record(tmp_path) -> None:
+    compile_record.main(str(tmp_path / "notes"))
+
+
+def test_a_kernel_is_compiled_once_and_again_when_anything_of_it_has_changed(ask, tmp_path):
+    assert ask() == ({"registers": 7}, True)
+    # noted, and not yet a record
+    assert ask() == ({"registers": 7}, True)
+    write_record(tmp_path)
+    assert ask(answer=8) == ({"registers": 7}, False)
+    for change in (
+        {"tile": TILE.replace("return ROWS", "return 2 * ROWS")},
+        {"sizes": "ROWS = 128\n"},
+        {"compiler": "triton_2"},
+        {"given": "warps: 8"},
+    ):
+        assert ask(**change, answer=8) == ({"registers": 8}, True)
+
+
+def test_what_is_written_for_people_changes_no_kernel(ask, tmp_path):
+    ask()
+    write_record(tmp_path)
+    commented = TILE.replace("Rows.", "How many rows.").replace("A tile", "Tiles") + "\n# behind it\n"
+    assert ask(tile=commented, sizes="# of one warp\n" + SIZES, answer=8) == ({"registers": 7}, False)
+
+
+def test_no_row_counts_where_all_are_to_be_compiled_anew(ask, tmp_path, monkeypatch):
+    ask()
+    write_record(tmp_path)
+    monkeypatch.setenv("COMPILE_ANEW", "1")
+    assert ask(answer=8) == ({"registers": 8}, True)
+
+
+def test_a_new_record_has_what_was_asked_for_alone(ask, tmp_path):
+    ask(given="of before")
+    write_record(tmp_path)
+    (tmp_path / "notes").unlink()
+    ask(compiler="triton_2")
+    write_record(tmp_path)
+    (path,) = (tmp_path / "compiled").iterdir()
+    assert path.name == "triton_2.json"
+    assert [row["name"] for row in json.loads(path.read_text()).values()] == ["tile"]
+
+
+PORTABLE = ("tests.ahead_of_time", "arch=sm_90,gfx942", "kernel=dq", "head_dim=64", "dtype=bf16")
+HOPPER = ("tests.ahead_of_time_hopper", "kernel=dq", "mask=full")
+
+
+@each_triton
+@pytest.mark.parametrize("given", [PORTABLE, HOPPER], ids=["portable", "hopper"])
+def test_recorded_rows_are_what_the_compiler_makes_today(given, version, tmp_path):
+    module, *arguments = given
+    anew = {"COMPILE_ANEW": "1", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | anew
+    if version != "pinned":
+        environment["PYTHONPATH"] = OLDER
+    command = [sys.executable, "-m", module, *arguments]
+    made = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr[-2000:]
+    rows = [json.loads(line) for line in made.stdout.splitlines()]
+    assert len(rows) == 2
+    assert rows == compile_apart(module, version, *arguments)

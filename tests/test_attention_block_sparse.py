@@ -330,7 +330,7 @@ def test_the_hopper_kernels_take_what_intervals_leave_of_the_lists(
             ids = -(torch.arange(seq_k, device=device) < torch.tensor([[70], [256]], device=device)).int()
         if kind not in ("causal", "window"):
             options["document_ids"] = ids
-        q, k, v = random_qkv(2, seq_q, seq_k, 4, 4, head_dim, torch.bfloat16, device)
+        q, k, v = random_qkv(2, seq_q, seq_k, 4, 2, head_dim, torch.bfloat16, device)
         masks = [
             block_masks.from_dense(holes(*shape, seq_q, seq_k, device).to_dense())
             for shape in ((1, 1), (2, 1), (2, 4))
@@ -338,6 +338,25 @@ def test_the_hopper_kernels_take_what_intervals_leave_of_the_lists(
         if seq_q == seq_k:
             masks.append(pattern("strided(3) | window(200)", device, 128, seq_q))
         for mask in masks:
+            with use_implementation("hopper"):
+                assert_as_accurate_as_torch(flash_attention, q, k, v, block_mask=mask, **options)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("sums_dq", [True, False])
+def test_heads_that_share_keys_may_have_masks_of_their_own_on_hopper(
+    sums_dq, head_dim, dtype, device, monkeypatch
+):
+    monkeypatch.setattr(import_module("kernels.hopper.launch"), "sum_pays", lambda *_: sums_dq)
+    q, k, v = random_qkv(2, 1000, 1000, 6, 2, head_dim, dtype, device)
+    for mask in (
+        block_masks.top_k(q, k, 3),
+        block_masks.from_dense(holes(1, 6, 1000, 1000, device).to_dense()),
+    ):
+        for options in ({"causal": mask.causal}, {"causal": True, "dropout_p": 0.1, "dropout_seed": 3}):
             with use_implementation("hopper"):
                 assert_as_accurate_as_torch(flash_attention, q, k, v, block_mask=mask, **options)
 

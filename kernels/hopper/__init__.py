@@ -32,10 +32,8 @@ def refusal(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"dtype {q.dtype} is not one of {DTYPES}"
     if head_dim not in HEAD_DIMS:
         return f"takes heads of {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, not of {head_dim}"
-    if problem.blocks:
-        reason = refusal_of_blocks(problem, n_head // k.shape[2])
-        if reason is not None:
-            return reason
+    if problem.block_size not in (0, 128):
+        return f"takes block masks of 128 queries and keys, not of {problem.block_size}"
     if problem.softmax_scale < 1e-20:
         return f"divides by softmax_scale, which is {problem.softmax_scale}"
     if min(batch, seq_q, k.shape[1]) == 0 or batch * n_head * (max(seq_q, k.shape[1]) + 128) > MOST_ROWS:
@@ -43,15 +41,6 @@ def refusal(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if batch * n_head > MOST_HEADS:
         return f"takes at most {MOST_HEADS} heads over all batches, not {batch * n_head}"
     return build_error()
-
-
-def refusal_of_blocks(problem: Problem, group: int) -> str | None:
-    """The same of the block mask; group: query heads to each head of k and v."""
-    if problem.block_size != 128:
-        return f"takes block masks of 128 queries and keys, not of {problem.block_size}"
-    if group > 1 and problem.blocks[0].shape[1] > 1:
-        return f"takes one block mask for all heads that share keys, not {group}"
-    return None
 
 
 @cache

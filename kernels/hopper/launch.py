@@ -166,11 +166,13 @@ def attention_backward(
     """dq, dk, dv, contiguous or in `gradients`.
 
     In three launches: lse and delta; the gradients; what is left of dq rounded. Or in two: lse, delta and dq;
-    dk and dv.
+    dk and dv. Heads that share keys and have masks of their own get keys of their own, see backward_apart.
     """
     batch, seq_q, n_head, head_dim = q.shape
     width = tile_width(head_dim)
     seq_k, n_kv_head = k.shape[1:3]
+    if problem.blocks and problem.blocks[0].shape[1] > n_kv_head:
+        return backward_apart(problem, dout, dlse, q, k, v, out, lse, tile, gradients)
     keys = keys_per_query(problem, seq_q, seq_k)
     # else dq.py makes dq: the same bits in every run, and faster where rows are short
     sums_dq = not problem.deterministic and sum_pays(
@@ -312,6 +314,35 @@ def attention_backward(
             BLOCK_M=PREPARE_ROWS,
             num_warps=4,
         )
+    return dq, dk, dv
+
+
+def backward_apart(
+    problem: Problem,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tile: BackwardTile | None,
+    gradients: tuple[Tensor, Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """attention_backward of heads as if they shared no keys: a tile of keys has one list of queries.
+
+    Takes two copies of k and v and of their gradients, each as large as q; dk and dv of each head are rounded
+    before they are added up, as in kernels/portable.
+    """
+    n_kv_head = k.shape[2]
+    group = q.shape[2] // n_kv_head
+    dq, dk, dv = gradients or (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    own_k, own_v = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    own_dk, own_dv = torch.empty_like(own_k), torch.empty_like(own_v)
+    own = dq, own_dk, own_dv
+    attention_backward(problem, dout, dlse, q, own_k, own_v, out, lse, tile, own)
+    for total, part in ((dk, own_dk), (dv, own_dv)):
+        torch.sum(part.unflatten(2, (n_kv_head, group)), 3, out=total)
     return dq, dk, dv
 
 

@@ -188,8 +188,11 @@ def implementation_table(device: torch.device | str) -> str:
         "documents": {"causal": False, "key_bounds": key_bounds, "query_bounds": query_bounds},
         "dropout": {"dropout_p": 0.1},
         "deterministic": {"deterministic": True},
-        "block mask": {"causal": False, "blocks": tuple(block_masks.causal(128, device=device).tensors())},
     }
+    for kind, block_size in (("block mask", 128), ("block mask of 64", 64)):
+        mask = block_masks.causal(128, block_size=block_size, device=device)
+        kinds[kind] = {"causal": False, "blocks": tuple(mask.tensors())}
+    kinds["documents and block mask"] = kinds["documents"] | kinds["block mask"]
     for dtype, head_dim, (kind, options) in product(TABLE_DTYPES, TABLE_HEAD_DIMS, kinds.items()):
         x = torch.empty(1, 128, 1, head_dim, dtype=dtype, device=device)
         problem = Problem(**{"softmax_scale": 1.0, "causal": True} | options)
@@ -198,7 +201,7 @@ def implementation_table(device: torch.device | str) -> str:
             name, reason = "none", "needs a GPU, or TRITON_INTERPRET=1 to run slowly on the CPU"
         elif is_interpreted_wrongly(x.device, dtype):
             name, reason = "none", "Triton's interpreter multiplies bfloat16 wrongly"
-        lines.append(f"{str(dtype).removeprefix('torch.'):9} D {head_dim:3} {kind:13} {name:9} {reason}")
+        lines.append(f"{str(dtype).removeprefix('torch.'):9} D {head_dim:3} {kind:24} {name:9} {reason}")
     return "\n".join(lines)
 
 

@@ -138,14 +138,15 @@ class Ring:
         if whole is None or blocks is None:
             return Step(source, rows, keys, Mask(False, None, None, blocks), destination, send)
         key_bounds, query_bounds = whole
-        ours, theirs = self.positions[self.rank][rows], self.positions[source][keys.cpu()]
+        ours = self.positions[self.rank][rows]
+        theirs = self.positions[source][keys if isinstance(keys, slice) else keys.cpu()]
         bounds = local_bounds(key_bounds, ours, theirs), local_bounds(query_bounds, theirs, ours)
         mask = Mask(False, *(x.to(self.device) for x in bounds), blocks)
         return Step(source, rows, keys, mask, destination, send)
 
     def _blocks_between(
         self, block_mask: BlockMask, rank: int, source: int
-    ) -> tuple[slice, Tensor, BlockMask | None]:
+    ) -> tuple[slice, slice | Tensor, BlockMask | None]:
         """The tokens of `rank` that see some of `source`, the latter, and the mask between, if any."""
         key = block_mask, rank, source
         if key not in self._between:
@@ -154,7 +155,7 @@ class Ring:
 
     def _find_blocks(
         self, block_mask: BlockMask, rank: int, source: int
-    ) -> tuple[slice, Tensor, BlockMask | None]:
+    ) -> tuple[slice, slice | Tensor, BlockMask | None]:
         size, device = block_mask.block_size, block_mask.keys.device
         head, row, column = block_mask.coordinates()
         rows, columns = (
@@ -172,8 +173,7 @@ class Ring:
             (end - first) * size, len(seen) * size, size, block_mask.n_batch, block_mask.n_head,
             keys, tiles, block_mask.bits, causal=False,
         )  # fmt: skip
-        tokens = (seen[:, None] * size + torch.arange(size, device=device)).flatten()
-        return slice(first * size, end * size), tokens, between
+        return slice(first * size, end * size), tokens_of_blocks(seen, size), between
 
     def _check_blocks(self, block_mask: BlockMask, window: int | None) -> None:
         unit = 2 * self.size * block_mask.block_size
@@ -190,6 +190,14 @@ def zigzag_positions(seq_len: int, rank: int, size: int) -> Tensor:
     """The places in the sequence of a rank's tokens, (T / n,) int32, ascending."""
     positions = torch.arange(seq_len, dtype=torch.int32).view(2 * size, -1)
     return positions[[rank, 2 * size - 1 - rank]].flatten()
+
+
+def tokens_of_blocks(blocks: Tensor, size: int) -> slice | Tensor:
+    """The tokens of some blocks (n,), ascending: a slice if they are one run, which nothing has to gather."""
+    first, last = int(blocks[0]), int(blocks[-1])
+    if last - first + 1 == len(blocks):
+        return slice(first * size, (last + 1) * size)
+    return (blocks[:, None] * size + torch.arange(size, device=blocks.device)).flatten()
 
 
 def local_bounds(bounds: Tensor, lines: Tensor, columns: Tensor) -> Tensor:

@@ -76,9 +76,9 @@ compile: $(DEVELOPMENT)  ## compile every kernel under every mask for every GPU,
 # of an older commit's kernels no row is left; what has not changed is not compiled again
 record: $(DEVELOPMENT)  ## note what compilers make of changed kernels, so that tests need not compile them again
 	rm -f $(VENV)/.compiled
-	NOTE_COMPILED=$(CURDIR)/$(VENV)/.compiled TRITON_3_6=$(CURDIR)/$(TRITON_3_6) $(PY) -m pytest -n 2 --dist loadfile \
-		tests/test_ahead_of_time.py tests/test_ahead_of_time_masks.py tests/test_hopper.py \
-		tests/test_cross_entropy.py tests/test_epilogues.py
+	NOTE_COMPILED=$(CURDIR)/$(VENV)/.compiled $(MAKE) test TESTS="tests/test_ahead_of_time.py \
+		tests/test_ahead_of_time_masks.py tests/test_hopper.py tests/test_cross_entropy.py \
+		tests/test_epilogues.py"
 	$(PY) -m tests.compile_record $(VENV)/.compiled
 
 soak: $(DEVELOPMENT)  ## kill training runs a hundred times and compare them bit for bit

@@ -14,6 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kernels import block_masks
+from kernels.block_mask import BlockMask
 from kernels.reference import attention_reference
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -37,6 +39,17 @@ def random_qkv(
         return x.to(dtype).requires_grad_()
 
     return draw(seq_q, n_head, scale), draw(seq_k, n_kv_head, 1.0), draw(seq_k, n_kv_head, 1.0)
+
+
+def holes(n_batch: int, n_head: int, seq_q: int, seq_k: int, device, block_size: int = 64) -> BlockMask:
+    """Full blocks, partial ones and none, a row of blocks without any, others in each head."""
+    n_rows, n_columns = ((seq + block_size - 1) // block_size for seq in (seq_q, seq_k))
+    blocks = torch.randint(3, (n_batch, n_head, n_rows, n_columns))
+    blocks[:, :, 1] = 0
+    shares = torch.tensor([0.0, 0.3, 1.0])[blocks]
+    shares = shares.repeat_interleave(block_size, 2).repeat_interleave(block_size, 3)
+    mask = torch.rand(n_batch, n_head, seq_q, seq_k) < shares[:, :, :seq_q, :seq_k]
+    return block_masks.from_dense(mask.to(device), block_size=block_size)
 
 
 def run(attention: Callable, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor, **options):

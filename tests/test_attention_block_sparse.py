@@ -17,7 +17,7 @@ from kernels.portable.forward import forward_kernel
 from kernels.reference import attention_reference, visible_keys
 from kernels.tiles import INTERPRETER, Tile
 from scripts import benchmark_block_sparse as benchmark
-from tests.accuracy import assert_as_accurate_as_torch, random_qkv, run
+from tests.accuracy import assert_as_accurate_as_torch, holes, random_qkv, run
 
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 T = 200
@@ -27,15 +27,6 @@ on_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs sm_90")
 
 def pattern(name: str, device, block_size: int = 64, seq_len: int = T) -> BlockMask:
     return block_masks.parse(name, seq_len, block_size=block_size, device=device)
-
-
-def holes(n_batch: int, n_head: int, seq_q: int, seq_k: int, device) -> BlockMask:
-    """Full blocks, partial ones and none, a row of blocks without any, others in each head."""
-    blocks = torch.randint(3, (n_batch, n_head, (seq_q + 63) // 64, (seq_k + 63) // 64))
-    blocks[:, :, 1] = 0
-    shares = torch.tensor([0.0, 0.3, 1.0])[blocks].repeat_interleave(64, 2).repeat_interleave(64, 3)
-    mask = torch.rand(n_batch, n_head, seq_q, seq_k) < shares[:, :, :seq_q, :seq_k]
-    return block_masks.from_dense(mask.to(device), block_size=64)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,5 +1,7 @@
 """What intervals leave of a block mask's lists, as the Hopper kernels read them, against the definition."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -9,18 +11,11 @@ from kernels.block_mask import BlockMask
 from kernels.hopper.cut_lists import without_intervals
 from kernels.intervals import document_bounds, varlen_bounds
 from kernels.problem import Problem
+from kernels.reference import visible_keys
+from tests.accuracy import holes
 
 BATCH = 2
 SIDE = 128
-
-
-def some_blocks(n_batch: int, n_head: int, seq_q: int, seq_k: int, device) -> BlockMask:
-    """Full blocks, partial ones and none, in each batch and head others; a line without any."""
-    blocks = torch.randint(3, (n_batch, n_head, (seq_q + 127) // SIDE, (seq_k + 127) // SIDE))
-    blocks[:, :, 1:2] = 0
-    shares = torch.tensor([0.0, 0.3, 1.0])[blocks].repeat_interleave(SIDE, 2).repeat_interleave(SIDE, 3)
-    mask = torch.rand(n_batch, n_head, seq_q, seq_k) < shares[:, :, :seq_q, :seq_k]
-    return block_masks.from_dense(mask.to(device))
 
 
 def seen_by_lists(lists, seq_lines: int, seq_others: int) -> torch.Tensor:
@@ -44,19 +39,6 @@ def seen_by_lists(lists, seq_lines: int, seq_others: int) -> torch.Tensor:
     return dense[:, :, :seq_lines, :seq_others]
 
 
-def seen_by_bounds(problem: Problem, seq_q: int, seq_k: int) -> torch.Tensor:
-    """(B or 1, 1, Tq, Tk) bool, of the intervals alone."""
-    columns = torch.arange(seq_k)
-    if problem.key_bounds is not None:
-        first, end = problem.key_bounds.cpu()[:, :, :, None].unbind(1)
-        return ((columns >= first) & (columns < end))[:, None]
-    last = torch.arange(seq_q)[:, None] + seq_k - seq_q
-    seen = columns <= last
-    if problem.window is not None:
-        seen &= columns > last - problem.window
-    return seen[None, None]
-
-
 def problem(mask: BlockMask, **options) -> Problem:
     return Problem(softmax_scale=1.0, blocks=tuple(mask.tensors()), **options)
 
@@ -65,21 +47,19 @@ def problem(mask: BlockMask, **options) -> Problem:
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(400, 400), (200, 500), (500, 200)])
 @pytest.mark.parametrize("kind", ["causal", "window", "documents", "padding"])
 def test_intervals_leave_of_the_lists_what_both_masks_see(kind, seq_q, seq_k, mask_batch, mask_head, device):
-    options = {"causal": kind in ("causal", "window")}
-    if kind == "window":
-        options["window"] = 150
+    causal, window, ids = kind != "padding", 150 if kind == "window" else None, None
+    options = {"causal": causal, "window": window}
     if kind in ("documents", "padding"):
         seq_q = min(seq_q, seq_k)
         ids = (torch.rand(BATCH, seq_k, device=device) < 0.01).cumsum(1).int()
         if kind == "padding":
-            ids = torch.where(
-                torch.arange(seq_k, device=device) < torch.tensor([[70], [256]], device=device), -1, 0
-            )
-        key_bounds, query_bounds = document_bounds(ids.int(), seq_q, causal=kind == "documents", window=None)
-        options |= {"key_bounds": key_bounds, "query_bounds": query_bounds}
-    mask = some_blocks(mask_batch, mask_head, seq_q, seq_k, device)
+            ids = -(torch.arange(seq_k, device=device) < torch.tensor([[70], [256]], device=device)).int()
+        key_bounds, query_bounds = document_bounds(ids, seq_q, causal=causal, window=None)
+        options = {"causal": False, "key_bounds": key_bounds, "query_bounds": query_bounds}
+    mask = holes(mask_batch, mask_head, seq_q, seq_k, device, SIDE)
     given = problem(mask, **options)
-    expected = (mask.to_dense().cpu() & seen_by_bounds(given, seq_q, seq_k)).expand(BATCH, -1, -1, -1)
+    seen = visible_keys(seq_q, seq_k, causal=causal, window=window, document_ids=ids, device=device)
+    expected = (mask.to_dense() & seen).expand(BATCH, -1, -1, -1).cpu()
     cut = without_intervals(given, BATCH, seq_q, seq_k, rows=True, columns=True)
     assert cut.mask == "full"
     assert torch.equal(seen_by_lists(cut.row_lists, seq_q, seq_k), expected)
@@ -92,16 +72,19 @@ def test_packed_sequences_without_queries_or_keys_leave_what_both_masks_see(devi
         for x in ([0, 100, 100, 400, 401], [0, 0, 300, 310, 600])
     )
     key_bounds, query_bounds = varlen_bounds(starts_q, starts_k, 401, 600, causal=True, window=None)
-    mask = some_blocks(1, 1, 401, 600, device)
+    mask = holes(1, 1, 401, 600, device, SIDE)
     given = problem(mask, causal=False, key_bounds=key_bounds, query_bounds=query_bounds)
-    expected = mask.to_dense().cpu() & seen_by_bounds(given, 401, 600)
+    seen = torch.zeros(401, 600, dtype=torch.bool, device=device)
+    for (q, q_end), (k, k_end) in zip(pairwise(starts_q.tolist()), pairwise(starts_k.tolist()), strict=True):
+        seen[q:q_end, k:k_end] = visible_keys(q_end - q, k_end - k, causal=True, device=device)[0, 0]
+    expected = (mask.to_dense() & seen).cpu()
     cut = without_intervals(given, 1, 401, 600, rows=True, columns=True)
     assert torch.equal(seen_by_lists(cut.row_lists, 401, 600), expected)
     assert torch.equal(seen_by_lists(cut.transposed_column_lists, 600, 401), expected.transpose(2, 3))
 
 
 def test_what_is_not_asked_for_is_left_as_it_is(device):
-    mask = some_blocks(1, 1, 300, 300, device)
+    mask = holes(1, 1, 300, 300, device, SIDE)
     cut = without_intervals(problem(mask, causal=True), BATCH, 300, 300, rows=True, columns=False)
     assert cut.blocks[2:4] == tuple(mask.tensors())[2:4]
     assert cut.blocks[5] is mask.transposed_bits

@@ -160,7 +160,12 @@ def cut_lists(
 def without_intervals(
     problem: Problem, batch: int, seq_q: int, seq_k: int, *, rows: bool, columns: bool
 ) -> Problem:
-    """The problem with a block mask alone, of which the lists of rows, of columns, or both are cut."""
+    """The problem without another mask beside a block mask, of whose lists those of rows or columns are cut.
+
+    As it is where it has one mask alone.
+    """
+    if not problem.blocks or problem.mask == "full":
+        return problem
     row_spans, row_entries, column_spans, column_entries, bits, transposed_bits = problem.blocks
     if rows:
         row_spans, row_entries, bits = cut_lists(

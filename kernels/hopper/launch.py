@@ -105,8 +105,7 @@ def attention_forward(
     seq_k, n_kv_head = k.shape[1:3]
     width = tile_width(head_dim)
     tile = tile or forward_tile(width, mask_kind(problem), keys_per_query(problem, seq_q, seq_k))
-    if problem.blocks and problem.mask != "full":
-        problem = without_intervals(problem, batch, seq_q, seq_k, rows=True, columns=False)
+    problem = without_intervals(problem, batch, seq_q, seq_k, rows=True, columns=False)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, n_head, seq_q, dtype=torch.float32, device=q.device)
     group = n_head // n_kv_head
@@ -178,8 +177,7 @@ def attention_backward(
     sums_dq = not problem.deterministic and sum_pays(
         width, mask_kind(problem), keys, memory_bandwidth(q.device)
     )
-    if problem.blocks and problem.mask != "full":
-        problem = without_intervals(problem, batch, seq_q, seq_k, rows=not sums_dq, columns=True)
+    problem = without_intervals(problem, batch, seq_q, seq_k, rows=not sums_dq, columns=True)
     group = n_head // n_kv_head
     tile = tile or backward_tile(width, sums_dq)
     # dq.py writes lse and delta of whole blocks: those of a list have 128 rows, those of an interval 64

@@ -78,7 +78,7 @@ record: $(DEVELOPMENT)  ## note what compilers make of changed kernels, so that 
 	rm -f $(VENV)/.compiled
 	NOTE_COMPILED=$(CURDIR)/$(VENV)/.compiled $(MAKE) test TESTS="tests/test_ahead_of_time.py \
 		tests/test_ahead_of_time_masks.py tests/test_hopper.py tests/test_cross_entropy.py \
-		tests/test_epilogues.py"
+		tests/test_cut_lists.py tests/test_epilogues.py"
 	$(PY) -m tests.compile_record $(VENV)/.compiled
 
 soak: $(DEVELOPMENT)  ## kill training runs a hundred times and compare them bit for bit

@@ -13,6 +13,7 @@ from kernels.intervals import document_bounds, varlen_bounds
 from kernels.problem import Problem
 from kernels.reference import visible_keys
 from tests.accuracy import holes
+from tests.compile_apart import compile_apart, each_triton
 
 BATCH = 2
 SIDE = 128
@@ -44,7 +45,8 @@ def problem(mask: BlockMask, **options) -> Problem:
 
 
 @pytest.mark.parametrize(("mask_batch", "mask_head"), [(1, 2), (BATCH, 1)])
-@pytest.mark.parametrize(("seq_q", "seq_k"), [(400, 400), (200, 500), (500, 200)])
+# the last has lists that are longer than what is looked at together
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(400, 400), (200, 500), (500, 200), (200, 4500)])
 @pytest.mark.parametrize("kind", ["causal", "window", "documents", "padding"])
 def test_intervals_leave_of_the_lists_what_both_masks_see(kind, seq_q, seq_k, mask_batch, mask_head, device):
     causal, window, ids = kind != "padding", 150 if kind == "window" else None, None
@@ -98,3 +100,10 @@ def test_room_is_made_for_the_blocks_that_are_cut_alone(seq_len, device):
     given = problem(mask, causal=False, key_bounds=key_bounds, query_bounds=query_bounds)
     bits = without_intervals(given, 1, seq_len, seq_len, rows=True, columns=False).row_lists[2]
     assert len(bits) == len(mask.bits) + 4 * seq_len // SIDE
+
+
+@each_triton
+def test_the_kernel_that_cuts_lists_compiles_for_hopper_without_spilling(version):
+    rows = compile_apart("tests.ahead_of_time_cut_lists", version)
+    assert len(rows) == 6
+    assert not [row for row in rows if row["spilled"] > 0]

@@ -4,7 +4,7 @@ Queries stay, keys and values travel: in step i a rank attends to the keys of th
 while those of step i + 1 are on their way. Who holds and needs what is ring.py's. Partial results are merged
 by their lse:
 
-    lse = log(e^lse_a + e^lse_b)        out = e^(lse_a - lse) out_a + e^(lse_b - lse) out_b
+    lse = log(e^lse_a + e^lse_b)        out = out_a + sigmoid(lse_b - lse_a) (out_b - out_a)
 
 The backward pass walks the same steps: with the lse and out of the whole row, each part's gradients are those
 of the whole attention, and the gradients of keys and values go back to the rank that owns them.
@@ -172,12 +172,7 @@ def collect(dkv: Tensor, tokens: slice | Tensor, arriving: Exchange) -> None:
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Takes the attention to more keys into out (B, T, H, D) and lse (B, H, T), in place."""
-    total = torch.logaddexp(lse, part_lse)
-    # -inf - (-inf) is nan: rows that have seen nothing keep their zeros
-    reference = total.masked_fill(total == float("-inf"), 0.0)
-    out.mul_(weights(lse, reference)).add_(part * weights(part_lse, reference))
-    lse.copy_(total)
-
-
-def weights(lse: Tensor, reference: Tensor) -> Tensor:
-    return (lse - reference).exp().transpose(1, 2)[..., None]  # (B, T, H, 1)
+    # where neither has seen a key, -inf - (-inf) is no number, but any share of two zeros will do
+    share = torch.sigmoid((part_lse - lse).nan_to_num(nan=0.0))
+    out.lerp_(part.to(out.dtype), share.transpose(1, 2)[..., None])
+    lse.copy_(torch.logaddexp(lse, part_lse))

@@ -238,6 +238,22 @@ def add_up(q, k, v, dout, ids, masks, implementation, size=2):
     return out, lse, *(x.to(q.dtype) for x in (dq, dk, dv))
 
 
+@pytest.mark.parametrize(("n_before", "n_part"), [(0, 0), (0, 5), (5, 0), (3, 4)])
+def test_merged_parts_are_the_attention_to_the_keys_of_both_or_nothing_where_there_are_none(n_before, n_part):
+    scores = 30 * torch.randn(2, 3, 7, n_before + n_part, dtype=torch.float64)  # (B, H, T, keys)
+    values = torch.randn(2, 3, n_before + n_part, 4, dtype=torch.float64)
+
+    def attend_to(keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        out = scores[..., keys].softmax(-1) @ values[..., keys, :]  # of no keys 0
+        return out.transpose(1, 2), scores[..., keys].logsumexp(-1)
+
+    out, lse = attend_to(slice(n_before))
+    merge(out, lse, *attend_to(slice(n_before, None)))
+    expected, expected_lse = attend_to(slice(None))
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_processes_together_give_the_output_and_gradients_of_one(size, tmp_path):
     run_together(compare_with_one_process, size, tmp_path / "meeting")

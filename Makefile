@@ -18,6 +18,10 @@ DEVELOPMENT := $(VENV)/.development
 # the kernels must compile for the Triton of docs/results too
 TRITON_3_6 := $(VENV)/triton-3.6.0
 
+# most of what is installed is never imported; Python compiles the rest when it is, and must keep that
+unexport PYTHONDONTWRITEBYTECODE
+INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
+
 .DEFAULT_GOAL := help
 .PHONY: help train test lint format compile record soak bench clean
 
@@ -27,13 +31,13 @@ help:  ## print this list
 $(RUNTIME): requirements.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, {sys.executable} is {v.major}.{v.minor}: make PYTHON=python3.12 ...")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(INSTALL) -r requirements.txt
 	@touch $@
 
 $(DEVELOPMENT): requirements-dev.txt $(RUNTIME)
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
-	@test -d $(TRITON_3_6) || $(PY) -m pip install --quiet --disable-pip-version-check --no-deps \
-		--target $(TRITON_3_6) triton==3.6.0 || echo "without triton 3.6.0 the tests that compile for it are skipped"
+	$(INSTALL) -r requirements-dev.txt
+	@test -d $(TRITON_3_6) || $(INSTALL) --no-deps --target $(TRITON_3_6) triton==3.6.0 \
+		|| echo "without triton 3.6.0 the tests that compile for it are skipped"
 	@touch $@
 
 # glibc gives each large tensor back to the kernel and fetches it anew, a third of a CPU step's time
@@ -55,10 +59,10 @@ train: $(RUNTIME)  ## prepare the text, train, draw the loss curve, print a samp
 		$(PY) -m train "$$@"; \
 	fi
 
-# files in the order of their names, but first those whose minutes one process would spend alone at the end
-# (tests/conftest.py)
+# three on two cores: tests wait for processes that they start. Files in the order of their names, but first
+# those whose minutes one process would spend alone at the end (tests/conftest.py)
 test: $(DEVELOPMENT)  ## run every test that this machine can run
-	TRITON_3_6=$(CURDIR)/$(TRITON_3_6) $(PY) -m pytest $(TESTS) -n 2 --dist loadfile --no-loadscope-reorder
+	TRITON_3_6=$(CURDIR)/$(TRITON_3_6) $(PY) -m pytest $(TESTS) -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(DEVELOPMENT)  ## check style and format
 	$(PY) -m ruff check .

@@ -29,9 +29,10 @@ def pytest_configure(config):
 # before pytest chooses by marks
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    # minutes each: the worker that came to one of them last would end long after the other
-    longest = ("test_hopper.py", "test_restarts.py", "test_train.py")
-    items.sort(key=lambda item: item.path.name not in longest)
+    # minutes each: the worker that came to one of them last would end long after the others
+    longest = ["train", "faults", "attention_block_sparse", "restarts", "hopper"]
+    places = {f"test_{name}.py": place for place, name in enumerate(longest)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
     if torch.cuda.is_available():
         # what runs on whichever device there is, runs on the GPU: -m gpu takes it too
         for item in items:

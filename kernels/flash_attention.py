@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels import checks
 from kernels.block_mask import BlockMask
 from kernels.intervals import document_bounds, mean_keys, varlen_bounds
-from kernels.operators import attention_forward
+from kernels.operators import attention
 
 
 def flash_attention(
@@ -153,7 +153,7 @@ def attend(
     block_mask: BlockMask | None,
     keys_per_query: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Fills in the defaults and calls the operator."""
+    """Fills in the defaults and calls the operator, or what it runs."""
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     if dropout_p == 0.0:
@@ -165,7 +165,7 @@ def attend(
     if key_bounds is not None:
         # the bounds are already cut to both
         causal, window = False, None
-    return attention_forward(
+    return attention(
         q,
         k,
         v,

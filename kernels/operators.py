@@ -5,6 +5,7 @@ An operator is opaque to torch.compile: what is decided inside is decided at run
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from itertools import product
 
@@ -114,10 +115,9 @@ def attention_backward(
     )  # fmt: skip
     dout = with_tokens_in_memory(dout)
 
-    def backward(module):
-        return module.attention_backward(problem, dout, dlse, q, k, v, out, lse)
-
-    return run(problem, q, k, v, backward)
+    return run(
+        problem, q, k, v, lambda module: module.attention_backward(problem, dout, dlse, q, k, v, out, lse)
+    )
 
 
 def _save_for_backward(ctx, inputs, output):
@@ -131,7 +131,7 @@ def _backward(ctx, dout, dlse):
     q, k, v, out, lse, key_bounds, query_bounds, dropout_seed, *blocks = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    gradients = attention_backward(
+    gradients = backward(
         dout, dlse, q, k, v, out, lse, key_bounds, query_bounds, dropout_seed, blocks, *ctx.options
     )
     return *gradients, None, None, None, None, *(None for _ in ctx.options)
@@ -148,20 +148,27 @@ def refuse_second_derivative(ctx, *gradients):
     )
 
 
-differentiate(attention_forward, _save_for_backward, _backward)
-differentiate(attention_backward, save_nothing, refuse_second_derivative)
+# with the arguments of the operators
+attention = differentiate(attention_forward, _save_for_backward, _backward)
+backward = differentiate(attention_backward, save_nothing, refuse_second_derivative)
 
 
 def run(problem: Problem, q: Tensor, k: Tensor, v: Tensor, call: Callable):
     """call(module) with the module that runs a problem: it has attention_forward and attention_backward."""
     name, _ = choose_implementation(problem, q, k, v)
     try:
-        return call(import_module(f"kernels.{name}"))
+        return call(package(name))
     except CannotBuildError:
         if forced is not None:
             raise
     # its refusal is known now, and said
     return run(problem, q, k, v, call)
+
+
+# importing it again and again takes Python longer than choosing
+@cache
+def package(name: str):
+    return import_module(f"kernels.{name}")
 
 
 def choose_implementation(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, str]:
@@ -170,7 +177,7 @@ def choose_implementation(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> 
         return forced, "asked for by use_implementation"
     refusals = []
     for name in IMPLEMENTATIONS[:-1]:
-        refusal = import_module(f"kernels.{name}").refusal(problem, q, k, v)
+        refusal = package(name).refusal(problem, q, k, v)
         if refusal is None:
             return name, "the fastest that takes this problem"
         refusals.append(f"{name} {refusal}")

@@ -73,12 +73,12 @@ def _save_for_backward(ctx, inputs, output):
 
 
 def _backward(ctx, dout, _):
-    gradient = packed_attention_backward(dout, *ctx.saved_tensors, *ctx.options)
+    gradient = packed_backward(dout, *ctx.saved_tensors, *ctx.options)
     return gradient, None, None, *(None for _ in ctx.options)
 
 
-differentiate(packed_attention_forward, _save_for_backward, _backward)
-differentiate(packed_attention_backward, save_nothing, refuse_second_derivative)
+packed_attention = differentiate(packed_attention_forward, _save_for_backward, _backward)
+packed_backward = differentiate(packed_attention_backward, save_nothing, refuse_second_derivative)
 
 
 def _problem(
@@ -127,7 +127,5 @@ def flash_attention_packed(
         key_bounds, query_bounds = document_bounds(document_ids, q.shape[1], causal=causal, window=None)
         causal = False
     scale = qkv.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    out, _ = packed_attention_forward(
-        qkv, key_bounds, query_bounds, scale, causal, deterministic, keys_per_query
-    )
+    out, _ = packed_attention(qkv, key_bounds, query_bounds, scale, causal, deterministic, keys_per_query)
     return out

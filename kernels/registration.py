@@ -1,17 +1,26 @@
 """Makes PyTorch operators of functions, with a gradient, and with little Python around a call.
 
 torch.library.custom_op serves more kinds of operators, but a forward and a backward pass of attention took
-three times as long through it, in Python, without the work itself.
+three times as long through it, in Python, without the work itself. And operators are there to be seen: by
+torch.compile, modes, fake tensors, subclasses. Where none of them looks, an operator's function is called as
+it is, which takes a third less again; a profiler shows it by the name of its gradient.
 """
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 
 import torch
+from torch import Tensor
+from torch._C import DispatchKey
+from torch.autograd import forward_ad
 
 LIBRARY = torch.library.Library("nanoflash", "FRAGMENT")
 # kernels read what they are given by its strides; Inductor must not have other ones for it
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+DEVICES = {"CPU": DispatchKey.CPU, "CUDA": DispatchKey.CUDA}
+# by operator, what runs it on both
+FUNCTIONS: dict[torch._ops.OpOverload, Callable] = {}
 
 
 def on_its_gpu(function: Callable) -> Callable:
@@ -22,6 +31,8 @@ def on_its_gpu(function: Callable) -> Callable:
 
     @wraps(function)
     def run(tensor, *arguments):
+        if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+            return function(tensor, *arguments)
         with torch.cuda.device_of(tensor):
             return function(tensor, *arguments)
 
@@ -38,35 +49,73 @@ def operator(fake: Callable) -> Callable[[Callable], torch._ops.OpOverload]:
     def register(function: Callable) -> torch._ops.OpOverload:
         name = function.__name__
         LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()), tags=TAGS)
-        for device in ("CPU", "CUDA"):
-            LIBRARY.impl(name, on_its_gpu(function), device)
+        on_device = on_its_gpu(function)
+        for device in DEVICES:
+            LIBRARY.impl(name, on_device, device)
         torch.library.register_fake(f"nanoflash::{name}", fake, lib=LIBRARY)
-        return getattr(torch.ops.nanoflash, name).default
+        overload = getattr(torch.ops.nanoflash, name).default
+        FUNCTIONS[overload] = on_device
+        return overload
 
     return register
 
 
-def differentiate(operator: torch._ops.OpOverload, setup_context: Callable, backward: Callable) -> None:
-    """Gives an operator its gradient.
+def differentiate(operator: torch._ops.OpOverload, setup_context: Callable, backward: Callable) -> Callable:
+    """Gives an operator its gradient. Returns what calls it, past the dispatcher where nothing would see it.
 
     As in torch.autograd.Function: setup_context(ctx, inputs, output) saves what backward(ctx, *gradients of
     the outputs) needs, which returns a gradient or None for each input.
     """
 
-    class Gradient(torch.autograd.Function):
+    def below_autograd(is_plain: bool, inputs: tuple):
+        call = FUNCTIONS[operator] if is_plain else operator
+        with torch._C._AutoDispatchBelowAutograd():
+            return call(*inputs)
+
+    # one level: transforms of torch.func have their own, and refuse it
+    class Gradient(torch.autograd.function._SingleLevelFunction):
         @staticmethod
-        def forward(ctx, *inputs):
-            # the operator itself, not this
-            with torch._C._AutoDispatchBelowAutograd():
-                output = operator(*inputs)
+        def forward(ctx, is_plain, *inputs):
+            output = below_autograd(is_plain, inputs)
             setup_context(ctx, inputs, output)
             return output
 
-    Gradient.backward = staticmethod(backward)
+        @staticmethod
+        def backward(ctx, *gradients):
+            return None, *backward(ctx, *gradients)
+
     # named in the graphs that debuggers print
     Gradient.__name__ = Gradient.__qualname__ = f"GradientOf_{operator._opname}"
 
-    def with_gradient(*inputs):
-        return Gradient.apply(*inputs)
+    def with_gradient(is_plain: bool, *inputs):
+        # as inside of backward passes; forward derivatives, which no_grad leaves on, are refused by Gradient
+        if not torch.is_grad_enabled() and forward_ad._current_level < 0:
+            return below_autograd(is_plain, inputs)
+        return Gradient.apply(is_plain, *inputs)
 
-    LIBRARY.impl(operator._opname, with_gradient, "Autograd")
+    def dispatched(keys, *inputs):
+        return with_gradient(are_plain(keys.raw_repr()), *inputs)
+
+    def call(*inputs):
+        if torch.compiler.is_compiling() or is_watched():
+            return operator(*inputs)
+        for x in inputs:
+            if isinstance(x, Tensor) and not are_plain(torch._C._dispatch_keys(x).raw_repr()):
+                return operator(*inputs)
+        return with_gradient(True, *inputs)
+
+    LIBRARY.impl(operator._opname, dispatched, "Autograd", with_keyset=True)
+    return call
+
+
+@cache
+def are_plain(keys: int) -> bool:
+    """Whether below autograd a kernel alone waits for an operator on tensors with these dispatch keys."""
+    below = torch._C.DispatchKeySet.from_raw_repr(keys) & torch._C._after_ADInplaceOrView_keyset
+    return below.highestPriorityTypeId() in DEVICES.values()
+
+
+def is_watched() -> bool:
+    """Whether a mode or a transform wants to see every operator."""
+    n_modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+    return n_modes > 0 or torch._C._are_functorch_transforms_active()

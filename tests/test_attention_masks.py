@@ -224,7 +224,7 @@ def test_operators_are_told_how_many_keys_a_query_sees(packed, causal, window, d
         told.append((seen, options[-1]))
         return q, q
 
-    monkeypatch.setattr("kernels.flash_attention.attention_forward", operator)
+    monkeypatch.setattr("kernels.flash_attention.attention", operator)
     x = torch.zeros(2, 30, 1, 16, device=device)
     lengths = [[17, 1, 12], [30]]
     if packed:

@@ -3,6 +3,8 @@
 On a machine without a GPU the kernels run in Triton's interpreter, in fp32 and fp16.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -13,6 +15,7 @@ from kernels.intervals import document_bounds
 from kernels.operators import attention_backward, attention_forward
 from kernels.problem import dot_precision
 from kernels.reference import attention_reference
+from kernels.registration import on_its_gpu
 from tests.accuracy import assert_as_accurate_as_torch, assert_within_rule, random_qkv
 
 # bf16 dots are wrong in the interpreter
@@ -145,17 +148,22 @@ def test_gradients_are_the_same_bits_in_every_run(device):
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-def test_kernels_run_on_the_gpu_of_their_tensors(device, monkeypatch):
-    entered = []
+@pytest.mark.parametrize(("current", "entered"), [(0, [1]), (1, [])])
+def test_kernels_run_while_the_gpu_of_their_tensors_is_the_current_one(current, entered, monkeypatch):
+    now = []
 
     class DeviceOf(torch.cuda.device_of):
+        def __init__(self, tensor):
+            super().__init__(torch.empty(0))
+            self.its = tensor.get_device()
+
         def __enter__(self):
-            entered.append(self.idx)
+            now.append(self.its)
 
     monkeypatch.setattr(torch.cuda, "device_of", DeviceOf)
-    q, k, v = random_qkv(1, 8, 8, 1, 1, 16, torch.float32, device)
-    flash_attention(q, k, v).sum().backward()
-    assert entered == [q.get_device()] * 2
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    of_second_gpu = SimpleNamespace(is_cuda=True, get_device=lambda: 1)
+    assert on_its_gpu(lambda tensor, *others: (list(now), others))(of_second_gpu, 2, 3) == (entered, (2, 3))
 
 
 @pytest.mark.parametrize("everything", [False, True])

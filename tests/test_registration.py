@@ -1,0 +1,118 @@
+"""Attention is called past PyTorch's dispatcher only where nothing looks for its operators there."""
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from kernels.flash_attention import flash_attention
+from kernels.packed import flash_attention_packed
+from tests.accuracy import random_qkv
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.names.append(function.name())
+        return function(*arguments, **(options or {}))
+
+
+class Called(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        self.names.append(str(function))
+        return function(*arguments, **(options or {}))
+
+
+class Marked(torch.Tensor):
+    """A subclass that sees every operator below autograd."""
+
+    names: list[str]
+
+    @staticmethod
+    def __new__(cls, inner, names):
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device,
+            requires_grad=inner.requires_grad,
+        )  # fmt: skip
+        made.inner, made.names = inner.detach(), names
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), options=None):
+        [names] = {id(x.names): x.names for x in arguments if isinstance(x, Marked)}.values()
+        names.append(function.name())
+        return function(*(x.inner if isinstance(x, Marked) else x for x in arguments), **(options or {}))
+
+
+@pytest.fixture
+def qkv(device):
+    return random_qkv(1, 20, 20, 1, 1, 16, torch.float32, device)
+
+
+def test_a_mode_sees_the_operators_of_both_passes(qkv):
+    with Seen() as seen:
+        flash_attention(*qkv).sum().backward()
+    assert "nanoflash::attention_forward" in seen.names
+    assert "nanoflash::attention_backward" in seen.names
+
+
+def test_a_mode_of_functions_sees_the_operator(qkv):
+    with Called() as called:
+        flash_attention(*qkv)
+    assert "nanoflash.attention_forward.default" in called.names
+
+
+def test_a_mode_sees_packed_attention_too(qkv):
+    packed = torch.stack([x.detach() for x in qkv], dim=2).requires_grad_()
+    with Seen() as seen:
+        flash_attention_packed(packed).sum().backward()
+    assert {"nanoflash::packed_attention_forward", "nanoflash::packed_attention_backward"} <= set(seen.names)
+
+
+@pytest.mark.parametrize("which", range(3), ids=["q", "k", "v"])
+def test_one_tensor_of_a_subclass_is_enough_for_it_to_see_the_operator(which, qkv):
+    names = []
+    tensors = [Marked(x, names) if place == which else x for place, x in enumerate(qkv)]
+    out = flash_attention(*tensors)
+    assert "nanoflash::attention_forward" in names
+    torch.testing.assert_close(out.detach(), flash_attention(*qkv).detach())
+
+
+def test_a_view_that_is_negated_when_it_is_read_is_negated(qkv):
+    q, k, v = (x.detach() for x in qkv)
+    negated = torch._neg_view(v)
+    assert negated.is_neg()
+    torch.testing.assert_close(flash_attention(q, k, negated), -flash_attention(q, k, v))
+
+
+def test_without_gradients_nothing_is_kept_and_the_results_are_the_same(qkv):
+    expected = flash_attention(*qkv)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            out = flash_attention(*qkv)
+        assert not out.requires_grad
+        assert torch.equal(out, expected)
+
+
+def test_a_forward_derivative_is_refused_with_and_without_grad_mode(qkv):
+    q, k, v = (x.detach() for x in qkv)
+    for mode in (torch.enable_grad, torch.no_grad):
+        with torch.autograd.forward_ad.dual_level(), mode():
+            dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+            with pytest.raises((RuntimeError, NotImplementedError), match="jvp|forward"):
+                flash_attention(dual, k, v)
+
+
+def test_flops_are_counted_where_a_formula_is_registered(qkv):
+    flops = {torch.ops.nanoflash.attention_forward: lambda *shapes, **options: 7}
+    with FlopCounterMode(display=False, custom_mapping=flops) as counter:
+        flash_attention(*qkv)
+    assert counter.get_total_flops() == 7

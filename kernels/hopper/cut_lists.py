@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launches import launch
 from kernels.portable.masks import keys_of_queries, queries_of_keys
 from kernels.problem import Problem, list_strides
 
@@ -133,7 +134,9 @@ def cut_lists(
     new_entries = entries.new_empty(len(entries) * (batch if is_shared else 1), 2)
     new_spans = spans.new_empty(batch, *spans.shape[1:])
     bounds = problem.key_bounds if of_queries else problem.query_bounds
-    cut_kernel[n_lines, batch * n_head](
+    launch(
+        cut_kernel,
+        (n_lines, batch * n_head),
         spans,
         entries,
         bits,

@@ -24,6 +24,7 @@ from kernels.hopper.tiles import (
     ForwardTile,
     backward_section_heads,
     backward_tile,
+    cdiv,
     division,
     dq_tile,
     float32_descriptor,
@@ -36,6 +37,7 @@ from kernels.hopper.tiles import (
     turn_heads,
     turns_pay,
 )
+from kernels.launches import launch
 from kernels.layouts import bulk_strides
 from kernels.problem import Problem, list_strides
 
@@ -89,6 +91,11 @@ def keys_per_query(problem: Problem, seq_q: int, seq_k: int) -> float:
 
 
 @cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
 def memory_bandwidth(device: torch.device) -> float:
     """GB/s that its memory is made for."""
     return triton.testing.get_dram_gbps(device.index)
@@ -109,12 +116,14 @@ def attention_forward(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, n_head, seq_q, dtype=torch.float32, device=q.device)
     group = n_head // n_kv_head
-    n_tiles = triton.cdiv(seq_q, tile.consumers * ROWS.value)
+    n_tiles = cdiv(seq_q, tile.consumers * ROWS.value)
     section = section_heads(seq_k, head_dim, mask_kind(problem), group, batch * n_head)
-    n_sm = torch.cuda.get_device_properties(q.device).multi_processor_count
+    n_sm = multiprocessors(q.device)
     n_blocks = min(batch * n_head * n_tiles, n_sm * tile.blocks)
     allocate = torch.zeros if batch * n_head * n_tiles > tile.dealt * n_blocks else torch.empty
-    forward_kernel[(n_blocks,)](
+    launch(
+        forward_kernel,
+        (n_blocks,),
         head_descriptor(q, ROWS.value),
         head_descriptor(k, tile.block_n),
         head_descriptor(v, tile.block_n),
@@ -182,22 +191,22 @@ def attention_backward(
     tile = tile or backward_tile(width, sums_dq)
     # dq.py writes lse and delta of whole blocks: those of a list have 128 rows, those of an interval 64
     rows = PREPARE_ROWS if sums_dq or problem.blocks else ROWS.value
-    padded = triton.cdiv(seq_q, rows) * rows
+    padded = cdiv(seq_q, rows) * rows
     minus_lse, minus_delta = torch.empty(
         2, batch * n_head * padded, dtype=torch.float32, device=q.device
     ).unbind()
-    n_heads, n_tiles = batch * n_kv_head, triton.cdiv(seq_k, BLOCK_N.value)
-    n_sm = torch.cuda.get_device_properties(q.device).multi_processor_count
+    n_heads, n_tiles = batch * n_kv_head, cdiv(seq_k, BLOCK_N.value)
+    n_sm = multiprocessors(q.device)
     section = backward_section_heads(seq_q, width, group, n_heads)
     # sections that the kernel rounds itself, and heads that have sums at a time
     rounded_sections, n_sums = 0, batch * n_head
     # sums.py rounds rows of 64 alone
     if sums_dq and head_dim == 64 and turns_pay(n_tiles * batch * n_head, n_sm, keys):
         section = turn_heads(n_tiles, n_heads, n_sm)
-        rounded_sections = triton.cdiv(n_heads, section) - 1
+        rounded_sections = cdiv(n_heads, section) - 1
         n_sums = min(SLOTS.value * section * group, n_sums)
     rounded_heads = rounded_sections * section * group
-    n_sections = triton.cdiv(n_heads, section)
+    n_sections = cdiv(n_heads, section)
     # where nothing is summed any tensor stands for the sums
     dq_sum = minus_delta
     if sums_dq:
@@ -208,7 +217,9 @@ def attention_backward(
         dlse = dlse.contiguous()
     dq, dk, dv = gradients or (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if sums_dq:
-        prepare_kernel[(padded // PREPARE_ROWS, batch * n_head)](
+        launch(
+            prepare_kernel,
+            (padded // PREPARE_ROWS, batch * n_head),
             out,
             dout,
             lse,
@@ -247,9 +258,9 @@ def attention_backward(
         head_descriptor(dout, side),
         head_descriptor(k, BLOCK_N.value),
         head_descriptor(v, BLOCK_N.value),
-        float32_descriptor(minus_lse, [side]),
-        float32_descriptor(minus_delta, [side]),
-        float32_descriptor(squares, [side, side]),
+        float32_descriptor(minus_lse, (side,)),
+        float32_descriptor(minus_delta, (side,)),
+        float32_descriptor(squares, (side, side)),
         # with heads of 128 they leave through the buffers of k and v
         head_descriptor(dk, side if width == 64 else BLOCK_N.value),
         head_descriptor(dv, side if width == 64 else BLOCK_N.value),
@@ -261,14 +272,16 @@ def attention_backward(
     if width == 64:
         kernel, sizes = backward_64_kernel, {"DQ_STAGES": tile.dq_stages}
         arguments += (
-            float32_descriptor(squares, [PART.value, side]),
+            float32_descriptor(squares, (PART.value, side)),
             dq,
             *bulk_strides(dq),
             rounded_sections,
         )
     else:
         kernel, sizes = backward_128_kernel, {}
-    kernel[(min(n_heads * n_tiles, n_sm),)](
+    launch(
+        kernel,
+        (min(n_heads * n_tiles, n_sm),),
         *arguments,
         group,
         seq_q,
@@ -296,7 +309,9 @@ def attention_backward(
         **sizes,
     )
     if sums_dq:
-        round_kernel[(padded // PREPARE_ROWS, batch * n_head - rounded_heads)](
+        launch(
+            round_kernel,
+            (padded // PREPARE_ROWS, batch * n_head - rounded_heads),
             dq_sum,
             dq,
             *dq.stride()[:3],
@@ -363,10 +378,12 @@ def launch_dq(
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
     group = n_head // n_kv_head
-    n_tiles = triton.cdiv(seq_q, tile.consumers * ROWS.value)
+    n_tiles = cdiv(seq_q, tile.consumers * ROWS.value)
     section = section_heads(seq_k, head_dim, mask_kind(problem), group, batch * n_head)
-    n_sm = torch.cuda.get_device_properties(q.device).multi_processor_count
-    dq_kernel[(min(batch * n_head * n_tiles, n_sm),)](
+    n_sm = multiprocessors(q.device)
+    launch(
+        dq_kernel,
+        (min(batch * n_head * n_tiles, n_sm),),
         head_descriptor(q, ROWS.value),
         head_descriptor(dout, ROWS.value),
         head_descriptor(out, ROWS.value),

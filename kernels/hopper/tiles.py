@@ -1,14 +1,17 @@
 """Block sizes of the Hopper kernels, measured on an H200: the only tuning file here."""
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.launches import Descriptor
 from kernels.layouts import bulk_strides
 
+# of which numbers that follow are kept, because making them takes Python longer than a launch
+MOST_SHAPES = 1024
 # what is read again and again of one section of heads may take of the 50 MB of L2
 SECTION_BYTES = 32 * 2**20
 # of shared memory; made once, because making one takes Python longer than the rest of a descriptor
@@ -123,8 +126,13 @@ def dq_tile(width: int, mask: str, dropout: bool = False) -> DqTile:
     return DqTile(2, 128, 2, 4, 240, 24) if width == 64 else DqTile(2, 128, 1, 2, 240, 24)
 
 
-def float32_descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(x, block, FLOAT32_LAYOUTS[len(block)])
+def float32_descriptor(x: Tensor, block: tuple[int, ...]) -> Descriptor:
+    return Descriptor(x, tuple(x.shape), x.stride(), block, FLOAT32_LAYOUTS[len(block)])
+
+
+def cdiv(n: int, size: int) -> int:
+    """n / size, rounded up; Triton's own takes Python ten times as long."""
+    return -(-n // size)
 
 
 def tile_width(head_dim: int) -> int:
@@ -132,14 +140,15 @@ def tile_width(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128
 
 
-def head_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+def head_descriptor(x: Tensor, rows: int) -> Descriptor:
     """Tiles of `rows` tokens of one head of (B, T, H, D), by strides: T and D are clipped batch by batch."""
     batch, seq, n_head, head_dim = x.shape
     stride_b, stride_t, stride_h = bulk_strides(x)
-    shape, block = [batch, n_head, seq, head_dim], [1, 1, rows, tile_width(head_dim)]
-    return TensorDescriptor(x, shape, [stride_b, stride_h, stride_t, 1], block, HEAD_LAYOUT)
+    shape, block = (batch, n_head, seq, head_dim), (1, 1, rows, tile_width(head_dim))
+    return Descriptor(x, shape, (stride_b, stride_h, stride_t, 1), block, HEAD_LAYOUT)
 
 
+@lru_cache(MOST_SHAPES)
 def order_arguments(n_heads: int, n_tiles: int, section: int) -> tuple[int, int, int, int]:
     """What schedule.TileOrder takes of sections of heads, and of the divisions by their sizes.
 
@@ -157,6 +166,7 @@ def key_section_bytes(mask: str) -> int:
     return SECTION_BYTES // {"full": 4, "causal": 2}.get(mask, 1)
 
 
+@lru_cache(MOST_SHAPES)
 def section_heads(seq_k: int, head_dim: int, mask: str, group: int, n_heads: int) -> int:
     """Query heads whose keys and values stay in L2 together, in sections of one size."""
     bytes_per_head = 2 * seq_k * head_dim * 2
@@ -166,6 +176,7 @@ def section_heads(seq_k: int, head_dim: int, mask: str, group: int, n_heads: int
     return -(-n_kv_heads // n_sections) * group
 
 
+@lru_cache(MOST_SHAPES)
 def backward_section_heads(seq_q: int, width: int, group: int, n_kv_heads: int) -> int:
     """Heads of k and v whose queries, dout and float32 sums of dq stay in L2 together."""
     bytes_per_head = 8 * seq_q * width * group
@@ -184,6 +195,7 @@ def turns_pay(n_tiles: int, n_sm: int, keys_per_query: float) -> bool:
     return n_tiles >= 8 * n_sm and keys_per_query >= 384
 
 
+@lru_cache(MOST_SHAPES)
 def turn_heads(n_tiles: int, n_kv_heads: int, n_sm: int) -> int:
     """Heads of k and v of a section whose sums take turns, see sums.py; n_tiles: of one head.
 
@@ -193,6 +205,7 @@ def turn_heads(n_tiles: int, n_kv_heads: int, n_sm: int) -> int:
     return min(math.ceil(15 / 16 * n_sm / n_tiles), n_kv_heads)
 
 
+@lru_cache(MOST_SHAPES)
 def division(divisor: int) -> int:
     """What `quotient` takes instead of a divisor: a multiplier in 32 bits, a shift above them.
 

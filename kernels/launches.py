@@ -1,0 +1,242 @@
+"""Launches Triton kernels with little Python around a launch of a kind that has come before.
+
+Triton looks at every argument of every launch, its type and what divides it, and encodes every descriptor of
+a tensor anew: for a kernel of attention some 100 us of a CPU core, several times what PyTorch's own operators
+take, and where sequences or batches are short the GPU waits for it. But two launches of one kind differ in
+the addresses of their tensors alone. So the parameters of a kind that has come before lie ready: a launch
+writes addresses into them and calls the driver.
+"""
+
+import ctypes
+import re
+import threading
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton import JITFunction, knobs
+
+# of which something is kept, some 10 KB where a launch lies ready; behind the last all are forgotten
+MOST_KINDS = 1024
+ONCE = "came once: the next one of its kind is prepared"
+# addresses behind the parameters that a kernel names: scratch memory, which a plain launch does without
+N_SCRATCH = 2
+# what Triton's signatures call numbers
+NUMBERS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+# of a CUtensorMap, and what its address must be a multiple of
+MAP_BYTES, MAP_ALIGNMENT = 128, 64
+# types whose number in kernels (PTX) is not that of the driver: float32 without subnormals, float64, bfloat16
+MAP_TYPES = {8: 10, 9: 8, 10: 9}
+PROMOTION_128_BYTES = 2
+# bits of a number in a kernel's PTX, or bytes of an array
+PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)[^,)]*?(?:\[(\d+)\])?\s*[,)]")
+
+
+class Descriptor(NamedTuple):
+    """Blocks of a tensor for bulk copies: what Gluon's TensorDescriptor checks and holds."""
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+    # one object for all that an argument of a kernel gets
+    layout: Any
+
+    def for_triton(self):
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        shape, strides, block = map(list, self[1:4])
+        return TensorDescriptor(self.tensor, shape, strides, block, self.layout)
+
+
+class Launch:
+    """A launch of one kind: everything lies ready but the addresses of its tensors."""
+
+    def __init__(self, compiled, grid: tuple[int, ...], arguments: tuple):
+        """compiled: what Triton has launched with these arguments. Raises ValueError if it is not plain."""
+        metadata = compiled.metadata
+        if metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.launch_pdl:
+            raise ValueError("blocks that are launched together")
+        if metadata.global_scratch_size or metadata.profile_scratch_size:
+            raise ValueError("scratch memory")
+        types = list(compiled.src.signature.values())
+        parameters = packed(arguments, types, iter(metadata.tensordesc_meta or ()))
+        sizes = [ctypes.sizeof(parameter) for parameter in parameters]
+        expected = parameter_sizes(compiled.asm["ptx"])
+        if sizes != expected:
+            raise ValueError(f"parameters of {expected} bytes, where Triton's signature has {sizes}")
+        self.parameters = parameters
+        self.addresses = (ctypes.c_void_p * len(parameters))(*map(ctypes.addressof, parameters))
+        # in the order of the tensors: where an address is written, or where a tensor map lies that gets it
+        self.places = [
+            ctypes.addressof(place) if isinstance(place, TensorMap) else place
+            for place in parameters[:-N_SCRATCH]
+            if isinstance(place, ctypes.c_uint64 | TensorMap)
+        ]
+        self.function = compiled.function
+        self.grid = (*grid, 1, 1)[:3]
+        self.threads = 32 * metadata.num_warps
+        self.shared_bytes = metadata.shared
+        # autograd has threads of its own, and the driver is called without Python's lock
+        self.lock = threading.Lock()
+
+    def begins(self, device: int, addresses: list[int]) -> bool:
+        """Whether the driver takes a launch with tensors at these addresses, on the current stream."""
+        cuda = driver()
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        with self.lock:
+            for place, address in zip(self.places, addresses, strict=True):
+                if type(place) is int:
+                    cuda.cuTensorMapReplaceAddress(place, address)
+                else:
+                    place.value = address
+            error = cuda.cuLaunchKernel(
+                self.function, *self.grid, self.threads, 1, 1, self.shared_bytes, stream, self.addresses, None
+            )
+        return error == 0
+
+
+# by kind, or why none is ready
+launches: dict[tuple, Launch | str] = {}
+
+
+def launch(kernel, grid: tuple[int, ...], *arguments, **constants) -> None:
+    """kernel[grid](*arguments, **constants) on the current GPU and stream.
+
+    arguments: tensors, Descriptors, ints and floats, each of the same type in every launch of a kernel;
+    constants: its constexprs, which are its last arguments, and options of the compiler. Raises what Triton
+    raises. Triton's interpreter runs a kernel as ever.
+    """
+    if not isinstance(kernel, JITFunction):
+        kernel[grid](*arguments, **constants)
+        return
+    device = torch.cuda.current_device()
+    kind, addresses = kind_of(kernel, grid, arguments, constants, device)
+    known = launches.get(kind)
+    if isinstance(known, Launch) and not is_watched() and known.begins(device, addresses):
+        return
+    # which also tells what is wrong
+    compiled = kernel[grid](*map(for_triton, arguments), **constants)
+    if known is None:
+        if len(launches) >= MOST_KINDS:
+            launches.clear()
+        launches[kind] = ONCE
+    elif known is ONCE:
+        launches[kind] = prepared(compiled, grid, arguments)
+
+
+def kind_of(
+    kernel, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any], device: int
+) -> tuple[tuple, list[int]]:
+    """All that a launch is but the addresses of its tensors, to be looked up; and these."""
+    kind = [id(kernel), device, grid, *constants.values()]
+    addresses = []
+    for argument in arguments:
+        what = type(argument)
+        if what is int or what is float:
+            kind.append(argument)
+        elif what is Descriptor:
+            tensor, shape, strides, block, layout = argument
+            addresses.append(tensor.data_ptr())
+            kind += (tensor.dtype, shape, strides, block, id(layout))
+        else:
+            address = argument.data_ptr()
+            addresses.append(address)
+            # a kernel is compiled for addresses that 16 divides, or for others
+            kind += (argument.dtype, address % 16 == 0)
+    return tuple(kind), addresses
+
+
+def for_triton(argument):
+    return argument.for_triton() if isinstance(argument, Descriptor) else argument
+
+
+def is_watched() -> bool:
+    """Whether a profiler of Triton's own wants to hear of launches."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)
+
+
+def prepared(compiled, grid: tuple[int, ...], arguments: tuple) -> Launch | str:
+    try:
+        return Launch(compiled, grid, arguments)
+    except (ValueError, AttributeError, KeyError) as error:
+        # of a Triton that is not one of those that are tested
+        return f"goes through Triton: {error}"
+
+
+class TensorMap(ctypes.Structure):
+    """The driver's form of a descriptor."""
+
+    _fields_ = (("content", ctypes.c_char * MAP_BYTES),)
+
+
+def packed(arguments: tuple, types: list, maps) -> list:
+    """What a kernel gets of its arguments, and of scratch memory: numbers, addresses and tensor maps.
+
+    types: of Triton's signature, constexpr among them; maps: how each descriptor copies.
+    """
+    parameters = []
+    for argument, kind in zip(arguments, types, strict=False):
+        # as an int of 1 is
+        if kind == "constexpr":
+            continue
+        if isinstance(argument, Tensor):
+            parameters.append(ctypes.c_uint64(argument.data_ptr()))
+        elif isinstance(argument, Descriptor):
+            parameters.append(encoded(argument, next(maps)))
+            parameters += map(ctypes.c_int32, argument.shape)
+            parameters += map(ctypes.c_int64, argument.strides)
+        else:
+            parameters.append(NUMBERS[kind](argument))
+    return parameters + [ctypes.c_uint64(0) for _ in range(N_SCRATCH)]
+
+
+def encoded(descriptor: Descriptor, how: dict[str, Any]) -> TensorMap:
+    """how: swizzle, elem_size, elem_type and block_size, of the compiled kernel."""
+    memory = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
+    place = TensorMap.from_buffer(memory, -ctypes.addressof(memory) % MAP_ALIGNMENT)
+    # the driver has the innermost dimension first
+    shape, strides, block = (
+        values[::-1] for values in (descriptor.shape, descriptor.strides, how["block_size"])
+    )
+    rank = len(shape)
+    in_bytes = [stride * how["elem_size"] for stride in strides[1:]]
+    error = driver().cuTensorMapEncodeTiled(
+        ctypes.addressof(place),
+        MAP_TYPES.get(how["elem_type"], how["elem_type"]),
+        rank,
+        descriptor.tensor.data_ptr(),
+        (ctypes.c_uint64 * rank)(*shape),
+        (ctypes.c_uint64 * rank)(*in_bytes),
+        (ctypes.c_uint32 * rank)(*block),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        0,
+        how["swizzle"],
+        PROMOTION_128_BYTES,
+        0,
+    )
+    if error:
+        raise ValueError(f"no tensor map, error {error} of the driver")
+    return place
+
+
+def parameter_sizes(ptx: str) -> list[int]:
+    """Bytes of each parameter of a kernel."""
+    entry = ptx[ptx.index(".entry") :]
+    head = entry[: entry.index(")") + 1]
+    return [int(n_bytes or int(bits) // 8) for bits, n_bytes in PARAMETER.findall(head)]
+
+
+@cache
+def driver() -> ctypes.CDLL:
+    """CUDA's driver. Types are told for each function that Python calls, or it would cut addresses."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    number, address = ctypes.c_uint, ctypes.c_void_p
+    cuda.cuLaunchKernel.argtypes = address, *[number] * 7, address, address, address
+    cuda.cuTensorMapReplaceAddress.argtypes = address, address
+    cuda.cuTensorMapEncodeTiled.argtypes = (
+        address, number, number, address, address, address, address, address, number, number, number, number,
+    )  # fmt: skip
+    return cuda

@@ -1,0 +1,194 @@
+"""Launches that lie ready give what Triton's own give, whatever tensors come next."""
+
+import threading
+
+import pytest
+import torch
+from triton import knobs
+
+from kernels import launches
+from kernels.flash_attention import flash_attention
+from tests.compile_apart import compile_apart, each_triton
+
+
+@each_triton
+def test_a_launch_that_lies_ready_gives_the_driver_what_triton_would_of_other_tensors(version):
+    # of the older Triton a GPU runs all of them
+    passes = ("pass=forward", "pass=backward") if version == "pinned" else ("pass=forward",)
+    rows = compile_apart("tests.launched", version, *passes)
+    names = [row["kernel"] for row in rows]
+    assert names == ["forward_kernel", "prepare_kernel", "backward_64_kernel", "round_kernel"][: len(rows)]
+    for row in rows:
+        assert row["same_parameters"], row
+        assert row["same_launch"], row
+        assert row["n_parameters"] > 10
+
+
+@pytest.fixture(autouse=True)
+def nothing_ready():
+    launches.launches.clear()
+
+
+def gradients(q, k, v, g, **options):
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = flash_attention(q, k, v, deterministic=True, **options)
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), g)
+
+
+def by_triton(*tensors, **options):
+    launches.launches.clear()
+    return gradients(*tensors, **options)
+
+
+def n_ready() -> int:
+    return sum(isinstance(launch, launches.Launch) for launch in launches.launches.values())
+
+
+def some(shape=(2, 300, 4, 64), dtype=torch.bfloat16, n=4):
+    return [torch.randn(shape, device="cuda", dtype=dtype) for _ in range(n)]
+
+
+def assert_same(results, expected):
+    for result, other in zip(results, expected, strict=True):
+        assert torch.equal(result, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": False}, {"window": 70}, {"dropout_p": 0.2, "dropout_seed": 3}], ids=str
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_second_launch_of_a_kind_and_all_behind_it_are_of_their_own_tensors(head_dim, options):
+    shape = (2, 300, 4, head_dim)
+    sets = [some(shape) for _ in range(4)]
+    # the first of its kind has one tensor in three places
+    sets[0][1:3] = sets[0][:1] * 2
+    expected = [by_triton(*tensors, **options) for tensors in sets]
+    launches.launches.clear()
+    for _ in range(3):
+        for tensors, those in zip(sets, expected, strict=True):
+            assert_same(gradients(*tensors, **options), those)
+    assert n_ready() >= 2
+    assert all(isinstance(launch, launches.Launch) for launch in launches.launches.values())
+
+
+@pytest.mark.gpu
+def test_tensors_in_another_layout_of_memory_are_another_kind():
+    packed = torch.randn(2, 300, 4, 4, 64, device="cuda", dtype=torch.bfloat16)
+    apart = [x.contiguous() for x in packed.unbind(2)]
+    expected = by_triton(*apart)
+    launches.launches.clear()
+    for _ in range(3):
+        assert_same(gradients(*packed.unbind(2)), expected)
+        assert_same(gradients(*apart), expected)
+
+
+@pytest.mark.gpu
+def test_a_seed_at_an_address_that_16_does_not_divide_is_another_kind():
+    seeds = torch.arange(4, device="cuda")
+    tensors = some()
+    options = [{"dropout_p": 0.2, "dropout_seed": seeds[index : index + 1]} for index in range(4)]
+    expected = [by_triton(*tensors, **given) for given in options]
+    assert not torch.equal(expected[0][0], expected[1][0])
+    launches.launches.clear()
+    for _ in range(3):
+        for given, those in zip(options, expected, strict=True):
+            assert_same(gradients(*tensors, **given), those)
+
+
+@pytest.mark.gpu
+def test_threads_with_streams_of_their_own_launch_the_same_kind_at_once():
+    sets = [some() for _ in range(4)]
+    expected = [by_triton(*tensors) for tensors in sets]
+    for tensors in sets[:2]:
+        gradients(*tensors)
+    wrong = []
+
+    def work(tensors, those):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(50):
+                results = gradients(*tensors)
+                torch.cuda.current_stream().synchronize()
+                if not all(map(torch.equal, results, those)):
+                    wrong.append(results)
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=each) for each in zip(sets, expected, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.gpu
+def test_a_graph_is_captured_of_launches_that_lie_ready():
+    q, k, v = some(n=3)
+    for _ in range(3):
+        flash_attention(q, k, v)
+    assert n_ready() == 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attention(q, k, v)
+    other = some(n=3)
+    for mine, theirs in zip((q, k, v), other, strict=True):
+        mine.copy_(theirs)
+    # which changes the parameters that lie ready
+    expected = flash_attention(*other)
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+def test_a_profiler_of_tritons_hears_of_every_launch():
+    tensors = some()
+    heard = []
+    hook = knobs.runtime.launch_enter_hook
+
+    def listen(metadata):
+        heard.append(metadata.get()["name"])
+
+    for _ in range(3):
+        gradients(*tensors)
+    hook.add(listen)
+    try:
+        gradients(*tensors)
+    finally:
+        hook.remove(listen)
+    assert "forward_kernel" in heard
+    assert len(heard) == n_ready()
+
+
+@pytest.mark.gpu
+def test_more_kinds_than_are_kept_are_forgotten_and_prepared_anew(monkeypatch):
+    monkeypatch.setattr(launches, "MOST_KINDS", 3)
+    sets = [some((1, length, 2, 64)) for length in (100, 110, 120, 130)]
+    expected = [by_triton(*tensors) for tensors in sets]
+    for _ in range(3):
+        for tensors, those in zip(sets, expected, strict=True):
+            for _ in range(3):
+                assert_same(gradients(*tensors), those)
+            assert len(launches.launches) <= 3
+
+
+@pytest.mark.gpu
+def test_what_the_driver_refuses_is_told_by_triton(monkeypatch):
+    tensors = some()
+    expected = by_triton(*tensors)
+    for _ in range(3):
+        gradients(*tensors)
+    for launch in launches.launches.values():
+        # more threads than a block may have
+        launch.threads = 4096
+    assert_same(gradients(*tensors), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_each_gpu_has_kinds_of_its_own():
+    tensors = some()
+    there = [x.to("cuda:1") for x in tensors]
+    expected = by_triton(*tensors)
+    for _ in range(3):
+        assert_same(gradients(*tensors), expected)
+        assert_same((x.to("cuda:0") for x in gradients(*there)), expected)

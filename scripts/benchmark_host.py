@@ -1,0 +1,120 @@
+"""Times what a call of attention takes Python and the host, where the GPU has next to nothing to do.
+
+    python -m scripts.benchmark_host out=host.json
+
+A short sequence, so that the host is what takes time; the calls of a turn follow each other without a wait
+for the GPU. Where an implementation takes longer than the kernels of a layer, the GPU waits for it: eager
+models, small batches, generation.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+from kernels.operators import IMPLEMENTATIONS, use_implementation
+from scripts.arguments import OVERWRITE, argument, result_file, run_script
+from scripts.benchmark_attention import BACKENDS, NAMES, build
+from scripts.flash_attn_4 import leave_out_if_missing
+from train.results import write_result
+
+
+@dataclass(kw_only=True, slots=True)
+class Arguments:
+    implementations: list[str] = argument(
+        ["ours", "portable", "cudnn", "fa2", "flex", "fa4"], "of " + " ".join(NAMES)
+    )
+    head_dims: list[int] = argument([64, 128], "D")
+    batch: int = argument(1, "B")
+    seq_len: int = argument(256, "T")
+    width: int = argument(768, "H * D")
+    calls: int = argument(20, "of a turn")
+    turns: int = argument(40, "of each implementation, of which the median counts")
+    out: str = result_file("host.json", "result file")
+    overwrite: bool = argument(False, OVERWRITE)
+
+
+def main(arguments: Arguments) -> None:
+    if not torch.cuda.is_available():
+        raise ValueError("benchmark_host needs a CUDA GPU; none was found")
+    leave_out_if_missing(arguments.implementations)
+    for name in ("batch", "seq_len", "calls", "turns"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(arguments, name)}")
+    rows = [row for head_dim in arguments.head_dims for row in measure(arguments, head_dim)]
+    write_result(Path(arguments.out), rows)
+
+
+def measure(arguments: Arguments, head_dim: int) -> list[dict]:
+    """A row for each implementation; turn by turn, so that the host's clock is the same for all."""
+    if head_dim < 1 or arguments.width % head_dim:
+        raise ValueError(f"width={arguments.width} must be a multiple of head_dim {head_dim}: change one")
+    torch.manual_seed(0)
+    shape = arguments.batch, arguments.seq_len, arguments.width // head_dim, head_dim
+    q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    qkv = [x.requires_grad_() for x in (q, k, v)]
+    times = {name: ([], []) for name in arguments.implementations}
+    for _ in range(arguments.turns + 1):
+        for name, (forward, both) in times.items():
+            with setting(name):
+                attention = function(name, arguments.seq_len)
+                with torch.no_grad():
+                    forward.append(microseconds(lambda: attention(*qkv), arguments.calls))  # noqa: B023
+                both.append(
+                    microseconds(lambda: torch.autograd.grad(attention(*qkv), qkv, dout), arguments.calls)  # noqa: B023
+                )
+    rows = []
+    for name, (forward, both) in times.items():
+        # the first turn compiles
+        row = {"implementation": name, "head_dim": head_dim, "causal": True, "batch": arguments.batch}
+        row |= {"seq_len": arguments.seq_len, "heads": shape[2], "dtype": "bf16"}
+        row |= {"forward_us": median(forward[1:]), "forward_backward_us": median(both[1:])}
+        row |= {"least_forward_us": min(forward[1:]), "least_forward_backward_us": min(both[1:])}
+        rows.append(row)
+        print(
+            f"D {head_dim:3} {name:9} {row['forward_us']:6.0f} us forward, "
+            f"{row['forward_backward_us']:6.0f} us forward and backward",
+            flush=True,
+        )
+    return rows
+
+
+def setting(name: str):
+    """What an implementation is chosen by; entered once a turn, not once a call."""
+    if name in BACKENDS:
+        return sdpa_kernel(BACKENDS[name])
+    return use_implementation(name) if name in IMPLEMENTATIONS else nullcontext()
+
+
+def function(name: str, seq_len: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Causal attention of q, k and v (B, T, H, D)."""
+    if name not in BACKENDS:
+        return build(name, True, None, 0.0, seq_len)
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+
+    return sdpa
+
+
+def microseconds(call: Callable, calls: int) -> float:
+    """Of the host, for one of several calls."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    seconds = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return seconds / calls * 1e6
+
+
+if __name__ == "__main__":
+    run_script(main, Arguments, __doc__)

@@ -62,7 +62,7 @@ def from_intervals(
     bits = torch.cat([full_tile(block_size, edges.device), interval_tiles(*edges[which].chunk(2, 1))])
     tiles = torch.full_like(column, FULL).masked_scatter(partial, 1 + same)
     return BlockMask.build(
-        seq_q, seq_k, block_size, n_batch, 1, row * n_columns + column, tiles, bits, causal
+        seq_q, seq_k, block_size, n_batch, 1, row.long() * n_columns + column, tiles, bits, causal
     )
 
 

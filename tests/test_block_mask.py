@@ -226,6 +226,18 @@ def test_masks_without_lists_combine_to_the_same():
     assert hasattr(block_masks.window(1000, 200), "rows"), "it ends with its block"
 
 
+def test_more_pairs_of_blocks_than_int32_numbers_are_kept_apart():
+    row = torch.arange(128, dtype=torch.int32)
+    first = (row * 2**24).repeat_interleave(64)
+    # the lists have a line for each of the 2**25 blocks of keys
+    with without_lists():
+        mask = block_masks.from_intervals(first, first + 64, 2**31 - 1, block_size=64)
+    head, rows, columns = mask.coordinates()
+    assert not head.any()
+    assert torch.equal(rows, row.long())
+    assert torch.equal(columns, row.long() * 2**24 // 64)
+
+
 def plotted(mask: BlockMask, path, monkeypatch) -> list[list[float]]:
     """What plot hands to matplotlib, which draws it."""
     pictures, imshow = [], Axes.imshow

@@ -54,7 +54,9 @@ def ring_attention(
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     steps = ring.steps(window, block_mask)
-    return RingAttention.apply(q, k, v, ring, implementation, softmax_scale, steps)
+    # "reference" multiplies in float32 whatever it is given; its backward pass, outside of autocast, does too
+    with torch.autocast(q.device.type, enabled=False):
+        return RingAttention.apply(q, k, v, ring, implementation, softmax_scale, steps)
 
 
 class RingAttention(torch.autograd.Function):

@@ -238,6 +238,17 @@ def add_up(q, k, v, dout, ids, masks, implementation, size=2):
     return out, lse, *(x.to(q.dtype) for x in (dq, dk, dv))
 
 
+def test_autocast_lowers_no_product_of_the_reference():
+    q, k, v = random_qkv(1, SEQ_LEN, SEQ_LEN, 2, 1, 16, torch.bfloat16, "cpu")
+    dout = torch.randn_like(q)
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = ring_attention(q, k, v, Ring(NoGroup(0, 1), SEQ_LEN), "reference")
+        results.append((out, *torch.autograd.grad(out, (q, k, v), dout)))
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize(("n_before", "n_part"), [(0, 0), (0, 5), (5, 0), (3, 4)])
 def test_merged_parts_are_the_attention_to_the_keys_of_both_or_nothing_where_there_are_none(n_before, n_part):
     scores = 30 * torch.randn(2, 3, 7, n_before + n_part, dtype=torch.float64)  # (B, H, T, keys)

@@ -101,7 +101,8 @@ def linear_cross_entropy_forward(
     dhidden, dweight, factors = _gradients(hidden, weight, of_hidden, of_weight)
     in_epilogue = factors.numel() > 0
     if in_epilogue:
-        hidden = hidden.contiguous()
+        # whose kernels read rows one behind the other
+        hidden, cast = hidden.contiguous(), cast.contiguous()
         mask = cross_entropy_epilogue.padding_mask(weight.shape[0], vocab_size, hidden.device)
     buffer = torch.empty(min(chunk, n_rows), weight.shape[0], dtype=hidden.dtype, device=hidden.device)
     for start in range(0, n_rows, chunk):

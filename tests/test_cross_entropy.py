@@ -173,6 +173,15 @@ def test_exponentials_give_the_loss_and_the_gradients(by_exponentials, vocab_siz
     assert all(torch.equal(one, other) for one, other in zip(actual, again, strict=True))
 
 
+def test_exponentials_are_those_of_a_transposed_weight(by_exponentials):
+    hidden, weight, targets = inputs(by_exponentials, n_rows=5, dtype=torch.bfloat16)
+    transposed = weight.detach().T.contiguous().T.requires_grad_()
+    losses = [linear_cross_entropy(hidden, x, targets, 300, 4) for x in (weight, transposed)]
+    assert torch.equal(*losses)
+    gradients = [torch.autograd.grad(loss, x) for loss, x in zip(losses, (weight, transposed), strict=True)]
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("nats", [-200, -50, 0, 50, 95])
 def test_exponentials_stand_any_likelihood_of_the_target(by_exponentials, nats):
     # column 1 is `nats` above the target's, all others 20 below it

@@ -89,6 +89,12 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
+        # only create_graph=True has gradients enabled here
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "ring_attention has no second derivative: use attention_reference, on whole sequences, where "
+                "you need one (double backward, gradient penalties), or leave out create_graph=True"
+            )
         q, kv, out, lse = ctx.saved_tensors
         ring, implementation, softmax_scale, steps = ctx.options
         _, attention_backward = BLOCK_ATTENTION[implementation]

@@ -249,6 +249,14 @@ def test_autocast_lowers_no_product_of_the_reference():
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.parametrize("implementation", ["flash", "reference"])
+def test_double_backward_is_refused_with_a_way_out(implementation):
+    q, k, v = random_qkv(1, SEQ_LEN, SEQ_LEN, 1, 1, 16, torch.float32, "cpu")
+    out = ring_attention(q, k, v, Ring(NoGroup(0, 1), SEQ_LEN), implementation)
+    with pytest.raises(NotImplementedError, match=r"use attention_reference.*leave out create_graph=True"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
 @pytest.mark.parametrize(("n_before", "n_part"), [(0, 0), (0, 5), (5, 0), (3, 4)])
 def test_merged_parts_are_the_attention_to_the_keys_of_both_or_nothing_where_there_are_none(n_before, n_part):
     scores = 30 * torch.randn(2, 3, 7, n_before + n_part, dtype=torch.float64)  # (B, H, T, keys)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels.block_mask import BlockMask
+from kernels.checks import check_order
 from kernels.intervals import document_bounds
 from model.block_attention import Mask
 
@@ -48,7 +49,7 @@ class Ring:
     group: its ranks share each sequence. seq_len: T, a multiple of 2 n. document_ids: (B, T) int32 of the
     whole sequences, non-decreasing, on the CPU; a token sees its own document only, a negative id is
     padding. device: where the masks go. All ranks must agree on the arguments.
-    Raises ValueError for a length that does not divide.
+    Raises ValueError for a length that does not divide, and for other documents.
     """
 
     def __init__(
@@ -79,11 +80,13 @@ class Ring:
         return ring
 
     def _take(self, document_ids: Tensor | None) -> None:
-        if document_ids is not None and (document_ids.shape[1] != self.seq_len or document_ids.is_cuda):
-            raise ValueError(
-                f"document_ids must be (B, {self.seq_len}) on the CPU, one for each token of the whole "
-                f"sequence, got {tuple(document_ids.shape)} on {document_ids.device}"
-            )
+        if document_ids is not None:
+            if document_ids.shape[1:] != (self.seq_len,) or document_ids.is_cuda:
+                raise ValueError(
+                    f"document_ids must be (B, {self.seq_len}) on the CPU, one for each token of the whole "
+                    f"sequence, got {tuple(document_ids.shape)} on {document_ids.device}"
+                )
+            check_order(document_ids)
         self.document_ids = document_ids
         self._steps: dict[tuple[int | None, BlockMask | None], list[Step]] = {}
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels.block_mask import BlockMask
+from kernels.checks import check_options
 from model.block_attention import BLOCK_ATTENTION
 from model.ring import Ring, Step, length
 
@@ -40,7 +41,8 @@ def ring_attention(
 
     q: (B, T / n, H, D); k, v: (B, T / n, Hkv, D): this rank's tokens, as `Ring.split` gives them.
     Returns (B, T / n, H, D) in q's dtype. implementation: "flash" or "reference". window: keys up to its own
-    position that a query sees. block_mask: causal, of the whole sequence.
+    position that a query sees. block_mask: causal, of the whole sequence. Raises ValueError for what
+    flash_attention refuses of these.
     """
     if implementation not in BLOCK_ATTENTION:
         raise ValueError(
@@ -51,6 +53,7 @@ def ring_attention(
         raise ValueError(
             f"q must hold this rank's {ring.seq_len // ring.size} of {ring.seq_len} tokens, got {q.shape[1]}"
         )
+    check_options(q, True, softmax_scale, window, 0.0, None)
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     steps = ring.steps(window, block_mask)

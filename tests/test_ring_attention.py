@@ -180,6 +180,27 @@ def test_an_implementation_without_an_lse_is_refused():
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window must be at least 1.*got 0"),
+        ({"window": -3}, "window must be at least 1.*got -3"),
+        ({"softmax_scale": -30.0}, "softmax_scale must be positive and finite, got -30"),
+    ],
+)
+def test_numbers_that_attention_refuses_are_refused(options, message):
+    q = torch.zeros(1, 32, 2, 16)
+    with pytest.raises(ValueError, match=message):
+        ring_attention(q, q, q, Ring(NoGroup(0, 2), SEQ_LEN), "flash", **options)
+
+
+def test_documents_out_of_order_are_refused():
+    with pytest.raises(ValueError, match="document_ids must not decrease along a row"):
+        Ring(NoGroup(0, 2), SEQ_LEN, documents().flip(1))
+    with pytest.raises(ValueError, match=r"document_ids must be \(B, 64\) .*got \(64,\)"):
+        Ring(NoGroup(0, 2), SEQ_LEN, documents()[0])
+
+
+@pytest.mark.parametrize(
     ("masks", "in_documents"),
     [
         ({}, False),

@@ -53,7 +53,7 @@ def append_and_decode(
     would copy the parts. Key and value count, and are written to place (lengths[b] - 1) % capacity of k and v
     if lengths[b] is at least 1. turn: cos and sin, (B, 1, 1, D / 2) float32, contiguous, by which queries and
     key turn before, channels i and i + D / 2 as a pair (RoFormer, arXiv:2104.09864). Raises ValueError for
-    other shapes.
+    other shapes, and for an expanded cache.
     """
     n_kv_head = k.shape[2] if k.ndim == 4 else 0
     n_head = qkv.shape[2] - 2 * n_kv_head if qkv.ndim == 4 else 0
@@ -63,6 +63,12 @@ def append_and_decode(
             f"got {tuple(qkv.shape)} and {tuple(k.shape)}"
         )
     _check({"qkv": qkv}, split_heads(qkv, n_kv_head)[0], k, v, lengths, block_mask)
+    for name, x in (("k", k), ("v", v)):
+        if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+            raise ValueError(
+                f"{name} must have memory of its own for every key, to write to, got shape {tuple(x.shape)} "
+                f"with strides {x.stride()}: call {name}.contiguous()"
+            )
     if turn is not None:
         _check_turn(turn, qkv)
     return _append_and_decode(

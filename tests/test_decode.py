@@ -209,6 +209,14 @@ def test_what_does_not_fit_is_refused(changes, message, device):
         ({"qkv": torch.zeros(1, 1, 7, 64)}, r"H a multiple of Hkv, .* got \(1, 1, 7, 64\)"),
         ({"k": torch.zeros(200, 2, 64)}, r"k \(B, capacity, Hkv, D\), got .* and \(200, 2, 64\)"),
         ({"qkv": torch.zeros(1, 1, 64, 6).mT}, "qkv must have contiguous channels, got strides"),
+        (
+            {"k": torch.zeros(1, CAPACITY, 1, 64).expand(-1, -1, 2, -1)},
+            r"k must have memory of its own .* strides \(12800, 64, 0, 1\): call k.contiguous\(\)",
+        ),
+        (
+            {"v": torch.zeros(1, 1, 2, 64).expand(-1, CAPACITY, -1, -1)},
+            r"v must have memory .* strides \(128, 0, 64, 1\)",
+        ),
         ({"turn": (torch.zeros(1, 1, 1, 32),)}, r"turn must be \(cos, sin\), got 1 tensors"),
         ({"qkv": torch.zeros(1, 1, 6, 64).half()}, "one dtype, got q torch.float16 and k torch.float32"),
         (

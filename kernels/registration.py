@@ -67,34 +67,38 @@ def differentiate(operator: torch._ops.OpOverload, setup_context: Callable, back
     the outputs) needs, which returns a gradient or None for each input.
     """
 
-    def below_autograd(is_plain: bool, inputs: tuple):
-        call = FUNCTIONS[operator] if is_plain else operator
-        with torch._C._AutoDispatchBelowAutograd():
-            return call(*inputs)
+    def with_gradient_of(run: Callable) -> Callable:
+        def below_autograd(*inputs):
+            with torch._C._AutoDispatchBelowAutograd():
+                return run(*inputs)
 
-    # one level: transforms of torch.func have their own, and refuse it
-    class Gradient(torch.autograd.function._SingleLevelFunction):
-        @staticmethod
-        def forward(ctx, is_plain, *inputs):
-            output = below_autograd(is_plain, inputs)
-            setup_context(ctx, inputs, output)
-            return output
+        # one level: transforms of torch.func have their own, and refuse it
+        class Gradient(torch.autograd.function._SingleLevelFunction):
+            @staticmethod
+            def forward(ctx, *inputs):
+                output = below_autograd(*inputs)
+                setup_context(ctx, inputs, output)
+                return output
 
-        @staticmethod
-        def backward(ctx, *gradients):
-            return None, *backward(ctx, *gradients)
+            @staticmethod
+            def backward(ctx, *gradients):
+                return backward(ctx, *gradients)
 
-    # named in the graphs that debuggers print
-    Gradient.__name__ = Gradient.__qualname__ = f"GradientOf_{operator._opname}"
+        # named in the graphs that debuggers print
+        Gradient.__name__ = Gradient.__qualname__ = f"GradientOf_{operator._opname}"
 
-    def with_gradient(is_plain: bool, *inputs):
-        # as inside of backward passes; forward derivatives, which no_grad leaves on, are refused by Gradient
-        if not torch.is_grad_enabled() and forward_ad._current_level < 0:
-            return below_autograd(is_plain, inputs)
-        return Gradient.apply(is_plain, *inputs)
+        def with_gradient(*inputs):
+            # as inside of backward passes; forward derivatives, which no_grad leaves on, Gradient refuses
+            if not torch.is_grad_enabled() and forward_ad._current_level < 0:
+                return below_autograd(*inputs)
+            return Gradient.apply(*inputs)
+
+        return with_gradient
+
+    plain, seen = with_gradient_of(FUNCTIONS[operator]), with_gradient_of(operator)
 
     def dispatched(keys, *inputs):
-        return with_gradient(are_plain(keys.raw_repr()), *inputs)
+        return (plain if are_plain(keys.raw_repr()) else seen)(*inputs)
 
     def call(*inputs):
         if torch.compiler.is_compiling() or is_watched():
@@ -102,7 +106,7 @@ def differentiate(operator: torch._ops.OpOverload, setup_context: Callable, back
         for x in inputs:
             if isinstance(x, Tensor) and not are_plain(torch._C._dispatch_keys(x).raw_repr()):
                 return operator(*inputs)
-        return with_gradient(True, *inputs)
+        return plain(*inputs)
 
     LIBRARY.impl(operator._opname, dispatched, "Autograd", with_keyset=True)
     return call

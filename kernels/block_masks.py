@@ -237,7 +237,9 @@ def top_k(q: Tensor, k: Tensor, n: int, *, causal: bool = True, block_size: int 
     check_sizes(block_size, seq_len=seq_len, n=n)
     mean_q, mean_k = (_block_means(x.detach(), block_size) for x in (q, k))
     mean_k = mean_k.repeat_interleave(n_head // k.shape[2], dim=1)
-    scores = mean_q @ mean_k.mT  # (B, H, n_blocks, n_blocks)
+    # in 16 bits other blocks would be the best
+    with torch.autocast(q.device.type, enabled=False):
+        scores = mean_q @ mean_k.mT  # (B, H, n_blocks, n_blocks)
     n_bad = int((~scores.isfinite()).sum())
     if n_bad:
         raise ValueError(

@@ -96,3 +96,12 @@ def test_top_k_is_its_formula_block_by_block(n, causal, seq_len):
     mask = block_masks.top_k(q, k, n, causal=causal, block_size=SIZE)
     assert torch.equal(mask.to_dense(), expected)
     assert mask.causal == causal
+
+
+def test_autocast_changes_no_choice_of_top_k():
+    q, k = torch.randn(2, 1, 32 * SIZE, 8, 8)
+    chosen = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            chosen.append(block_masks.top_k(q, k, 8, causal=False, block_size=SIZE).keys)
+    assert torch.equal(*chosen)

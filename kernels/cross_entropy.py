@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import cross_entropy_epilogue, hopper
-from kernels.registration import on_its_gpu
+from kernels.registration import below_autocast, on_its_gpu
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # rows whose logits exist at the same time: 1.1 GiB in bf16 with GPT-2's vocabulary; 32K rows are three chunks
@@ -81,6 +81,7 @@ def cross_entropy_(
 
 @torch.library.custom_op("nanoflash::linear_cross_entropy", mutates_args=())
 @on_its_gpu
+@below_autocast
 def linear_cross_entropy_forward(
     hidden: Tensor,
     weight: Tensor,

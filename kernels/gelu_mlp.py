@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.epilogue_library import epilogues, serves
 from kernels.operators import save_nothing
-from kernels.registration import differentiate, operator
+from kernels.registration import below_autocast, differentiate, operator
 
 
 def _fake_forward(x, w1, b1, w2, b2):
@@ -22,6 +22,7 @@ def _fake_gradient(dout, w2, slope, bias):
 
 
 @operator(fake=_fake_forward)
+@below_autocast
 def gelu_mlp_forward(
     x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,6 +43,7 @@ def gelu_mlp_forward(
 
 
 @operator(fake=_fake_gradient)
+@below_autocast
 def gelu_gradient(dout: Tensor, w2: Tensor, slope: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
     """By what GELU is of, (N, F), and by the bias in it, (F,), or (0,) without one, given dout (N, C)."""
     if not dout.is_cuda:

@@ -11,12 +11,15 @@ from functools import cache, wraps
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
+from torch._C import DispatchKey, DispatchKeySet
 from torch.autograd import forward_ad
 
 LIBRARY = torch.library.Library("nanoflash", "FRAGMENT")
 # kernels read what they are given by its strides; Inductor must not have other ones for it
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+# of autocast, which casts what products are given
+AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
 
 DEVICES = {"CPU": DispatchKey.CPU, "CUDA": DispatchKey.CUDA}
 # by operator, what runs it on both
@@ -35,6 +38,17 @@ def on_its_gpu(function: Callable) -> Callable:
             return function(tensor, *arguments)
         with torch.cuda.device_of(tensor):
             return function(tensor, *arguments)
+
+    return run
+
+
+def below_autocast(function: Callable) -> Callable:
+    """A decorator: no autocast inside of a function, as inside of PyTorch's own operators."""
+
+    @wraps(function)
+    def run(*arguments):
+        with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+            return function(*arguments)
 
     return run
 
@@ -115,7 +129,7 @@ def differentiate(operator: torch._ops.OpOverload, setup_context: Callable, back
 @cache
 def are_plain(keys: int) -> bool:
     """Whether below autograd a kernel alone waits for an operator on tensors with these dispatch keys."""
-    below = torch._C.DispatchKeySet.from_raw_repr(keys) & torch._C._after_ADInplaceOrView_keyset
+    below = DispatchKeySet.from_raw_repr(keys) & torch._C._after_ADInplaceOrView_keyset
     return below.highestPriorityTypeId() in DEVICES.values()
 
 

@@ -61,6 +61,16 @@ def test_what_is_frozen_has_its_gradient_neither_made_nor_kept(device, frozen):
     assert torch.equal(tensors[1 - frozen].grad, both[1 - frozen])
 
 
+def test_autocast_lowers_no_product(device):
+    hidden, weight, targets = inputs(device)
+    results = []
+    for enabled in (False, True):
+        with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
+            loss = linear_cross_entropy(hidden, weight, targets, 300, 16)
+        results.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
+    assert all(map(torch.equal, *results))
+
+
 def test_large_logits_do_not_overflow(device):
     hidden, weight, targets = inputs(device)
     loss = linear_cross_entropy(hidden * 100, weight, targets, 300)

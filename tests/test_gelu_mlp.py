@@ -130,6 +130,17 @@ def test_what_is_frozen_has_no_gradient(frozen):
     assert [x.grad is None for x in tensors] == [index == frozen for index in range(5)]
 
 
+def test_autocast_changes_neither_dtype_nor_result():
+    tensors = inputs("cpu", dtype=torch.float32)
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = gelu_mlp(*tensors)
+        results.append((out, *torch.autograd.grad(out.sum(), tensors)))
+    assert results[1][0].dtype == torch.float32
+    assert all(map(torch.equal, *results))
+
+
 def test_a_second_derivative_is_refused():
     tensors = inputs("cpu")
     (dx,) = torch.autograd.grad(gelu_mlp(*tensors).sum(), tensors[0], create_graph=True)

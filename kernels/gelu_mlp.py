@@ -65,7 +65,7 @@ def _save_for_backward(ctx, inputs, output):
 def _backward(ctx, dout, *_):
     x, w1, w2, hidden, slope = ctx.saved_tensors
     of_x, of_w1, of_b1, of_w2, of_b2 = ctx.needs_input_grad
-    dinner, db1 = gelu_gradient(dout, w2, slope, of_b1)
+    dinner, db1 = gradient(dout, w2, slope, of_b1)
     return (
         dinner @ w1 if of_x else None,
         dinner.T @ x if of_w1 else None,
@@ -82,8 +82,9 @@ def _refuse_second_derivative(ctx, *gradients):
     )
 
 
-differentiate(gelu_mlp_forward, _save_for_backward, _backward)
-differentiate(gelu_gradient, save_nothing, _refuse_second_derivative)
+# with the arguments of the operators
+forward = differentiate(gelu_mlp_forward, _save_for_backward, _backward)
+gradient = differentiate(gelu_gradient, save_nothing, _refuse_second_derivative)
 
 
 def gelu_mlp(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> Tensor:
@@ -109,7 +110,7 @@ def gelu_mlp(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | 
             "x must be bfloat16 or float16 with channels in multiples of 8 on both sides of GELU, got "
             f"{x.dtype}, {channels} and {width}: use PyTorch's F.linear and F.gelu"
         )
-    return gelu_mlp_forward(x.flatten(0, -2), w1, b1, w2, b2)[0].unflatten(0, x.shape[:-1])
+    return forward(x.flatten(0, -2), w1, b1, w2, b2)[0].unflatten(0, x.shape[:-1])
 
 
 def fuses(dtype: torch.dtype, channels: int, width: int) -> bool:

@@ -208,10 +208,12 @@ def layer_masks(
 def _layer_masks(
     patterns: tuple[str, ...], block_size: int, n_layer: int, seq_len: int, device: torch.device
 ):
-    masks = {
-        pattern: block_masks.parse(pattern, seq_len, block_size=block_size, device=device)
-        for pattern in set(patterns) - {DENSE}
-    }
+    # masks made in inference mode could not be saved for a backward pass, and training may ask for them next
+    with torch.inference_mode(False), torch.no_grad():
+        masks = {
+            pattern: block_masks.parse(pattern, seq_len, block_size=block_size, device=device)
+            for pattern in set(patterns) - {DENSE}
+        }
     return [masks.get(patterns[index % len(patterns)]) for index in range(n_layer)]
 
 

@@ -57,6 +57,17 @@ def test_masks_are_built_once_for_a_length():
     assert masks[0] is masks[2]
 
 
+def test_masks_that_inference_made_first_serve_training(device):
+    gpt = model("flash", ["window(9)", "dense", "dense"], device)
+    # of a length that no other test asks for
+    tokens = torch.randint(300, (1, 21), device=device)
+    with torch.inference_mode():
+        gpt(tokens)
+    gpt(tokens, tokens).backward()
+    masks = layer_masks(gpt.attention, 3, 21, tokens.device)
+    assert not any(x.is_inference() or x.requires_grad for x in masks[0].tensors())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -67,7 +67,7 @@ def distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Indices of rows (n, m) that are all different, and for each row which of these it equals."""
     # sorting sums with random weights is faster than sorting the rows, and equal sums are checked
     generator = torch.Generator().manual_seed(0)
-    weights = torch.randint(2**62, (rows.shape[1],), generator=generator).to(rows.device)
+    weights = torch.randint(2**62, (rows.shape[1],), generator=generator, device="cpu").to(rows.device)
     # a part at a time: the products take twice the memory of the rows
     sums = [(part * weights).sum(1) for part in rows.split(ROWS_AT_ONCE)]
     sums, which = torch.cat(sums).unique(return_inverse=True)

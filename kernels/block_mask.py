@@ -235,7 +235,7 @@ class BlockMask:
         """The share of blocks that are kept, among all, or, of a causal mask, among those of causal ones."""
         n_all = self.n_rows * self.n_columns
         if self.causal:
-            last = torch.arange(1, self.n_rows + 1) * self.block_size + self.seq_k - self.seq_q
+            last = torch.arange(1, self.n_rows + 1, device="cpu") * self.block_size + self.seq_k - self.seq_q
             n_all = int(
                 ((last.clamp(max=self.seq_k) + self.block_size - 1) // self.block_size).clamp(min=0).sum()
             )
@@ -256,7 +256,7 @@ class BlockMask:
             row[head == 0] * n_rows // self.n_rows * n_columns
             + column[head == 0] * n_columns // self.n_columns
         )
-        picture = torch.zeros(n_rows * n_columns).scatter_reduce(0, place, weight, "amax").numpy()
+        picture = weight.new_zeros(n_rows * n_columns).scatter_reduce(0, place, weight, "amax").numpy()
         figure, axis = plt.subplots(figsize=(5, 5))
         axis.imshow(picture.reshape(n_rows, n_columns), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
         axis.set_xlabel(f"blocks of {self.block_size} keys")

@@ -187,7 +187,7 @@ def bigbird(
     n_window, n_global, n_random = min(n_window, n), min(n_global, n), min(n_random, n)
     row = torch.arange(n, device=device)[:, None]
     generator = torch.Generator().manual_seed(seed)
-    draw = torch.rand(n, n_random, generator=generator).to(device)
+    draw = torch.rand(n, n_random, generator=generator, device="cpu").to(device)
     columns = [
         row - torch.arange(n_window, device=device),
         torch.arange(n_global, device=device).expand(n, -1),

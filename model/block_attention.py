@@ -37,7 +37,7 @@ class Mask:
         if bool((first == 0).all()):
             if bool((end == n_key).all()):
                 return Mask(False, None, None)
-            if n_query == n_key and bool((end == torch.arange(1, n_key + 1)).all()):
+            if n_query == n_key and bool((end == torch.arange(1, n_key + 1, device="cpu")).all()):
                 return Mask(True, None, None)
         return Mask(False, key_bounds.to(device), query_bounds.to(device))
 

@@ -97,19 +97,20 @@ def visible_pairs(seq_len: int, mask: BlockMask | None, document_ids: Tensor | N
     if document_ids is None:
         if mask is None:
             return seq_len * (seq_len + 1) / 2
-        kept = torch.tensor([word.bit_count() for word in (mask.bits.long() & 0xFFFFFFFF).flatten().tolist()])
+        words = (mask.bits.long() & 0xFFFFFFFF).flatten().tolist()
+        kept = torch.tensor([word.bit_count() for word in words], device="cpu")
         return int(kept.view(len(mask.bits), -1).sum(1)[mask.tiles.cpu()].sum()) / (
             mask.n_batch * mask.n_head
         )
     starts = _document_starts(document_ids)  # (B, T)
     if mask is None:
-        return (torch.arange(1, seq_len + 1) - starts).sum().item() / len(document_ids)
+        return (torch.arange(1, seq_len + 1, device="cpu") - starts).sum().item() / len(document_ids)
     # a mask of the configuration is one for all sequences
     _, row, column = mask.coordinates()
-    lane = torch.arange(mask.block_size)
+    lane = torch.arange(mask.block_size, device="cpu")
     starts = F.pad(starts, (0, mask.n_rows * mask.block_size - seq_len))
     total = 0
-    for blocks in torch.arange(len(mask.keys)).split(BLOCKS_AT_ONCE):
+    for blocks in torch.arange(len(mask.keys), device="cpu").split(BLOCKS_AT_ONCE):
         seen = unpack(mask.bits[mask.tiles[blocks]])  # (n, block_size, block_size)
         query, key = row[blocks, None] * mask.block_size + lane, column[blocks, None] * mask.block_size + lane
         inside = key[:, None] >= starts[:, query][..., None]  # (B, n, block_size, block_size)
@@ -121,7 +122,7 @@ def computed_pairs(seq_len: int, mask: BlockMask | None, document_ids: Tensor | 
     """The same with every tile that holds a visible pair counted whole: those of the mask, else of TILE."""
     if mask is not None:
         return len(mask.keys) / (mask.n_batch * mask.n_head) * mask.block_size**2
-    last = torch.arange(-(-seq_len // TILE))
+    last = torch.arange(-(-seq_len // TILE), device="cpu")
     first = torch.zeros_like(last)[None]
     if document_ids is not None:
         first = _document_starts(document_ids)[:, ::TILE] // TILE

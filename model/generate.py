@@ -66,8 +66,8 @@ def stream(
             draw = likeliest if compiled else partial(torch.argmax, dim=-1)
         else:
             draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-        stops = torch.tensor(stop_tokens, dtype=torch.int64)
-        stops_there, stopped = stops.to(tokens.device), torch.zeros(batch, dtype=torch.bool)
+        stops = torch.tensor(stop_tokens, dtype=torch.int64, device="cpu")
+        stops_there, stopped = stops.to(tokens.device), torch.zeros(batch, dtype=torch.bool, device="cpu")
         # no list of numbers: what is compiled would be for these alone
         has_stops = bool(stop_tokens)
 
@@ -115,7 +115,7 @@ class Arrivals:
         self._rows = self._on_cpu = rows
         if rows.is_cuda:
             # page-locked memory is dear to allocate: all of it at once
-            self._on_cpu = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            self._on_cpu = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
             self._stream = torch.cuda.Stream(rows.device)
             # whoever gets the memory of the rows next must wait for a copy that is still under way
             rows.record_stream(self._stream)

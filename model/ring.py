@@ -117,7 +117,7 @@ class Ring:
     def _bounds(self, window: int | None) -> tuple[Tensor, Tensor]:
         ids = self.document_ids
         if ids is None:
-            ids = torch.zeros(1, self.seq_len, dtype=torch.int32)
+            ids = torch.zeros(1, self.seq_len, dtype=torch.int32, device="cpu")
         return document_bounds(ids, self.seq_len, causal=True, window=window)
 
     def _step(self, distance: int, key_bounds: Tensor, query_bounds: Tensor) -> Step:
@@ -191,7 +191,7 @@ class Ring:
 
 def zigzag_positions(seq_len: int, rank: int, size: int) -> Tensor:
     """The places in the sequence of a rank's tokens, (T / n,) int32, ascending."""
-    positions = torch.arange(seq_len, dtype=torch.int32).view(2 * size, -1)
+    positions = torch.arange(seq_len, dtype=torch.int32, device="cpu").view(2 * size, -1)
     return positions[[rank, 2 * size - 1 - rank]].flatten()
 
 
@@ -221,8 +221,8 @@ def hull(bounds: Tensor) -> slice:
 def place_of_blocks(positions: Tensor, block_size: int, n_blocks: int) -> Tensor:
     """For each block of the sequence its place among a rank's blocks, (n_blocks,) int64; -1 for another's."""
     own = positions[::block_size].long() // block_size
-    places = torch.full((n_blocks,), -1)
-    places[own] = torch.arange(len(own))
+    places = torch.full((n_blocks,), -1, device="cpu")
+    places[own] = torch.arange(len(own), device="cpu")
     return places
 
 

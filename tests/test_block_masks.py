@@ -70,6 +70,18 @@ def test_a_pattern_is_what_its_docstring_draws(name):
     assert drawn(DRAWN[name]())[: len(picture)] == picture
 
 
+@pytest.mark.parametrize(
+    "pattern", ["window(100) | bigbird(2, 1, 1)", "fixed(2) & strided(2)", "butterfly()"]
+)
+def test_a_default_device_changes_no_mask(pattern, tmp_path):
+    expected = parsed(pattern)
+    with torch.device("meta"):
+        mask = parsed(pattern)
+        assert mask.density() == expected.density()
+        mask.plot(tmp_path / "mask.png")
+    assert all(map(torch.equal, mask.tensors(), expected.tensors()))
+
+
 @pytest.mark.parametrize("seq_len", [1, 63, 130, 300])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("n", [1, 2, 99])

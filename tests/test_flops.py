@@ -89,6 +89,19 @@ def test_executed_flops_are_those_that_torch_counts(shape, recompute, lora):
     assert counter.get_total_flops() / (2 * T) == ledger["executed"]
 
 
+@pytest.mark.parametrize("in_documents", [False, True])
+def test_a_default_device_changes_no_count(in_documents):
+    documents = document_ids([60, 90]) if in_documents else None
+    mask = block_masks.window(150, 20, block_size=64)
+    counts = []
+    for default in ("cpu", "meta"):
+        with torch.device(default):
+            counts.append(
+                [f(150, x, documents) for f in (visible_pairs, computed_pairs) for x in (None, mask)]
+            )
+    assert counts[0] == counts[1]
+
+
 def test_the_conventions_stand_side_by_side():
     config = model_config(n_layer=12, n_head=12, n_embd=768, vocab_size=50257, max_seq_len=1024)
     ledger = flops_ledger(config, AttentionConfig(implementation="flash"), 1024)

@@ -306,6 +306,14 @@ def test_a_tiny_temperature_is_greedy_even_where_float32_cannot_divide_by_it(gpt
     assert torch.equal(generate(gpt, prompt, 10, temperature=temperature, **options), greedy)
 
 
+@pytest.mark.parametrize("stop_tokens", [(), (3, 7)])
+def test_a_default_device_changes_no_token(gpt, stop_tokens):
+    gpt, prompt = reshaped(gpt, "reference", ["window(20)"]), torch.randint(100, (2, 7))
+    expected = generate(gpt, prompt, 4, temperature=0.0, stop_tokens=stop_tokens)
+    with torch.device("meta"):
+        assert torch.equal(generate(gpt, prompt, 4, temperature=0.0, stop_tokens=stop_tokens), expected)
+
+
 def test_generation_leaves_the_training_mode_as_it_was(gpt):
     gpt.train()
     generate(gpt, torch.zeros(1, 1, dtype=torch.long), 2)

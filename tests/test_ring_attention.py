@@ -111,6 +111,19 @@ def test_a_sparse_pattern_sends_little():
         Ring(NoGroup(1, 4), 4096).steps(10, window)
 
 
+def test_a_default_device_changes_no_step():
+    mask = block_masks.parse("window(100)", 512, block_size=64)
+    all_options = [(None, {}), (None, {"window": 10}), (long_documents(), {"block_mask": mask})]
+    for ids, options in all_options:
+        expected = Ring(NoGroup(1, 2), 512, ids).steps(**options)
+        with torch.device("meta"):
+            steps = Ring(NoGroup(1, 2), 512, ids).steps(**options)
+        for mine, other in zip(steps, expected, strict=True):
+            assert torch.equal(numbers(mine.keys), numbers(other.keys))
+            assert torch.equal(numbers(mine.send), numbers(other.send))
+            assert mine.mask.causal == other.mask.causal
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("window", "in_documents"), MASKS)
 def test_what_a_rank_sends_is_what_the_other_receives(size, window, in_documents):

@@ -140,19 +140,24 @@ def _gradients(hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: bool)
 
 
 def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = a b, summed and stored in out's dtype."""
-    if a.is_cuda and a.dtype != out.dtype:
+    """out = a b, summed in float32 if that is out's dtype."""
+    if _sums_in_float32(a, out):
         torch.mm(a, b, out_dtype=out.dtype, out=out)
     else:
         out.copy_(torch.mm(a, b))
 
 
 def _add_mm(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out += a b, summed and stored in out's dtype; the product reads out itself where it can."""
-    if a.is_cuda and a.dtype != out.dtype:
+    """out += a b, summed in float32 if that is out's dtype; the product reads out itself where it can."""
+    if _sums_in_float32(a, out):
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
         out += torch.mm(a, b)
+
+
+def _sums_in_float32(a: Tensor, out: Tensor) -> bool:
+    """Whether PyTorch has a product of matrices like a that stores its sums, as they are, in out."""
+    return a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and out.dtype == torch.float32
 
 
 def _save_for_backward(ctx, inputs, output):

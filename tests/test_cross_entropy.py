@@ -61,6 +61,28 @@ def test_what_is_frozen_has_its_gradient_neither_made_nor_kept(device, frozen):
     assert torch.equal(tensors[1 - frozen].grad, both[1 - frozen])
 
 
+@pytest.mark.parametrize(
+    ("of_hidden", "of_weight"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float16),
+        (torch.float16, torch.float64),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float64),
+    ],
+)
+def test_hidden_and_weight_may_have_any_two_dtypes(device, of_hidden, of_weight):
+    hidden, weight, targets = inputs(device, n_rows=5, vocab_size=32, padded=32)
+    tensors = [
+        x.detach().to(dtype).requires_grad_() for x, dtype in ((hidden, of_hidden), (weight, of_weight))
+    ]
+    gradients = torch.autograd.grad(linear_cross_entropy(*tensors, targets, 32, 3), tensors)
+    truths = torch.autograd.grad(expected(*tensors, targets, 32), tensors)
+    for ours, theirs, x in zip(gradients, truths, tensors, strict=True):
+        assert ours.dtype == x.dtype
+        assert (ours - theirs).norm() <= 0.02 * theirs.norm()
+
+
 def test_autocast_lowers_no_product(device):
     hidden, weight, targets = inputs(device)
     results = []

@@ -11,7 +11,7 @@ import torch.multiprocessing
 
 ROOT = Path(__file__).resolve().parent.parent
 # by the server that forks processes, before it does: each would take seconds
-IMPORTED = ["faults", "peft"]
+IMPORTED = ["faults", "peft", "train.plot", "frozen"]
 # what it imports may ask whether there is a GPU, as transformers does beside flash-attn-4: by NVML, not by
 # CUDA, which no fork survives
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"

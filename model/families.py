@@ -36,7 +36,7 @@ def family_of(config: ModelConfig) -> str:
     """The architecture that can hold such a model. Raises ValueError, saying what fits none."""
     if config.rotary is None:
         needed = {"norm": "layer", "mlp": "gelu", "bias": "all", "qk_norm": False, "n_kv_head": config.n_head}
-        _check_all("GPT2LMHeadModel", config, {**needed, "head_dim": config.n_embd // config.n_head})
+        _check_all("GPT2LMHeadModel", config, {**needed, "n_embd": config.n_head * config.head_dim})
         return "GPT2LMHeadModel"
     _check_all("LlamaForCausalLM", config, {"norm": "rms", "mlp": "swiglu"})
     if config.qk_norm:

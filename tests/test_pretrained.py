@@ -6,7 +6,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from model import GPT, AttentionConfig
+from model import GPT, AttentionConfig, ModelConfig
 from model.families import FAMILIES, family_of, read_rotary
 from model.pretrained import (
     check_pretrained,
@@ -258,6 +258,13 @@ def test_export_overwrites_nothing_and_names_what_fits_no_family(folder, tmp_pat
     ours.config.mlp = "gelu"
     with pytest.raises(ValueError, match="LlamaForCausalLM needs model.mlp=swiglu, it is gelu"):
         export_pretrained(GPT(ours.config, REFERENCE), tmp_path / "new")
+
+
+def test_heads_that_do_not_add_up_to_the_channels_fit_no_gpt2():
+    size = {"n_layer": 1, "vocab_size": 64, "max_seq_len": 8, "dropout": 0.0}
+    assert family_of(ModelConfig(n_head=3, n_embd=99, head_dim=33, **size)) == "GPT2LMHeadModel"
+    with pytest.raises(ValueError, match="GPT2LMHeadModel needs model.n_embd=99, it is 100"):
+        family_of(ModelConfig(n_head=3, n_embd=100, head_dim=33, **size))
 
 
 @pytest.mark.parametrize("kind", ["gpt2"], indirect=True)

@@ -40,7 +40,7 @@ def extended_config(
         )
     if rotary_base == 1.0 and "yarn" in (method, config.rotary.scaling):
         raise ValueError(f"start.rotary_base must be above 1 for positions scaled by yarn, got {rotary_base}")
-    rotary = replace(config.rotary, base=rotary_base or config.rotary.base)
+    rotary = replace(config.rotary, base=config.rotary.base if rotary_base is None else rotary_base)
     if method != "none":
         if rotary.scaling != "none":
             raise ValueError(

@@ -58,6 +58,7 @@ def test_a_larger_base_is_a_method_of_its_own():
         (LEARNED, "repeat", 1e6, "start.rotary_base=1000000.0: the model has learned positions"),
         (ROTARY, "repeat", None, "start.positions=repeat is .* use start.positions=none or linear or"),
         (ROTARY, "yarn", 1.0, "start.rotary_base must be above 1 for positions scaled by yarn, got 1.0"),
+        (ROTARY, "none", 0.0, "base must be at least 1 and finite, got 0.0"),
         (extended_config(ROTARY, 40, "yarn"), "none", 1.0, "start.rotary_base must be above 1 for positions"),
         (extended_config(ROTARY, 40, "ntk"), "yarn", None, r"scaled already \(ntk, factor 1.25\), use start"),
     ],

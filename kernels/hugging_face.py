@@ -63,6 +63,9 @@ def attention_forward(
     for refused in ("softcap", "s_aux", "position_bias", "output_attentions"):
         if kwargs.get(refused) is not None and kwargs[refused] is not False:
             raise ValueError(f"{refused} is not computed by nanoflash: use attn_implementation='eager'")
+    if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
+        given, missing = ("q", "k") if cu_seq_lens_k is None else ("k", "q")
+        raise ValueError(f"cu_seq_lens_{missing} must be given with cu_seq_lens_{given}, got None: pass both")
     causal = module.is_causal if is_causal is None else is_causal
     # a window as long as the keys hides nothing
     window = sliding_window if sliding_window and sliding_window < key.shape[2] else None
@@ -80,7 +83,7 @@ def attention_forward(
     }
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     starts, ids = None, None
-    if attention_mask is not None and causal:
+    if attention_mask is not None and attention_mask.dim() == 2 and causal:
         # the slots of a static cache behind the mask are empty
         k, v = (x[:, : attention_mask.shape[1]] for x in (k, v))
     if attention_mask is not None and causal:

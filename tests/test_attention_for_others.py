@@ -188,6 +188,21 @@ def test_hugging_face_sequences_are_kept_apart_by_their_lengths(device):
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"attention_mask": torch.ones(2, 1, 8, 8)}, r"\(B, Tk\) = \(2, 8\), got \(2, 1, 8, 8\)"),
+        ({"cu_seq_lens_q": torch.tensor([0, 8])}, "cu_seq_lens_k must be given with cu_seq_lens_q, got None"),
+        ({"cu_seq_lens_k": torch.tensor([0, 8])}, "cu_seq_lens_q must be given with cu_seq_lens_k, got None"),
+    ],
+)
+def test_what_hugging_face_does_not_pass_by_itself_is_named(given, message):
+    x = torch.zeros(2, 1, 8, 16)
+    arguments = {"attention_mask": None, "is_causal": True} | given
+    with pytest.raises(ValueError, match=message):
+        hugging_face.attention_forward(torch.nn.Module(), x, x, x, **arguments)
+
+
 def test_hugging_face_models_are_deterministic_where_pytorch_is_asked_to_be(device, monkeypatch):
     asked = []
 

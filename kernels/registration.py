@@ -8,6 +8,7 @@ it is, which takes a third less again; a profiler shows it by the name of its gr
 
 from collections.abc import Callable
 from functools import cache, wraps
+from types import NoneType
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
 
 DEVICES = {"CPU": DispatchKey.CPU, "CUDA": DispatchKey.CUDA}
+# what a function takes as it is, beside tensors
+PYTHON = frozenset((bool, int, float, list, NoneType))
 # by operator, what runs it on both
 FUNCTIONS: dict[torch._ops.OpOverload, Callable] = {}
 
@@ -109,6 +112,7 @@ def differentiate(operator: torch._ops.OpOverload, setup_context: Callable, back
 
         return with_gradient
 
+    takes_tensors = ["Tensor" in str(argument.type) for argument in operator._schema.arguments]
     plain, seen = with_gradient_of(FUNCTIONS[operator]), with_gradient_of(operator)
 
     def dispatched(keys, *inputs):
@@ -117,8 +121,13 @@ def differentiate(operator: torch._ops.OpOverload, setup_context: Callable, back
     def call(*inputs):
         if torch.compiler.is_compiling() or is_watched():
             return operator(*inputs)
-        for x in inputs:
-            if isinstance(x, Tensor) and not are_plain(torch._C._dispatch_keys(x).raw_repr()):
+        for x, takes_tensor in zip(inputs, takes_tensors, strict=True):
+            if type(x) in PYTHON:
+                continue
+            # the dispatcher makes Python's numbers of NumPy's, and of tensors in their place
+            if not (takes_tensor and isinstance(x, Tensor)):
+                return operator(*inputs)
+            if not are_plain(torch._C._dispatch_keys(x).raw_repr()):
                 return operator(*inputs)
         return plain(*inputs)
 

@@ -126,8 +126,11 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, n_dims: int) -> None:
 
 def check_flags(**flags: bool) -> None:
     for name, x in flags.items():
-        # PyTorch would take None for False, and a text for True where documents are given
-        if x is None or isinstance(x, str):
+        if isinstance(x, (bool, torch.SymBool)):
+            continue
+        # NumPy's, tensors of one, and 0 and 1; PyTorch would take None for False, and where documents are
+        # given anything else for what it is in an if
+        if (isinstance(x, Tensor) and x.numel() != 1) or x not in (True, False):
             raise ValueError(f"{name} must be True or False, got {x!r}")
 
 
@@ -144,7 +147,7 @@ def check_options(
         raise ValueError("softmax_scale must be a float, got a tensor: multiply q by it, gradients flow then")
     scale = 1.0 if softmax_scale is None else softmax_scale
     for name, x in (("softmax_scale", scale), ("dropout_p", dropout_p)):
-        if not isinstance(x, NUMBERS):
+        if not isinstance(x, NUMBERS) or (isinstance(x, Tensor) and x.numel() != 1):
             raise ValueError(f"{name} must be a number, got {type(x).__name__} {x!r}")
     check_scale("softmax_scale", scale)
     seed = None if isinstance(dropout_seed, Tensor) else dropout_seed

@@ -41,6 +41,11 @@ X = torch.zeros(2, 8, 4, 16, device=DEVICE)
         ({"dropout_p": "a"}, "dropout_p must be a number, got str 'a'"),
         ({"dropout_p": None}, "dropout_p must be a number, got NoneType None"),
         ({"causal": "no"}, "causal must be True or False, got 'no'"),
+        ({"dropout_p": torch.zeros(2)}, r"dropout_p must be a number, got Tensor tensor\(\[0., 0.\]\)"),
+        ({"causal": []}, r"causal must be True or False, got \[\]"),
+        ({"causal": 2}, "causal must be True or False, got 2"),
+        ({"causal": 0.5}, "causal must be True or False, got 0.5"),
+        ({"causal": torch.ones(2)}, "causal must be True or False, got tensor"),
         ({"causal": None}, "causal must be True or False, got None"),
         ({"deterministic": "no"}, "deterministic must be True or False, got 'no'"),
         ({"return_lse": "no"}, "return_lse must be True or False, got 'no'"),
@@ -96,6 +101,11 @@ def test_every_form_of_the_call_refuses_a_text_for_a_flag():
     ):
         with pytest.raises(ValueError, match="^deterministic must be True or False, got 'false'"):
             call()
+
+
+@pytest.mark.parametrize("flag", [1, np.True_, torch.tensor(True)], ids=repr)
+def test_a_flag_is_a_bool_of_any_library(flag):
+    assert torch.equal(flash_attention(X, X, X, causal=flag), flash_attention(X, X, X))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's test")

@@ -154,16 +154,7 @@ def check_options(
     for name, x in (("window", window), ("dropout_seed", seed)):
         if not isinstance(x, (int, torch.SymInt, NoneType)):
             raise ValueError(f"{name} must be an int, got {type(x).__name__} {x}: int() makes one")
-    if window is not None:
-        if not 1 <= window < MOST_TOKENS:
-            raise ValueError(
-                f"window must be at least 1, the token itself, and below {MOST_TOKENS}, got {window}: "
-                "None means no window"
-            )
-        if not causal:
-            raise ValueError(
-                f"window looks back only, got window={window} with causal=False: pass causal=True"
-            )
+    check_window(window, causal)
     check_dropout(dropout_p)
     if isinstance(dropout_seed, Tensor):
         if dropout_seed.dtype != torch.int64 or dropout_seed.numel() != 1 or dropout_seed.device != q.device:
@@ -173,6 +164,18 @@ def check_options(
             )
     elif dropout_seed is not None and not 0 <= dropout_seed < 2**63:
         raise ValueError(f"dropout_seed must be at least 0 and below 2**63, got {dropout_seed}")
+
+
+def check_window(window: int | None, causal: bool) -> None:
+    if window is None:
+        return
+    if not 1 <= window < MOST_TOKENS:
+        raise ValueError(
+            f"window must be at least 1, the token itself, and below {MOST_TOKENS}, got {window}: "
+            "None means no window"
+        )
+    if not causal:
+        raise ValueError(f"window looks back only, got window={window} with causal=False: pass causal=True")
 
 
 def check_dropout(dropout_p: float, name: str = "dropout_p") -> None:
@@ -209,12 +212,16 @@ def check_order(document_ids: Tensor) -> None:
         raise ValueError("document_ids must not decrease along a row: number the documents in their order")
 
 
-def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor) -> None:
-    """Whether a block mask was built for these lengths, heads and device; (B, T, H, D) or (total, H, D)."""
+def check_is_block_mask(block_mask: BlockMask) -> None:
     if not isinstance(block_mask, BlockMask):
         raise ValueError(
             f"block_mask must be a BlockMask, got {type(block_mask).__name__}: see block_masks.py"
         )
+
+
+def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor) -> None:
+    """Whether a block mask was built for these lengths, heads and device; (B, T, H, D) or (total, H, D)."""
+    check_is_block_mask(block_mask)
     for name, have, x in (("seq_q", block_mask.seq_q, q), ("seq_k", block_mask.seq_k, k)):
         if have != x.shape[-3]:
             raise ValueError(

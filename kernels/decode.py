@@ -155,6 +155,8 @@ def _check(
     """given: the tensor that q is, or is a part of, by its name."""
     for name, x in {**given, "k": k, "v": v, "lengths": lengths}.items():
         checks.check_is_tensor(name, x)
+    if block_mask is not None:
+        checks.check_is_block_mask(block_mask)
     checks.check_tensors(q, k, v, n_dims=4)
     batch, n_query, n_head, _ = q.shape
     for name, x in {**given, "k": k, "v": v}.items():

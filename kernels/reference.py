@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels.block_mask import BlockMask
-from kernels.checks import check_dropout
+from kernels.checks import check_dropout, check_window
 from kernels.dropout import dropout_keep_mask, keep_scale
 
 
@@ -26,11 +26,12 @@ def attention_reference(
     """softmax(q k^T * softmax_scale) v over the visible keys, with the arguments of `flash_attention`.
 
     Computes in q's dtype: pass float64 for the truth. lse is at least float32. `deterministic` changes
-    nothing here. Raises ValueError for dropout without a seed: only a given seed makes the mask of the
-    kernels.
+    nothing here. Raises ValueError for dropout without a seed, only a given seed makes the mask of the
+    kernels, and for a window without causal.
     """
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
+    check_window(window, causal)
     check_dropout(dropout_p)
     if dropout_p > 0.0 and dropout_seed is None:
         raise ValueError(

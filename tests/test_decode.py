@@ -190,6 +190,7 @@ def test_there_are_splits_enough_for_the_gpu_and_never_more_than_tiles():
         ({"q": torch.zeros(1, 129, 2, 64)}, "129 queries for each of 1 heads.*use flash_attention"),
         ({"lengths": torch.zeros(2, dtype=torch.int32)}, r"lengths must be \(1,\) int32 or int64"),
         ({"lengths": [5]}, "lengths must be a tensor, got list"),
+        ({"block_mask": object()}, "block_mask must be a BlockMask, got object"),
         ({"softmax_scale": float("inf")}, "softmax_scale must be finite, got inf"),
         ({"softmax_scale": -1e39}, "softmax_scale must be finite, got -1e.39: scale q"),
     ],

@@ -48,3 +48,9 @@ def test_dropout_needs_a_seed():
     x = torch.randn(1, 4, 1, 8)
     with pytest.raises(ValueError, match="dropout_seed must be given"):
         attention_reference(x, x, x, dropout_p=0.1)
+
+
+def test_a_window_looks_back_only():
+    x = torch.randn(1, 4, 1, 8)
+    with pytest.raises(ValueError, match="window looks back only, got window=3 with causal=False"):
+        attention_reference(x, x, x, window=3, causal=False)

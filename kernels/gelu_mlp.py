@@ -110,7 +110,7 @@ def gelu_mlp(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | 
             "x must be bfloat16 or float16 with channels in multiples of 8 on both sides of GELU, got "
             f"{x.dtype}, {channels} and {width}: use PyTorch's F.linear and F.gelu"
         )
-    return forward(x.flatten(0, -2), w1, b1, w2, b2)[0].unflatten(0, x.shape[:-1])
+    return forward(x.reshape(-1, channels), w1, b1, w2, b2)[0].view(x.shape)
 
 
 def fuses(dtype: torch.dtype, channels: int, width: int) -> bool:

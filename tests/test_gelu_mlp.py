@@ -130,6 +130,11 @@ def test_what_is_frozen_has_no_gradient(frozen):
     assert [x.grad is None for x in tensors] == [index == frozen for index in range(5)]
 
 
+def test_one_row_may_come_without_a_dimension_of_rows():
+    x, *weights = inputs("cpu", rows=())
+    torch.testing.assert_close(gelu_mlp(x, *weights), plain(x, *weights))
+
+
 def test_autocast_changes_neither_dtype_nor_result():
     tensors = inputs("cpu", dtype=torch.float32)
     results = []

@@ -1,5 +1,7 @@
 """Block masks from coordinates, from intervals, and from a dense mask; patterns are in block_masks.py."""
 
+from numbers import Integral
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -139,7 +141,9 @@ def check_sizes(block_size: int, **sizes: int) -> None:
 
 
 def check_count(name: str, count: int, least: int = 1) -> None:
-    """Raises ValueError unless a count, or a length in tokens, is from `least` to the largest int32."""
+    """Raises ValueError unless a count, or a length in tokens, is an int from least to the largest int32."""
+    if not isinstance(count, Integral):
+        raise ValueError(f"{name} must be an integer, got {type(count).__name__} {count}: int() makes one")
     if count < least:
         raise ValueError(f"{name} must be at least {least}, got {count}")
     if count > LARGEST:

@@ -35,6 +35,14 @@ def on_meta(mask: BlockMask) -> BlockMask:
 
 
 REFUSED = {
+    "strides of a fraction": (
+        lambda: block_masks.strided(1024, 1.5),
+        "n_blocks_apart must be an integer, got float 1.5",
+    ),
+    "a window of a fraction": (
+        lambda: block_masks.bigbird(1024, 1.5, 1, 1),
+        "n_window must be an integer, got float 1.5",
+    ),
     "window of none": (lambda: block_masks.window(100, 0), "n must be at least 1, got 0"),
     "global blocks": (lambda: block_masks.bigbird(100, 2, -1, 0), "n_global must be at least 0, got -1"),
     "random blocks": (lambda: block_masks.bigbird(100, 2, 0, -1), "n_random must be at least 0, got -1"),

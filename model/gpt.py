@@ -151,9 +151,10 @@ class GPT(nn.Module):
         self.final_norm = build_norm(config)
         if not config.tied_head:
             self.head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
-        padding_bias = torch.zeros(config.padded_vocab_size)
-        padding_bias[config.vocab_size :] = float("-inf")
-        self.register_buffer("padding_bias", padding_bias, persistent=False)
+        self.register_buffer("padding_bias", torch.empty(config.padded_vocab_size), persistent=False)
+        fill_padding_bias(self)
+        # what is not saved has no value in a model that was built on the device meta
+        self.register_load_state_dict_post_hook(fill_padding_bias)
         self._initialize()
 
     def forward(
@@ -256,6 +257,13 @@ class GPT(nn.Module):
         for block in self.blocks:
             for branch in (block.attention, block.mlp):
                 nn.init.normal_(branch.projection.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
+
+
+def fill_padding_bias(model: GPT, *_) -> None:
+    """Sets what is added to logits (padded V,): 0 where there is a token, minus infinity beyond."""
+    bias = torch.zeros_like(model.padding_bias, device=model.head_weight.device)
+    bias[model.config.vocab_size :] = float("-inf")
+    model.padding_bias = bias
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -59,6 +59,17 @@ def test_the_padding_of_the_vocabulary_takes_no_probability_and_no_gradient():
     assert gpt.token_embedding.weight.grad[:300].abs().min(dim=1).values.max() > 0
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_model_built_without_memory_is_whole_when_it_has_its_weights(assign, fresh_memory_is_nan):
+    gpt, tokens = model(), torch.randint(300, (2, 17))
+    with torch.device("meta"):
+        empty = model()
+    if not assign:
+        empty.to_empty(device="cpu")
+    empty.load_state_dict(gpt.state_dict(), assign=assign)
+    assert torch.equal(empty(tokens, tokens), gpt(tokens, tokens))
+
+
 def test_a_prediction_depends_on_no_later_token():
     gpt = model().eval()
     tokens = torch.randint(300, (1, 32))

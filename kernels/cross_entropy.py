@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import cross_entropy_epilogue, hopper
-from kernels.registration import below_autocast, on_its_gpu
+from kernels.registration import below_autocast, on_its_gpu, refuse_forward_derivatives
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # rows whose logits exist at the same time: 1.1 GiB in bf16 with GPT-2's vocabulary; 32K rows are three chunks
@@ -211,5 +211,6 @@ def linear_cross_entropy(
         raise ValueError(
             f"vocab_size must be from 1 to the {weight.shape[0]} rows of weight, got {vocab_size}"
         )
+    refuse_forward_derivatives("linear_cross_entropy", "use F.cross_entropy of the logits", hidden, weight)
     wanted = (torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
     return linear_cross_entropy_forward(hidden, weight, targets, vocab_size, chunk, *wanted)[0]

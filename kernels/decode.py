@@ -10,7 +10,7 @@ from kernels import checks
 from kernels.block_mask import BlockMask
 from kernels.portable.decode import MAX_ROWS, can_overlap, launch_decode
 from kernels.problem import MOST_HEADS
-from kernels.registration import on_its_gpu
+from kernels.registration import on_its_gpu, refuse_forward_derivatives
 
 __all__ = ["append_and_decode", "can_overlap", "decode_attention", "split_heads"]
 
@@ -158,6 +158,7 @@ def _check(
     if block_mask is not None:
         checks.check_is_block_mask(block_mask)
     checks.check_tensors(q, k, v, n_dims=4)
+    refuse_forward_derivatives("attention to a cache", "use attention_reference", q, k, v)
     batch, n_query, n_head, _ = q.shape
     for name, x in {**given, "k": k, "v": v}.items():
         if x.stride(3) != 1:

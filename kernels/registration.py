@@ -135,6 +135,16 @@ def differentiate(operator: torch._ops.OpOverload, setup_context: Callable, back
     return call
 
 
+def refuse_forward_derivatives(name: str, way_out: str, *tensors: Tensor) -> None:
+    """Raises NotImplementedError for a tensor with a tangent, which torch.library's operators lose."""
+    if forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            f"{name} has no forward derivative: {way_out} where you need one (jvp, forward_ad.make_dual)"
+        )
+
+
 @cache
 def are_plain(keys: int) -> bool:
     """Whether below autograd a kernel alone waits for an operator on tensors with these dispatch keys."""

@@ -131,6 +131,16 @@ def test_double_backward_is_refused_with_a_way_out(device):
         torch.autograd.grad(loss, hidden, create_graph=True)
 
 
+def test_a_forward_derivative_is_refused_with_a_way_out(device):
+    hidden, weight, targets = inputs(device)
+    for function, x in (
+        (lambda x: linear_cross_entropy(x, weight, targets, 300), hidden),
+        (lambda x: linear_cross_entropy(hidden, x, targets, 300), weight),
+    ):
+        with pytest.raises(NotImplementedError, match=r"no forward derivative: use F\.cross_entropy"):
+            torch.func.jvp(function, (x.detach(),), (torch.ones_like(x),))
+
+
 def test_the_operator_keeps_pytorchs_rules(device):
     hidden, weight, targets = inputs(device, n_rows=4)
     torch.library.opcheck(

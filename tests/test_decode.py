@@ -237,6 +237,16 @@ def test_a_new_token_that_does_not_fit_is_refused(changes, message, device):
         append_and_decode(**{name: moved(x, device) for name, x in arguments.items()})
 
 
+@pytest.mark.parametrize("changed", ["q", "k", "v"])
+def test_a_forward_derivative_is_refused_with_a_way_out(changed, device):
+    arguments = dict(zip("qkv", random_cache(1, 1, 2, 2, 64, torch.float32, device), strict=True))
+    with torch.autograd.forward_ad.dual_level():
+        x = arguments[changed]
+        arguments[changed] = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(NotImplementedError, match="no forward derivative: use attention_reference"):
+            decode_attention(**arguments, lengths=torch.tensor([5], device=device))
+
+
 def moved(x, device):
     if isinstance(x, tuple):
         return tuple(moved(item, device) for item in x)

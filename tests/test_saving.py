@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import train.saving
 from train.checkpoint import CheckpointConfig, list_checkpoints, load_tensors, run_tensors, verify_checkpoint
 from train.distributed import Processes
-from train.saving import CheckpointSaver, _own_share, superfluous_checkpoints
+from train.saving import CheckpointSaver, _own_share, superfluous_checkpoints, take_checkpoint
 
 PROCESSES = Processes(0, 1, torch.device("cpu"), dist.HashStore(), None)
 
@@ -37,7 +37,10 @@ def trained():
 def save(folder, step, *, model=None, val_loss=None, **changes):
     model, optimizer = model or trained()
     with CheckpointSaver(folder, settings(**changes), PROCESSES) as saver:
-        saver.save(run_tensors(model, optimizer), {"step": step, "val_loss": val_loss, "config": {}})
+        saver.save(
+            run_tensors(model, optimizer),
+            {"step": step, "val_loss": val_loss, "config": {}, "resume": "auto"},
+        )
         assert saver.wait()
     return folder / f"step_{step:08d}"
 
@@ -193,6 +196,26 @@ def test_a_checkpoint_just_written_stays_although_a_damaged_one_is_later(tmp_pat
     written = save(tmp_path, 1, keep_last=1)
     assert written.exists()
     assert paths[-1].exists()
+
+
+def test_a_checkpoint_that_was_skipped_as_damaged_is_set_aside_and_counts_for_nothing(tmp_path, capsys):
+    losses = {20: 3.0, 23: 1.0}
+    paths = [save(tmp_path, step, val_loss=loss, keep_best=True) for step, loss in losses.items()]
+    shard = paths[-1] / "shard-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    with pytest.raises(ValueError, match="step_00000023 is damaged"):
+        take_checkpoint(tmp_path, str(paths[-1]))
+    assert take_checkpoint(tmp_path, "auto") == paths[0]
+    assert "step_00000023 is kept as step_00000023.damaged-1" in capsys.readouterr().err
+    left = []
+    for step in (22, 24, 26):
+        save(tmp_path, step, val_loss=2.0 + step / 100, keep_best=True)
+        left.append([path.name.lstrip("step_0") for path in sorted(tmp_path.iterdir())])
+    assert left == [
+        ["20", "22", "23.damaged-1"],
+        ["22", "23.damaged-1", "24"],
+        ["22", "23.damaged-1", "24", "26"],
+    ]
 
 
 def test_a_damaged_marker_neither_stops_a_save_nor_is_removed(tmp_path):

@@ -76,10 +76,11 @@ def readable_checkpoints(folder: Path) -> dict[Path, dict]:
     return infos
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
+def newest_checkpoint(folder: Path, skipped: list[Path] | None = None) -> Path | None:
     """The newest whole checkpoint, or None if there is no finished one; damaged ones are named and skipped.
 
-    Raises ValueError if every finished one is damaged: a run must not start anew unnoticed.
+    skipped: a list that gets the damaged ones. Raises ValueError if every finished one is damaged: a run must
+    not start anew unnoticed.
     """
     found = list_checkpoints(folder)
     for path in reversed(found):
@@ -88,6 +89,8 @@ def newest_checkpoint(folder: Path) -> Path | None:
             return path
         except ValueError as error:
             print(f"skipped: {error}", file=sys.stderr, flush=True)
+            if skipped is not None:
+                skipped.append(path)
     if found:
         raise ValueError(
             f"{folder}: all {len(found)} checkpoints are damaged (named above): "
@@ -96,19 +99,20 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-def find_checkpoint(folder: Path, resume: str) -> Path | None:
+def find_checkpoint(folder: Path, resume: str, skipped: list[Path] | None = None) -> Path | None:
     """The checkpoint to continue from, or None for a new run.
 
-    Raises ValueError for a damaged checkpoint that was named, and if all that were found are damaged.
+    skipped: a list that gets the damaged ones of the run. Raises ValueError for a damaged checkpoint that was
+    named, and if all that were found are damaged.
     """
     found = list_checkpoints(folder)
     if resume not in ("auto", "never"):
-        own = newest_checkpoint(folder) if found else None
+        own = newest_checkpoint(folder, skipped) if found else None
         if own and spelled_out(read_checkpoint(own)["resume"]) == spelled_out(resume):
             return own
         verify_checkpoint(Path(resume))
         return Path(resume)
-    return newest_checkpoint(folder)
+    return newest_checkpoint(folder, skipped)
 
 
 def refuse_other_run(folder: Path, resume: str, config: dict) -> None:

@@ -17,7 +17,6 @@ from train.bad_steps import RollBack, Rollbacks, StepGuard, take_over_left_out, 
 from train.build import build_step_model, build_weights, open_text, set_arithmetic
 from train.checkpoint import (
     check_fits,
-    find_checkpoint,
     load_tensors,
     read_checkpoint,
     refuse_other_run,
@@ -38,7 +37,7 @@ from train.parallel import gather, shard
 from train.profiler import Profiler
 from train.report import finish_run, open_run, run_flops, set_aside, step_metrics, tell_other_steps
 from train.run_lock import lock_run
-from train.saving import CheckpointSaver, remove_unfinished
+from train.saving import CheckpointSaver, remove_unfinished, take_checkpoint
 from train.step import autocast_context, forward_backward, update
 from train.throughput import RunClock, StepTimer
 from train.watchdog import Watchdog
@@ -128,7 +127,7 @@ def _train(
     accumulation = config.accumulation(processes.world_size)
     corpus = corpus_digest(text)
     checkpoints = folder / "checkpoints"
-    saved_path = processes.from_main(lambda: find_checkpoint(checkpoints, resume))
+    saved_path = processes.from_main(lambda: take_checkpoint(checkpoints, resume))
 
     if is_main and processes.step:
         # only a spike leads here from a step

@@ -27,6 +27,7 @@ from train.checkpoint import (
     PIECE,
     STEP_FOLDERS,
     CheckpointConfig,
+    find_checkpoint,
     list_checkpoints,
     readable_checkpoints,
 )
@@ -247,6 +248,18 @@ class ShardWriter(StorageWriter):
         return True
 
 
+def take_checkpoint(folder: Path, resume: str) -> Path | None:
+    """find_checkpoint, which see, for the run that saves in this folder: what it skipped is set aside.
+
+    Under their own names damaged checkpoints would be kept in place of whole ones, and be removed in time.
+    """
+    skipped: list[Path] = []
+    found = find_checkpoint(folder, resume, skipped)
+    for path in skipped:
+        _set_aside(path)
+    return found
+
+
 def superfluous_checkpoints(folder: Path, settings: CheckpointConfig, step: int) -> list[Path]:
     """The checkpoints that the settings do not keep once that of `step` is written.
 
@@ -303,9 +316,9 @@ def _write(file, data, checksum: int) -> int:
 
 
 def _set_aside(path: Path) -> None:
-    """Renames a finished checkpoint that was skipped as damaged, whose step is saved again."""
+    """Renames a finished checkpoint that is damaged, or whose step is saved again."""
     number = 1
     while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
         number += 1
     path.rename(aside)
-    print(f"{path} is kept as {aside.name}; writing it anew", file=sys.stderr, flush=True)
+    print(f"{path} is kept as {aside.name}", file=sys.stderr, flush=True)

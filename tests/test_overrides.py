@@ -170,6 +170,23 @@ def test_a_wrong_override_ends_the_command_with_one_line_and_exit_code_2(monkeyp
         command.command()
 
 
+@pytest.mark.parametrize("word", ["data.paths=[/tmp/jürgen]", "start.weights=~/models/x", "name=a#b"])
+def test_a_character_that_hydra_does_not_read_is_told_with_its_key_and_the_way_out(word, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train", word])
+    monkeypatch.setattr(command, "WANTS_TRACEBACK", False)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    with pytest.raises(SystemExit, match="2"):
+        command.command()
+    expected = f"error: {word!r} cannot be read: write KEY=VALUE, and quote brackets, commas, ~, accents"
+    assert capsys.readouterr().err.startswith(expected)
+    # as the error advises
+    key, _, value = word.partition("=")
+    text = value.strip("[]")
+    quoted = f"{key}={value.replace(text, json.dumps(text, ensure_ascii=False))}"
+    refuse_numbers_for_texts([quoted], Config)
+    assert OmegaConf.select(composed(quoted), key) == ([text] if value != text else text)
+
+
 def test_a_sweep_over_texts_is_refused_as_it_was_typed(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train", "--multirun", "name=a,1_0"])
     monkeypatch.setattr(command, "WANTS_TRACEBACK", False)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
@@ -42,8 +42,8 @@ def explain(error: Exception, schema: type) -> str:
     """What Hydra found wrong. schema: the dataclass of the whole configuration."""
     if isinstance(error, OverrideParseException):
         return (
-            f"{error.override!r} cannot be read: write KEY=VALUE, and quote brackets, commas and the like in "
-            "texts, as in 'sample.prompt=\"def f(x):\"'"
+            f"{error.override!r} cannot be read: write KEY=VALUE, and quote brackets, commas, ~, accents and "
+            "the like in texts, as in 'sample.prompt=\"def f(x):\"'"
         )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, choice = error.missing_cfg_file.rpartition("/")
@@ -129,7 +129,9 @@ def refuse_numbers_for_texts(words: list[str], schema: type) -> None:
             # what is not in quotes already
             if text["quote"] or not typed:
                 continue
-            with suppress(OverrideParseException):
+            # of a character that its grammar has not, such as ~ or a letter with an accent, it raises a plain
+            # one without the key: Hydra, which reads the word next, says more
+            with suppress(HydraException):
                 read = parser.parse_override(f"{key}={typed}").value()
                 if isinstance(read, int | float) and str(read) != typed:
                     meant = f'{key}={value[: text.start()]}"{typed}"{value[text.end() :]}'

@@ -191,6 +191,18 @@ class HuggingFace:
                 f"data.dataset={self.dataset!r} cannot be opened ({error}): correct the name, reach the "
                 "network, or name a local folder with the same files"
             ) from error
+        except RuntimeError as error:
+            raise ValueError(
+                f"data.dataset={self.dataset!r} cannot be opened ({error}): name a copy of it in Parquet "
+                "files, or download its text and use data=text"
+            ) from error
+        # another split than train, another configuration, or several and none named
+        except ValueError as error:
+            raise ValueError(
+                f"data.dataset={self.dataset!r} with data.dataset_name={self.configuration!r} cannot be "
+                f"opened ({' '.join(str(error).split())}): only its split train is read; change "
+                "data.dataset_name, or download its text and use data=text"
+            ) from error
 
 
 def walk(

@@ -211,3 +211,23 @@ def test_a_configuration_of_a_hugging_face_data_set_can_be_named(tmp_path):
 def test_a_data_set_that_is_not_there_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"data\.dataset='.*nowhere' cannot be opened"):
         HuggingFace(str(tmp_path / "nowhere"), "", "text").check()
+
+
+def test_a_data_set_with_a_loading_script_is_refused_with_what_can_be_read(tmp_path):
+    write(tmp_path / "old", old_dot_py="raise SystemExit('it was run')")
+    message = (
+        r"data\.dataset='.*old' cannot be opened \(.*scripts.*\): name a copy of it in Parquet files, or"
+    )
+    with pytest.raises(ValueError, match=message):
+        HuggingFace(str(tmp_path / "old"), "", "text").check()
+
+
+def test_a_data_set_without_the_split_or_the_configuration_is_refused_by_the_keys(tmp_path):
+    write(tmp_path / "tested", test_dot_jsonl=json.dumps({"text": "A"}))
+    message = r"data\.dataset='.*tested' with .*\['test'\]\): only its split train is read; .* use data=text"
+    with pytest.raises(ValueError, match=message):
+        HuggingFace(str(tmp_path / "tested"), "", "text").check()
+    write(tmp_path / "named", a__train_dot_jsonl=json.dumps({"text": "A"}))
+    write(tmp_path / "named", README_dot_md="---\nconfigs:\n- config_name: a\n  data_files: a/*.jsonl\n---\n")
+    with pytest.raises(ValueError, match=r"with data\.dataset_name='b' cannot be opened .*\['a'\]"):
+        HuggingFace(str(tmp_path / "named"), "b", "text").check()

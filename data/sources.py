@@ -268,9 +268,10 @@ def fingerprint(paths: Iterator[Path]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for path in paths:
         try:
-            status = path.lstat()
+            # of the text, where a file is linked
+            status = path.stat()
             seen = f"{status.st_size}\0{status.st_mtime_ns}"
-        # in a folder that may be listed, and no more
+        # in a folder that may be listed, and no more, or a link to nothing
         except OSError:
             seen = "unreadable"
         digest.update(f"{path}\0{seen}\n".encode())

@@ -185,6 +185,18 @@ def test_the_fingerprint_changes_with_the_files_alone(tmp_path):
     assert source.fingerprint() != before
 
 
+def test_the_fingerprint_changes_with_the_text_behind_a_link(tmp_path):
+    write(tmp_path, elsewhere__b_dot_txt="B")
+    (tmp_path / "texts").mkdir()
+    for name, target in (("link.txt", "b.txt"), ("broken.txt", "nowhere")):
+        os.symlink(tmp_path / "elsewhere" / target, tmp_path / "texts" / name)
+    source = TextFiles([str(tmp_path / "texts")], "text")
+    before = source.fingerprint()
+    assert source.fingerprint() == before
+    write(tmp_path, elsewhere__b_dot_txt="longer")
+    assert source.fingerprint() != before
+
+
 def test_a_hugging_face_data_set_is_streamed_from_a_local_folder(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()

@@ -1,6 +1,7 @@
 import json
 import pickle
 import re
+import shutil
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from data.tokenizer import shard_mark
 from train import checkpoint
 from train.checkpoint import (
     FORMAT_VERSION,
@@ -316,6 +318,28 @@ def test_a_checkpoint_of_a_time_when_no_digest_was_kept_fits_any_text(tmp_path):
 def test_what_changes_neither_weights_nor_tokens_may_change(tmp_path, group, key, value):
     write(tmp_path, 1)
     refuse_other_run(tmp_path, "auto", changed(group, key, value))
+
+
+def test_a_tokenizer_folder_may_move_and_another_tokenizer_may_not_take_its_place(tmp_path):
+    marks = {}
+    for name, text in (("published", "1"), ("moved", "1"), ("other", "2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text(text)
+        marks[name] = shard_mark(str(tmp_path / name))
+    configs = {name: changed("data", "tokenizer", str(tmp_path / name)) for name in marks}
+    path = write(tmp_path, 1, config=configs["published"], tokenizer=marks["published"])
+    shutil.rmtree(tmp_path / "published")
+    for same_run in (True, False):
+        check_fits(read_checkpoint(path), path, configs["moved"], same_run=same_run)
+        message = rf"data.tokenizer is .*published \(json:.*\) in the .* and .*other \({marks['other']}\) in"
+        with pytest.raises(ValueError, match=message):
+            check_fits(read_checkpoint(path), path, configs["other"], same_run=same_run)
+    # of a time when it was not kept: the shards of the same text are bound to their tokenizer
+    path = write(tmp_path, 2, config=configs["published"])
+    check_fits(read_checkpoint(path), path, configs["moved"], same_run=True)
+    for given, same_run in ((configs["moved"], False), (CONFIG, True)):
+        with pytest.raises(ValueError, match="data.tokenizer is .*published in the checkpoint and"):
+            check_fits(read_checkpoint(path), path, given, same_run=same_run)
 
 
 def test_a_checkpoint_from_before_there_were_patterns_goes_on_with_dense_layers_of_any_block_size(tmp_path):

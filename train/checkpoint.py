@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
 
 from data.prepare import identity, spelled_out
+from data.tokenizer import TOKENIZERS, shard_mark
 from train.strict_json import from_json
 
 # torch.distributed.checkpoint warns of every save and load by a single process
@@ -184,8 +185,9 @@ def _refuse_to_replace(found: dict[Path, dict], folder: Path, resume: str, step:
 
 def read_checkpoint(path: Path) -> dict:
     """What a checkpoint holds besides tensors: "step", "val_loss" of that step (None if not taken or
-    not finite), "resume", "config", "corpus" (data.manifest.corpus_digest) and "left_out" (the numbers of
-    batches) of the run, and the state of its parts."""
+    not finite), "resume", "config", "corpus" (data.manifest.corpus_digest), "tokenizer"
+    (data.tokenizer.shard_mark) and "left_out" (the numbers of batches) of the run, and the state of its
+    parts."""
     try:
         info = from_json((path / MARKER).read_text())
     except FileNotFoundError:
@@ -302,6 +304,8 @@ def check_fits(info: dict, path: Path, config: dict, *, same_run: bool, corpus: 
     for group, key in compared:
         old = (saved[group] if group else saved).get(key)
         new = (config[group] if group else config)[key]
+        if (group, key) == ("data", "tokenizer"):
+            old, new = _tokenizers(info, old, new, same_run=same_run)
         if spelled_out(old) != spelled_out(new):
             name = f"{group}.{key}" if group else key
             differences.append(f"{name} is {old} in the checkpoint and {new} in the configuration")
@@ -320,3 +324,13 @@ def check_fits(info: dict, path: Path, config: dict, *, same_run: bool, corpus: 
             if saved["tokens_per_step"] != config["tokens_per_step"]:
                 way_out += ", under another name="
         raise ValueError(f"{path} does not fit this run: {'; '.join(differences)}: {way_out}")
+
+
+def _tokenizers(info: dict, old: str, new: str, *, same_run: bool) -> tuple[str, str]:
+    """What to compare of two values of data.tokenizer: folders may move, and tokens are what counts."""
+    if "tokenizer" not in info:
+        # a checkpoint of a time when it was not kept. The shards of the same text tell of another one
+        are_folders = not {old, new} & set(TOKENIZERS)
+        return (new, new) if same_run and are_folders else (old, new)
+    then, now = info["tokenizer"], shard_mark(new)
+    return (new, new) if then == now else (f"{old} ({then})", f"{new} ({now})")

@@ -12,6 +12,7 @@ import torch
 
 from data.manifest import corpus_digest
 from data.prepare import prepare
+from data.tokenizer import shard_mark
 from train.agreement import refuse_other_code, refuse_other_settings
 from train.bad_steps import RollBack, Rollbacks, StepGuard, take_over_left_out, write_left_out
 from train.build import build_step_model, build_weights, open_text, set_arithmetic
@@ -125,7 +126,7 @@ def _train(
     """
     device, is_main = processes.device, processes.is_main
     accumulation = config.accumulation(processes.world_size)
-    corpus = corpus_digest(text)
+    corpus, tokenizer = corpus_digest(text), shard_mark(config.data.tokenizer)
     checkpoints = folder / "checkpoints"
     saved_path = processes.from_main(lambda: take_checkpoint(checkpoints, resume))
 
@@ -240,7 +241,7 @@ def _train(
             if is_last or interrupted or _is_due(done, config.checkpoint.every_steps):
                 state = {"scaler": scaler.state_dict(), "guard": guard.state()}
                 info = {"step": done, "val_loss": val_loss, "resume": resume, "config": asdict(config)}
-                info |= {"corpus": corpus, "left_out": guard.left_out}
+                info |= {"corpus": corpus, "tokenizer": tokenizer, "left_out": guard.left_out}
                 with clock.counting("checkpoint_seconds"):
                     saver.save(run_tensors(weights, optimizer), info | state)
             profiler.step()

@@ -17,7 +17,8 @@ import torch
 
 from data.loader import TokenLoader
 from data.manifest import read_manifest
-from data.tokenizer import Tokenizer, is_tokenizer, load_tokenizer, same_tokens
+from data.shards import ShardError, read_shard
+from data.tokenizer import Tokenizer, is_tokenizer, load_tokenizer, same_tokens, shard_mark
 from model import GPT
 from scripts.arguments import argument, check_place, run_script
 from scripts.inference import check_inference, check_model
@@ -66,10 +67,11 @@ def main(arguments: Arguments) -> None:
     check_settings(arguments)
     manifest = read_manifest(Path(arguments.data), key="data")
     check_model("model", arguments.model)
-    name = manifest["config"]["tokenizer"]
+    own = tokenizer_name(arguments.model)
+    name = text_tokenizer(arguments, manifest, own)
     attention = run_attention(arguments.model, arguments.attention, arguments.device)
     model = load_model(arguments.model, attention)
-    own, tokenizer = tokenizer_name(arguments.model), load_tokenizer(name)
+    tokenizer = load_tokenizer(name)
     # a Hugging Face folder may lack its tokenizer
     if is_tokenizer(own) and not same_tokens(load_tokenizer(own), tokenizer):
         raise ValueError(
@@ -110,6 +112,29 @@ def main(arguments: Arguments) -> None:
     for row in rows:
         print("  ".join(f"{key} {value}" for key, value in row.items() if key not in shared))
     print(f"{out}\n{picture}")
+
+
+def text_tokenizer(arguments: Arguments, manifest: dict, own: str) -> str:
+    """What load_tokenizer takes for the prepared text: that of its preparation, or own if that is gone.
+
+    own: the model's. Raises ValueError if the text is not of that either.
+    """
+    name = manifest["config"]["tokenizer"]
+    if is_tokenizer(name):
+        return name
+    gone = f"data={arguments.data} was prepared with the tokenizer of {name}, where no tokenizer.json is"
+    if not is_tokenizer(own):
+        raise ValueError(f"{gone}, nor in {own}, where the model has its own: put it back there")
+    shard = manifest["splits"]["val"]["shards"][0]["file"]
+    try:
+        # which carries its tokenizer's digest
+        read_shard(Path(arguments.data, shard), tokenizer=shard_mark(own))
+    except ShardError as error:
+        raise ValueError(
+            f"{gone}, and that of {own}, the model's own, does not open it ({error}): put the tokenizer back "
+            f"there, or prepare the text with data.tokenizer={own}"
+        ) from error
+    return own
 
 
 def new_files(name: str) -> tuple[Path, Path]:

@@ -12,10 +12,13 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from data.shards import write_shard
+from data.tokenizer import shard_mark
 from model import GPT, AttentionConfig, ModelConfig
 from model.pretrained import export_pretrained
 from scripts import (
@@ -424,6 +427,30 @@ def test_an_evaluation_names_its_own_argument_where_no_text_was_prepared(manifes
     given = {"device": "cpu", "precision": "fp32", "out": str(tmp_path / "context.json")}
     with pytest.raises(ValueError, match=message):
         evaluate_context.main(evaluate_context.Arguments(model="missing", data=str(tmp_path), **given))
+
+
+def test_an_evaluation_reads_text_whose_tokenizer_is_gone_by_the_models_own_if_it_is_the_same(tmp_path):
+    own, other = tmp_path / "own", tmp_path / "other"
+    for folder in (own, other):
+        write_tokenizer(folder)
+    (other / "tokenizer.json").write_text("{}")
+    write_shard(tmp_path / "val.bin", np.ones(3, np.uint16), tokenizer=shard_mark(str(own)))
+    splits = {"val": {"shards": [{"file": "val.bin"}]}}
+    arguments = evaluate_context.Arguments(model="m", data=str(tmp_path))
+
+    def tokenizer(prepared: Path, models: Path) -> str:
+        manifest = {"config": {"tokenizer": str(prepared)}, "splits": splits}
+        return evaluate_context.text_tokenizer(arguments, manifest, str(models))
+
+    assert tokenizer(other, own) == str(other)
+    assert tokenizer(tmp_path / "gone", own) == str(own)
+    gone = (
+        f"^data={tmp_path} was prepared with the tokenizer of {tmp_path}/gone, where no tokenizer.json is, "
+    )
+    with pytest.raises(ValueError, match=gone + "and that of .*other, the model's own, does not open it"):
+        tokenizer(tmp_path / "gone", other)
+    with pytest.raises(ValueError, match=gone + "nor in .*away, where the model has its own: put it back"):
+        tokenizer(tmp_path / "gone", tmp_path / "away")
 
 
 def test_a_result_in_a_folder_that_is_read_only_is_refused_before_anything_is_measured(tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ class Called(TorchFunctionMode):
 class Marked(torch.Tensor):
     """A subclass that sees every operator below autograd."""
 
-    names: list[str]
+    seen: list[str]
 
     @staticmethod
     def __new__(cls, inner, names):
@@ -42,12 +42,12 @@ class Marked(torch.Tensor):
             cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device,
             requires_grad=inner.requires_grad,
         )  # fmt: skip
-        made.inner, made.names = inner.detach(), names
+        made.inner, made.seen = inner.detach(), names
         return made
 
     @classmethod
     def __torch_dispatch__(cls, function, types, arguments=(), options=None):
-        [names] = {id(x.names): x.names for x in arguments if isinstance(x, Marked)}.values()
+        [names] = {id(x.seen): x.seen for x in arguments if isinstance(x, Marked)}.values()
         names.append(function.name())
         return function(*(x.inner if isinstance(x, Marked) else x for x in arguments), **(options or {}))
 

@@ -50,7 +50,7 @@ train: $(RUNTIME)  ## prepare the text, train, draw the loss curve, print a samp
 		echo "GPU found: GPT-2 124M with flash attention, unless ARGS says otherwise"; \
 	else case " $$*" in *" experiment="*) ;; *) \
 		echo "no GPU found: a small GPT on the CPU (experiment=laptop)"; \
-		set -- experiment=laptop "$$@";; esac; \
+		set -- "$$@" experiment=laptop;; esac; \
 		export $(KEEP_MEMORY); \
 	fi; \
 	if [ "$(NGPU)" -gt 1 ]; then \

@@ -46,10 +46,12 @@ def trained_with(venv: Path, *words: str) -> list[str]:
         ("sample.prompt='import torch'", ["sample.prompt=import torch"]),
         ("'sample.prompt=\"def f(x):\"' seed=1", ['sample.prompt="def f(x):"', "seed=1"]),
         ("'name=seed$${seed}'", ["name=seed${seed}"]),
+        # a flag, behind which argparse wants all overrides in one piece
+        ("--multirun seed=1,2", ["--multirun", "seed=1,2"]),
     ],
 )
 def test_quoted_words_of_args_reach_training_as_a_shell_would_give_them(venv, processes, given, words):
-    assert trained_with(venv, f"NGPU={processes}", f"ARGS={given}") == ["experiment=laptop", *words]
+    assert trained_with(venv, f"NGPU={processes}", f"ARGS={given}") == [*words, "experiment=laptop"]
 
 
 def test_an_experiment_in_args_takes_the_place_of_the_laptops(venv):

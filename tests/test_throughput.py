@@ -3,7 +3,17 @@ import time
 import pytest
 import torch
 
-from train.throughput import StepTimer, Stopwatch, flop_utilization, peak_flops, peak_memory_bytes
+from train import throughput
+from train.throughput import (
+    RunClock,
+    StepTimer,
+    Stopwatch,
+    begin_launch,
+    flop_utilization,
+    peak_flops,
+    peak_memory_bytes,
+    process_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +92,18 @@ def test_the_stopwatch_counts_the_work_that_was_queued_since_its_start(device):
     else:
         time.sleep(0.01)
     assert 0.009 <= watch.seconds() < 0.02
+
+
+def test_a_launch_is_counted_from_the_start_of_its_process_and_a_later_one_from_its_own(monkeypatch):
+    monkeypatch.setattr(throughput, "_has_launched", False)
+    time.sleep(0.02)
+    seconds = []
+    for _ in range(2):
+        clock = RunClock(torch.device("cpu"), begin_launch())
+        clock.finish_step()
+        seconds.append(clock.summary()["first_step_seconds"])
+    assert seconds[0] == pytest.approx(process_seconds(), abs=0.5)
+    assert seconds[1] < 0.02 < seconds[0]
 
 
 def test_peak_memory_covers_a_large_allocation(device):

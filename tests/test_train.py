@@ -553,11 +553,12 @@ def test_a_run_of_a_sweep_that_fails_is_told_and_the_others_are_trained(corpus):
     assert process.returncode == 2
     assert errors.count("error: ") == errors.count("error: tokens_per_step=500 must be a multiple") == 1
     assert "Traceback" not in errors
-    assert [Path("runs", name, "summary.json").exists() for name in ("512", "500", "1024")] == [
-        True,
-        False,
-        True,
-    ]
+    summaries = [Path("runs", name, "summary.json") for name in ("512", "500", "1024")]
+    assert [path.exists() for path in summaries] == [True, False, True]
+    first, later = (
+        json.loads(path.read_text())["rows"][0]["first_step_seconds"] for path in summaries if path.exists()
+    )
+    assert later < first, "importing torch is in the first alone"
 
 
 @pytest.mark.parametrize("ends_well", [True, False])

@@ -40,7 +40,7 @@ from train.report import finish_run, open_run, run_flops, set_aside, step_metric
 from train.run_lock import lock_run
 from train.saving import CheckpointSaver, remove_unfinished, take_checkpoint
 from train.step import autocast_context, forward_backward, update
-from train.throughput import RunClock, StepTimer
+from train.throughput import RunClock, StepTimer, begin_launch
 from train.watchdog import Watchdog
 from train.weights import locate
 
@@ -54,6 +54,7 @@ def train(config: Config) -> float:
     that does not fit into the GPU, with one that does; Interrupted after SIGTERM or SIGINT, when the state
     is saved.
     """
+    launched = begin_launch()
     check_machine(config)
     # with --multirun a process trains one run after the other, and torch gives up compiling after some shapes
     torch.compiler.reset()
@@ -90,7 +91,9 @@ def train(config: Config) -> float:
             rollbacks = Rollbacks()
             while True:
                 try:
-                    return _train(config, processes, context, interruption, folder, text, resume, left_out)
+                    return _train(
+                        config, processes, context, interruption, folder, text, resume, left_out, launched
+                    )
                 except torch.OutOfMemoryError:
                     end_out_of_memory(config, processes)
                 except RollBack as spike:
@@ -118,11 +121,12 @@ def _train(
     text: Path,
     resume: str,
     left_out: list[int] | None,
+    launched: float,
 ) -> float:
     """One attempt of train: from a checkpoint or the start to the end, an Interrupted or a RollBack.
 
     resume: as checkpoint.resume. left_out: the numbers of the batches that are passed over; None: those of
-    the checkpoint.
+    the checkpoint. launched: what begin_launch gave.
     """
     device, is_main = processes.device, processes.is_main
     accumulation = config.accumulation(processes.world_size)
@@ -175,7 +179,7 @@ def _train(
             tell_other_steps(config, info, first_step, corpus)
     model = build_step_model(weights, config, processes, context, is_sharded=is_sharded)
     autocast = partial(autocast_context, device.type, config.precision)
-    timer, clock, flops = StepTimer(device), RunClock(device), run_flops(config, train_data)
+    timer, clock, flops = StepTimer(device), RunClock(device, launched), run_flops(config, train_data)
 
     def validate() -> float:
         with clock.counting("evaluation_seconds"):

@@ -30,6 +30,8 @@ PEAK_FLOPS = {
 }
 
 PHASES = ("data", "forward_backward", "optimizer")
+# whether this process has begun one run already
+_has_launched = False
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
@@ -75,11 +77,13 @@ class Stopwatch:
 class RunClock:
     """What a launch takes beside its steps, by the clock on the wall, for its summary.
 
-    Call finish_step() at the end of each step, of the first one when the device is done with it.
+    launched: what begin_launch gave. Call finish_step() at the end of each step, of the first one when the
+    device is done with it.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, launched: float):
         self._device = device
+        self._launched = launched
         self._steps = 0
         self._began = time.perf_counter()
         self._beside = {"evaluation_seconds": 0.0, "checkpoint_seconds": 0.0}
@@ -99,17 +103,29 @@ class RunClock:
     def finish_step(self) -> None:
         self._last_end = time.perf_counter()
         if self._steps == 0:
-            self._first_end, self._first_step_seconds = self._last_end, process_seconds()
+            self._first_end, self._first_step_seconds = self._last_end, self._last_end - self._launched
         self._steps += 1
 
     def summary(self) -> dict[str, float | None]:
-        """first_step_seconds: from the start of the process to the end of its first step, with imports, data,
+        """first_step_seconds: from the launch's beginning to the end of its first step, with imports, data,
         the first evaluation and compilation. wall_step_ms: mean from step to step after that, everything
         included; None with fewer than two. evaluation_seconds and checkpoint_seconds: in all, and of a
         checkpoint what training waits for.
         """
         wall = (self._last_end - self._first_end) / (self._steps - 1) * 1000 if self._steps > 1 else None
         return {"first_step_seconds": self._first_step_seconds, "wall_step_ms": wall, **self._beside}
+
+
+def begin_launch() -> float:
+    """When this launch began, by time.perf_counter: as its process, or now if it is not its first.
+
+    With --multirun a process trains one run after the other.
+    """
+    global _has_launched
+    now = time.perf_counter()
+    began = now if _has_launched else now - process_seconds()
+    _has_launched = True
+    return began
 
 
 def process_seconds() -> float:

@@ -70,6 +70,10 @@ class DataConfig:
     seed: int
 
     def __post_init__(self) -> None:
+        # a shell leaves ~ within KEY=VALUE as it is
+        self.folder, self.tokenizer, self.dataset = map(
+            os.path.expanduser, (self.folder, self.tokenizer, self.dataset)
+        )
         if self.source not in SOURCES:
             raise ValueError(f"data.source must be one of {SOURCES}, got {self.source!r}")
         check_tokenizer(self.tokenizer)
@@ -187,7 +191,7 @@ def spelled_out(value: Any) -> Any:
     """The value of a key that may hold paths, with the same text for each way to write a path."""
     if isinstance(value, list):
         return [spelled_out(item) for item in value]
-    return os.path.abspath(value) if isinstance(value, str) else value
+    return os.path.abspath(os.path.expanduser(value)) if isinstance(value, str) else value
 
 
 def identity(config: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from model import GPT, AttentionConfig, ModelConfig
 from model.gpt import has_fused_gelu
 from model.pretrained import export_pretrained
 from train.config import check_machine, parse, write_config
-from train.weights import run_attention
+from train.weights import StartConfig, run_attention
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 GROUPS = ("model", "data", "optim", "attention", "experiment")
@@ -294,6 +294,13 @@ def test_a_prompt_beyond_the_positions_is_refused_before_the_run_and_not_after_i
     with pytest.raises(ValueError, match=message):
         check_machine(parse(composed(*given)))
     check_machine(parse(composed(*given, "sample.tokens=0")))
+
+
+def test_a_tilde_in_front_of_weights_and_checkpoints_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parse(composed('checkpoint.resume="~/a"')).checkpoint.resume == str(tmp_path / "a")
+    start = StartConfig(weights="~/b", positions="none", rotary_base=None)
+    assert start.weights == str(tmp_path / "b")
 
 
 def test_a_written_config_parses_to_the_same_run(tmp_path):

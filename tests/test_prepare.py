@@ -191,6 +191,19 @@ def test_a_folder_of_the_user_is_refused_and_left_alone(config):
     assert contents(folder) == {"thesis.txt": b"mine"}
 
 
+def test_a_tilde_is_the_home_folder(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "text")
+    assert prepare(replace(config, folder="~/shards", paths=["~/text"])) == tmp_path / "shards"
+    assert prepare(config) == tmp_path / "shards", "however the paths are written"
+    assert not Path("~").exists()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    kinds = {"source": "huggingface", "paths": [], "dataset": "~/shards"}
+    there = text_config(tmp_path, tmp_path, tokenizer="~", **kinds)
+    assert (there.tokenizer, there.dataset) == (str(tmp_path), str(tmp_path / "shards"))
+    assert text_config(tmp_path, tmp_path, **kinds | {"dataset": "owner/name"}).dataset == "owner/name"
+
+
 def test_a_folder_that_cannot_be_made_is_refused_by_its_key(config, tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match=r"data\.folder='.*file/a/b' cannot be written .*: name a folder in"):

@@ -5,6 +5,7 @@ which is written last: a folder without it was cut off. The file holds everythin
 and CRC-32 of every shard.
 """
 
+import os
 import sys
 import warnings
 import zlib
@@ -56,6 +57,7 @@ class CheckpointConfig:
     resume: str
 
     def __post_init__(self):
+        self.resume = os.path.expanduser(self.resume)
         for name in ("every_steps", "keep_every_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"checkpoint.{name} must be at least 0, got {getattr(self, name)}")

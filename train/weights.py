@@ -1,6 +1,7 @@
 """Weights to start from: a Hugging Face folder or a run of ours, with room for longer sequences if asked."""
 
 import math
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,6 +32,8 @@ class StartConfig:
     rotary_base: float | None
 
     def __post_init__(self):
+        if self.weights is not None:
+            self.weights = os.path.expanduser(self.weights)
         if self.weights == "":
             raise ValueError(
                 "start.weights must name a Hugging Face folder, runs/NAME or a checkpoint, got ''"

@@ -321,6 +321,11 @@ def test_a_resumed_run_with_other_settings_keeps_the_first_config_file(tmp_path)
     assert again.name == "config_from_step_9.yaml"
     assert again.read_text() == before
     assert write_config(parse(composed("total_tokens=1000")), tmp_path, first_step=12) == again
-    # from an older checkpoint, as the newest is damaged: what held there holds
-    older = write_config(parse(composed("total_tokens=2000")), tmp_path, first_step=8)
-    assert older.name == "config_from_step_7.yaml"
+    # from an older checkpoint, as the newest is damaged: what held there holds, and no longer what came later
+    for number in (1, 2):
+        older = write_config(parse(composed("total_tokens=2000")), tmp_path, first_step=8)
+        assert older.name == "config_from_step_7.yaml"
+        assert (tmp_path / f"config_from_step_9_undone_{number}.yaml").read_text() == before
+        assert not again.exists()
+        assert write_config(parse(composed("total_tokens=1000")), tmp_path, first_step=9) == again
+    assert (tmp_path / "config_from_step_7_copy.yaml").read_text() == "mine"

@@ -331,20 +331,31 @@ def check_machine(config: Config) -> None:
 def write_config(config: Config, folder: Path, first_step: int) -> Path:
     """Writes folder/config.yaml, or beside it config_from_step_<first_step>.yaml where a resumed run differs.
 
-    Returns the file that holds these settings.
+    Files of later steps, which a run that goes on from before them has undone, get another name. Returns the
+    file that holds these settings.
     """
     text = OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
     path = folder / "config.yaml"
     if first_step > 0 and path.exists():
-        # the settings of the last steps before these; later steps are gone, with their checkpoint
+        # the settings of the last steps before these
         found = {p.stem.removeprefix("config_from_step_"): p for p in folder.glob("config_from_step_*.yaml")}
         # a copy that a user has put beside them has another name
         changes = {int(step): p for step, p in found.items() if step.isdecimal()}
+        for step in (step for step in changes if step > first_step):
+            _set_aside(changes[step])
         path = changes.get(max((step for step in changes if step <= first_step), default=0), path)
         if path.read_text() != text:
             path = folder / f"config_from_step_{first_step}.yaml"
     write_whole(path, text)
     return path
+
+
+def _set_aside(path: Path) -> None:
+    """Renames config_from_step_9.yaml to config_from_step_9_undone_1.yaml, or the next that is free."""
+    number = 1
+    while (aside := path.with_stem(f"{path.stem}_undone_{number}")).exists():
+        number += 1
+    path.rename(aside)
 
 
 def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -21,7 +21,7 @@ from data.shards import ShardError, read_shard
 from data.tokenizer import Tokenizer, is_tokenizer, load_tokenizer, same_tokens, shard_mark
 from model import GPT
 from scripts.arguments import argument, check_place, run_script
-from scripts.inference import check_inference, check_model
+from scripts.inference import check_inference, find_model
 from train.context import (
     LEAST_LENGTH,
     effective_context,
@@ -66,11 +66,11 @@ def main(arguments: Arguments) -> None:
     out, picture = new_files(arguments.out)
     check_settings(arguments)
     manifest = read_manifest(Path(arguments.data), key="data")
-    check_model("model", arguments.model)
-    own = tokenizer_name(arguments.model)
+    place = find_model("model", arguments.model)
+    own = tokenizer_name(place)
     name = text_tokenizer(arguments, manifest, own)
-    attention = run_attention(arguments.model, arguments.attention, arguments.device)
-    model = load_model(arguments.model, attention)
+    attention = run_attention(place, arguments.attention, arguments.device)
+    model = load_model(place, attention)
     tokenizer = load_tokenizer(name)
     # a Hugging Face folder may lack its tokenizer
     if is_tokenizer(own) and not same_tokens(load_tokenizer(own), tokenizer):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.arguments import argument, check_place, run_script
-from scripts.inference import check_model, model_tokenizer
+from scripts.inference import find_model, model_tokenizer
 from train.config import PRECISIONS, one_of
 from train.export import export
 from train.step import DTYPES
@@ -26,9 +26,9 @@ class Arguments:
 def main(arguments: Arguments) -> None:
     one_of("precision", arguments.precision, PRECISIONS)
     check_out(arguments.out)
-    check_model("model", arguments.model)
-    tokenizer = model_tokenizer("model", arguments.model, arguments.tokenizer)
-    model = load_model(arguments.model, run_attention(arguments.model, "reference", "cpu"))
+    place = find_model("model", arguments.model)
+    tokenizer = model_tokenizer(f"model={arguments.model}", place, arguments.tokenizer)
+    model = load_model(place, run_attention(place, "reference", "cpu"))
     export(model, tokenizer, Path(arguments.out), DTYPES[arguments.precision])
     print(f"{arguments.out}: {model.n_parameters():,} parameters, {arguments.precision}")
 

@@ -1,5 +1,7 @@
 """Where and how a script runs a trained model, checked before the model is read."""
 
+from pathlib import Path
+
 import torch
 
 from data.tokenizer import TOKENIZERS, is_tokenizer, load_tokenizer, same_tokens
@@ -23,32 +25,34 @@ def check_inference(device: str, precision: str, attention: str) -> None:
         raise ValueError(f"attention=flash runs on a GPU, got device={device}: use attention=sdpa")
 
 
-def check_model(key: str, source: str) -> None:
-    """Raises ValueError, which names the argument, for a source that holds no model."""
+def find_model(key: str, source: str) -> Path:
+    """The checkpoint or Hugging Face folder that source stands for: of a run its newest checkpoint.
+
+    Found once, as a damaged checkpoint is told each time that it is passed over, and a run may go on. Raises
+    ValueError, which names the argument key, for a source that holds no model.
+    """
     if not source:
         raise ValueError(f"{key} must name a run's folder, a checkpoint or a Hugging Face folder, got ''")
     try:
-        locate(source)
+        return locate(source)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
 
 
-def model_tokenizer(key: str, source: str, given: str) -> str:
-    """The name of the tokenizer that was given for the model in source, or of its own where none was.
+def model_tokenizer(model: str, place: Path, given: str) -> str:
+    """The name of the tokenizer that was given for the model at place, or of its own where none was.
 
-    key: the argument that names source. Raises ValueError for one that is not there, and for other tokens
-    than the model's own where those can be found.
+    model: the argument that names it, as KEY=VALUE. Raises ValueError for a tokenizer that is not there, and
+    for other tokens than the model's own where those can be found.
     """
-    own = tokenizer_name(source)
+    own = tokenizer_name(place)
     if not is_tokenizer(given or own):
         choices = f"tokenizer={', '.join(TOKENIZERS)} or a folder with tokenizer.json"
         if given:
             raise ValueError(f"tokenizer={given} holds no tokenizer.json: give {choices}")
-        raise ValueError(
-            f"{key}={source} has its tokenizer in {own}, where no tokenizer.json is: give {choices}"
-        )
+        raise ValueError(f"{model} has its tokenizer in {own}, where no tokenizer.json is: give {choices}")
     if given and is_tokenizer(own) and not same_tokens(load_tokenizer(given), load_tokenizer(own)):
         raise ValueError(
-            f"tokenizer={given} gives other tokens than {own}, which {key}={source} reads: leave it out"
+            f"tokenizer={given} gives other tokens than {own}, which {model} reads: leave it out"
         )
     return given or own

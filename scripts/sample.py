@@ -11,7 +11,7 @@ import torch
 
 from data.tokenizer import load_tokenizer
 from scripts.arguments import argument, run_script
-from scripts.inference import check_inference, check_model, model_tokenizer
+from scripts.inference import check_inference, find_model, model_tokenizer
 from train.sample import SampleConfig, check_seed, prompt_ids, stream_text
 from train.step import DTYPES
 from train.weights import load_model, run_attention
@@ -64,9 +64,9 @@ def main(arguments: Arguments) -> None:
         # here the keys have no group
         raise ValueError(str(error).removeprefix("sample.")) from error
     key = "run" if arguments.run else "checkpoint"
-    check_model(key, source)
-    tokenizer = load_tokenizer(model_tokenizer(key, source, arguments.tokenizer))
-    model = load_model(source, run_attention(source, arguments.attention, arguments.device))
+    place = find_model(key, source)
+    tokenizer = load_tokenizer(model_tokenizer(f"{key}={source}", place, arguments.tokenizer))
+    model = load_model(place, run_attention(place, arguments.attention, arguments.device))
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"tokenizer={tokenizer.name} has {tokenizer.vocab_size} tokens, the model "

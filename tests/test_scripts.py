@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,9 +37,12 @@ from scripts.arguments import OVERWRITE, argument, check_results, command_line, 
 from scripts.sizes import MODELS, check_models, read_model
 from tests.test_config import composed
 from tests.test_export import write_tokenizer
+from tests.test_saving import PROCESSES, settings
+from train.checkpoint import run_tensors
 from train.config import parse
 from train.distributed import Processes
 from train.logger import readable
+from train.saving import CheckpointSaver
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "run_script(" in path.read_text())
@@ -572,6 +575,26 @@ def write_model(folder: Path, **sizes: int) -> None:
     torch.manual_seed(0)
     config = ModelConfig(n_layer=1, n_head=1, n_embd=8, dropout=0.0, **sizes)
     export_pretrained(GPT(config, AttentionConfig(implementation="reference")), folder)
+
+
+@pytest.mark.parametrize("script", [sample, export_hf])
+def test_a_damaged_checkpoint_is_told_once_by_a_script_that_takes_the_one_before(script, tmp_path, capsys):
+    sizes = {"n_layer": 1, "n_head": 1, "n_embd": 8, "vocab_size": 257, "max_seq_len": 8}
+    model = GPT(ModelConfig(**sizes, dropout=0.0), AttentionConfig(implementation="reference"))
+    config = {"model": sizes | {"dropout": 0.0}, "attention": asdict(model.attention)}
+    config["data"] = {"tokenizer": "bytes"}
+    checkpoints = tmp_path / "run" / "checkpoints"
+    with CheckpointSaver(checkpoints, settings(), PROCESSES) as saver:
+        for step in (1, 2):
+            saver.save(run_tensors(model, None), {"step": step, "val_loss": None, "config": config})
+    shard = checkpoints / "step_00000002" / "shard-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    if script is sample:
+        arguments = sample.Arguments(run=str(tmp_path / "run"), tokens=1, device="cpu", precision="fp32")
+    else:
+        arguments = export_hf.Arguments(model=str(tmp_path / "run"), out=str(tmp_path / "out"))
+    script.main(arguments)
+    assert capsys.readouterr().err.count("step_00000002 is damaged") == 1
 
 
 def test_sample_refuses_a_tokenizer_that_the_model_does_not_know(tmp_path):

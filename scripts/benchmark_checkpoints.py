@@ -15,6 +15,7 @@ from scripts.arguments import OVERWRITE, argument, result_file, run_script
 from scripts.benchmark_training import OPTIM
 from scripts.sizes import check_models, read_model
 from train.checkpoint import CheckpointConfig, list_checkpoints, run_tensors
+from train.config import DEVICES, one_of
 from train.distributed import join_processes
 from train.optim import build_optimizer
 from train.results import write_result
@@ -37,6 +38,10 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     check_models(arguments.models)
+    one_of("device", arguments.device, DEVICES)
+    for key in ("tokens_per_step", "saves"):
+        if getattr(arguments, key) < 1:
+            raise ValueError(f"{key} must be at least 1, got {getattr(arguments, key)}")
     Path(arguments.folder).mkdir(parents=True, exist_ok=True)
     rows = []
     for name in arguments.models:

@@ -50,6 +50,9 @@ def main(arguments: Arguments) -> None:
         check_inference(arguments.device, arguments.precision, implementation)
     if arguments.tokens < 1:
         raise ValueError(f"tokens must be at least 1, got {arguments.tokens}: 100 give a steady median")
+    for key in ("seq_lens", "batches"):
+        if any(value < 1 for value in getattr(arguments, key)):
+            raise ValueError(f"{key} must be at least 1, got {list(getattr(arguments, key))}")
     rows = []
     for name, seq_len, batch in product(arguments.models, arguments.seq_lens, arguments.batches):
         for implementation, compiled in product(arguments.implementations, arguments.compiled):

@@ -26,6 +26,7 @@ from scripts import (
     benchmark_block_sparse,
     benchmark_checkpoints,
     benchmark_generate,
+    benchmark_ring,
     benchmark_training,
     evaluate_context,
     export_hf,
@@ -824,11 +825,26 @@ def test_a_benchmark_of_nothing_is_refused(script, tmp_path, monkeypatch):
     assert not out.exists()
 
 
-def test_benchmark_generate_refuses_to_time_nothing():
-    with pytest.raises(ValueError, match="tokens must be at least 1, got 0"):
-        benchmark_generate.main(
-            benchmark_generate.Arguments(implementations=["sdpa"], precision="fp32", device="cpu", tokens=0)
-        )
+@pytest.mark.parametrize(("key", "nothing"), [("tokens", 0), ("batches", [0]), ("seq_lens", [8, 0])])
+def test_benchmark_generate_refuses_to_time_nothing(key, nothing, tmp_path):
+    given = {"models": ["tiny"], "seq_lens": [8], "implementations": ["sdpa"], "compiled": [False]}
+    given |= {"precision": "fp32", "device": "cpu", "out": str(tmp_path / "rows.json"), key: nothing}
+    with pytest.raises(ValueError, match=f"^{key} must be at least 1, got {re.escape(str(nothing))}"):
+        benchmark_generate.main(benchmark_generate.Arguments(**given))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", [benchmark_checkpoints, benchmark_ring])
+@pytest.mark.parametrize("device", ["gpu", "cuda:0"])
+def test_benchmarks_name_the_devices_that_there_are(script, device):
+    with pytest.raises(ValueError, match=f"^device must be one of cuda, cpu, got '{device}'"):
+        script.main(script.Arguments(device=device))
+
+
+@pytest.mark.parametrize("key", ["tokens_per_step", "saves"])
+def test_benchmark_checkpoints_refuses_to_time_nothing(key):
+    with pytest.raises(ValueError, match=f"^{key} must be at least 1, got 0"):
+        benchmark_checkpoints.main(benchmark_checkpoints.Arguments(device="cpu", **{key: 0}))
 
 
 @pytest.mark.parametrize("script", [benchmark_training, benchmark_checkpoints, benchmark_generate])

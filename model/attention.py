@@ -188,8 +188,9 @@ def window_of(pattern: str) -> int | None:
     return int(match[1]) if match else None
 
 
-# so the graph of a compiled model takes the masks as inputs
-@torch.compiler.disable
+# so the graph of a compiled model takes the masks as inputs. As torch.compiler.disable, which imports the
+# compiler here: a second, for which a refused command need not wait
+@torch._disable_dynamo
 def layer_masks(
     config: AttentionConfig, n_layer: int, seq_len: int, device: torch.device, *, warns: bool = True
 ) -> list[BlockMask | None]:

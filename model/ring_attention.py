@@ -24,8 +24,9 @@ from model.block_attention import BLOCK_ATTENTION
 from model.ring import Ring, Step, length
 
 
-# processes talk to each other inside: nothing for a compiler to trace
-@torch.compiler.disable
+# processes talk to each other inside: nothing for a compiler to trace. As torch.compiler.disable, which
+# imports the compiler here: a second, for which a refused command need not wait
+@torch._disable_dynamo
 def ring_attention(
     q: Tensor,
     k: Tensor,

@@ -1,4 +1,6 @@
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,10 @@ def test_a_forbidden_import_is_named_by_file_and_line(tmp_path, name, source, me
     path = tmp_path / "a.py"
     path.write_text(source)
     assert violations(path, name)[0].startswith(message)
+
+
+def test_a_command_can_be_refused_before_the_slow_parts_of_pytorch_are_imported():
+    slow = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint", "train.loop")
+    ask = f"import sys, train.__main__; print([name for name in {slow} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", ask], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

@@ -19,7 +19,6 @@ from omegaconf import DictConfig
 
 from train.config import Config, parse
 from train.interruption import EXIT_INTERRUPTED, Interrupted
-from train.loop import train
 from train.overrides import (
     CONF,
     EXIT_CTRL_C,
@@ -68,6 +67,9 @@ def _run(cfg: DictConfig) -> int:
             schedule=config.optim.schedule,
             algorithm=config.optim.algorithm,
         )
+        # takes two seconds, for which a refused command need not wait
+        from train.loop import train
+
         train(config)
     except Interrupted as interrupted:
         if rank == 0:

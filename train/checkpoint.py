@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
 
 from data.prepare import identity, spelled_out
 from data.tokenizer import TOKENIZERS, shard_mark
@@ -242,13 +240,16 @@ def load_tensors(path: Path, weights: nn.Module, optimizer: torch.optim.Optimize
 
     Raises ValueError for shards that are not safetensors or lack a tensor.
     """
-    reader = HuggingFaceStorageReader(str(path))
+    # takes a second, for which a refused command need not wait
+    import torch.distributed.checkpoint as dcp
+
+    reader = dcp.HuggingFaceStorageReader(str(path))
     try:
         if optimizer is not None:
             _make_places(reader.read_metadata().state_dict_metadata, weights, optimizer)
         with torch.no_grad():
             dcp.load(run_tensors(weights, optimizer), storage_reader=reader)
-    except (SafetensorError, CheckpointException) as error:
+    except (SafetensorError, dcp.CheckpointException) as error:
         reason = str(error).splitlines()[-1]
         raise ValueError(f"{path} is damaged or of another program: {reason}") from error
 

@@ -9,7 +9,6 @@ from collections import defaultdict
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 MOMENTUM = "momentum_buffer"
 
@@ -53,7 +52,10 @@ class MuonAdamW:
         muon.state[copy][MOMENTUM] = _whole_copy(momentum)
         muon.step()
         for old, new in ((p, copy), (momentum, muon.state[copy][MOMENTUM])):
-            if isinstance(old, DTensor):
+            if hasattr(old, "full_tensor"):
+                # in shards; the import takes a second, for which a refused command need not wait
+                from torch.distributed.tensor import distribute_tensor
+
                 # each process has computed the same matrix, and takes its own rows
                 old, new = (
                     old.to_local(),
@@ -65,4 +67,4 @@ class MuonAdamW:
 
 
 def _whole_copy(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()

@@ -6,8 +6,6 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from model import GPT
@@ -35,6 +33,9 @@ def shard(
     weights inside a node; None: all of them. It divides the processes (Config.check_processes). Sources:
     ZeRO, arXiv:1910.02054; hybrid, arXiv:2304.11277.
     """
+    # takes a second, for which a refused command need not wait
+    from torch.distributed.fsdp import fully_shard
+
     mesh, size = None, shard_processes or processes.world_size
     if size < processes.world_size:
         copies = processes.world_size // size
@@ -52,7 +53,7 @@ def shard(
 def set_gradient_sync(model: nn.Module, is_last: bool) -> None:
     """Whether the next backward exchanges gradients: once a step, in its last micro-batch."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_sharded(module):
             # both reach the blocks inside too
             module.set_requires_gradient_sync(is_last)
             module.set_reshard_after_backward(is_last or module.reshards)
@@ -62,9 +63,15 @@ def set_gradient_sync(model: nn.Module, is_last: bool) -> None:
             return
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether it is one that FSDP2 has sharded, told by a method that these alone have."""
+    return hasattr(module, "set_requires_gradient_sync")
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that may be in shards, put together; every process calls it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    # which a DTensor alone has
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def gather(weights: GPT, build: Callable[[], GPT], *, is_main: bool) -> GPT | None:
@@ -72,7 +79,7 @@ def gather(weights: GPT, build: Callable[[], GPT], *, is_main: bool) -> GPT | No
 
     build: makes a model of the same kind, which takes the weights that were in shards.
     """
-    if not isinstance(weights, FSDPModule):
+    if not is_sharded(weights):
         return weights
     model = build() if is_main else None
     state = model.state_dict() if is_main else {}

@@ -38,12 +38,13 @@ class Tokenizer(Protocol):
 
     name: what shards carry, see shard_mark; at most 32 bytes.
     vocab_size: ids are 0 .. vocab_size - 1, end_of_text among them. dtype: uint16, or uint32 for more than
-    65,536 of them.
+    65,536 of them. begin_of_text: what published models of this tokenizer see before a text, if anything.
     """
 
     name: str
     vocab_size: int
     end_of_text: int
+    begin_of_text: tuple[int, ...]
     dtype: np.dtype
 
     def encode(self, text: str) -> np.ndarray:
@@ -122,6 +123,7 @@ class Gpt2Tokenizer:
     name = "gpt2"
     vocab_size = 50257
     end_of_text = 50256
+    begin_of_text = ()
     dtype = token_dtype(vocab_size)
 
     def __init__(self) -> None:
@@ -145,6 +147,7 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 257
     end_of_text = 256
+    begin_of_text = ()
     dtype = token_dtype(vocab_size)
 
     def encode(self, text: str) -> np.ndarray:

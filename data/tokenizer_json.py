@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,9 @@ END_OF_TEXT_FILES = ("tokenizer_config.json", "generation_config.json", "config.
 class JsonTokenizer:
     """The tokenizer of a folder, such as that of Llama, Qwen or SmolLM. Text is always ordinary text.
 
-    end_of_text: eos_token of tokenizer_config.json, or else eos_token_id of the model's configuration. No
-    token is put before a text. Raises ValueError for a folder without these files, or a damaged one.
+    end_of_text: eos_token of tokenizer_config.json, or else eos_token_id of the model's configuration.
+    begin_of_text: what tokenizer.json adds before a text, such as Llama's <s>; encode does not. Raises
+    ValueError for a folder without these files, or a damaged one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -37,6 +39,9 @@ class JsonTokenizer:
         self.vocab_size = max(self._vocabulary.get_vocab(with_added_tokens=True).values()) + 1
         self.dtype = token_dtype(self.vocab_size)
         self.end_of_text = self._find_end_of_text(folder)
+        text = self._vocabulary.encode("a", add_special_tokens=True)
+        added = takewhile(lambda pair: pair[1], zip(text.ids, text.special_tokens_mask, strict=True))
+        self.begin_of_text = tuple(token for token, _ in added)
 
     def encode(self, text: str) -> np.ndarray:
         ids = self._vocabulary.encode(without_surrogates(text), add_special_tokens=False).ids

@@ -1,6 +1,8 @@
 """Continues text with a trained model: python -m scripts.sample run=runs/NAME 'prompt=import '
 
 The text appears as it is generated; several samples are generated together and printed one after the other.
+Before the prompt stands what the model has seen before a text: in a run the end of the document before, in a
+Hugging Face folder the token that tokenizer.json adds, or else bos_token_id of config.json, if there is one.
 """
 
 import sys
@@ -14,7 +16,7 @@ from scripts.arguments import argument, run_script
 from scripts.inference import check_inference, find_model, model_tokenizer
 from train.sample import SampleConfig, check_seed, prompt_ids, stream_text
 from train.step import DTYPES
-from train.weights import load_model, run_attention
+from train.weights import begin_of_text, load_model, run_attention
 
 
 @dataclass
@@ -76,7 +78,8 @@ def main(arguments: Arguments) -> None:
         raise ValueError(
             f"stop_tokens must be ids from 0 to {model.config.vocab_size - 1}, got {arguments.stop_tokens}"
         )
-    positions, n_prompt = model.config.max_seq_len, len(prompt_ids(tokenizer, prompt, model.config))
+    begin = begin_of_text(place, tokenizer)
+    positions, n_prompt = model.config.max_seq_len, len(prompt_ids(tokenizer, prompt, model.config, begin))
     if n_prompt + arguments.tokens > positions:
         print(
             f"tokens={arguments.tokens}, but of the model's {positions} positions the prompt takes "
@@ -93,6 +96,7 @@ def main(arguments: Arguments) -> None:
         config,
         [prompt] * arguments.samples,
         arguments.seed,
+        begin=begin,
         stop_tokens=tuple(arguments.stop_tokens),
         compiled=arguments.compile,
     )

@@ -3,7 +3,7 @@ import torch
 
 from data.tokenizer import load_tokenizer
 from model import GPT, AttentionConfig, ModelConfig
-from train.sample import GrowingText, SampleConfig, sample_text, stream_text
+from train.sample import GrowingText, SampleConfig, prompt_ids, sample_text, stream_text
 
 TEXT = "naïve 漢字 🙂 <|endoftext|>\n\tdef f(x): return x"
 
@@ -51,6 +51,17 @@ def test_prompts_go_on_together_each_to_its_own_end():
     for number, piece in stream_text(model, tokenizer, greedy(6), prompts, 0):
         texts[number] += piece
     assert texts == ["one", "eé!", "unfini"]
+
+
+def test_a_prompt_stands_after_the_end_of_text_or_what_is_given():
+    tokenizer, sizes = load_tokenizer("bytes"), Scripted([[0]], [1]).config
+    assert prompt_ids(tokenizer, "a", sizes) == [256, ord("a")]
+    assert prompt_ids(tokenizer, "a", sizes, [1, 2]) == [1, 2, ord("a")]
+    model = Scripted([[*b"yes", tokenizer.end_of_text]], [3])
+    assert (
+        "".join(piece for _, piece in stream_text(model, tokenizer, greedy(5), ["a"], 0, begin=[1, 2]))
+        == "yes"
+    )
 
 
 def test_a_stop_token_ends_the_text_and_is_not_part_of_it():

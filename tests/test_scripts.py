@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import torch.distributed as dist
 
@@ -662,6 +663,31 @@ def test_sample_tells_how_many_tokens_the_models_positions_leave(tmp_path, capsy
         "tokens=13, but of the model's 16 positions the prompt takes 4: at most 12 tokens come; lower "
         "tokens, shorten the prompt, or extend the model (docs/long_context.md)\n",
     )
+
+
+def test_sample_begins_a_text_as_the_model_in_a_hugging_face_folder_has_learned_it(tmp_path, monkeypatch):
+    folder, seen = tmp_path / "model", []
+    write_model(folder, vocab_size=257, max_seq_len=16)
+    monkeypatch.setattr(sample, "stream_text", lambda *_, begin, **named: seen.append(begin) or [])
+    given = {"checkpoint": str(folder), "tokens": 2, "device": "cpu", "precision": "fp32"}
+    sample.main(sample.Arguments(**given, tokenizer="bytes"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"bos_token_id": 2}))
+    sample.main(sample.Arguments(**given, tokenizer="bytes"))
+    # the same tokenizer, which knows better
+    words = tokenizers.models.WordLevel({"<end>": 0, "<s>": 1, "def": 2}, unk_token="<end>")
+    vocabulary = tokenizers.Tokenizer(words)
+    vocabulary.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    vocabulary.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    sample.main(sample.Arguments(**given))
+    assert seen == [[256], [2], [1]]
+    (folder / "config.json").write_text(json.dumps(config | {"bos_token_id": 257}))
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"config.json: bos_token_id must be a token, from 0 to 256 with"):
+        sample.main(sample.Arguments(**given, tokenizer="bytes"))
 
 
 def test_sample_needs_a_run_or_a_checkpoint(tmp_path, call_here):

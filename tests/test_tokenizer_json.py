@@ -67,6 +67,16 @@ def test_tokens_are_those_of_transformers_and_text_survives(bpe, text):
     assert (ours.end_of_text, ours.vocab_size, ours.dtype) == (1, len(theirs), np.uint16)
 
 
+def test_what_the_file_adds_before_a_text_is_known_and_is_no_part_of_a_document(bpe, words, tmp_path):
+    assert load_tokenizer(str(bpe)).begin_of_text == (0,)
+    assert load_tokenizer(str(words)).begin_of_text == ()
+    vocabulary = tokenizers.Tokenizer.from_file(str(bpe / "tokenizer.json"))
+    vocabulary.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"$A {END}", special_tokens=[(END, 1)]
+    )
+    assert load_tokenizer(str(save(tmp_path / "after", vocabulary, eos_token=END))).begin_of_text == ()
+
+
 def test_special_tokens_in_a_text_are_text(bpe):
     tokenizer = load_tokenizer(str(bpe))
     ids = tokenizer.encode(f"a{END}b<s>")

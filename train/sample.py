@@ -58,16 +58,18 @@ def stream_text(
     prompts: list[str],
     seed: int,
     *,
+    begin: list[int] | None = None,
     stop_tokens: tuple[int, ...] = (),
     compiled: bool = False,
 ) -> Iterator[tuple[int, str]]:
     """Yields (number of the prompt, next piece of its continuation); all prompts go on together.
 
     A continuation ends with its document, with one of stop_tokens, or with config.tokens or the model's
-    positions. config.prompt is not read. Raises ValueError for prompts that the model has no positions for.
+    positions. begin: as in prompt_ids. config.prompt is not read. Raises ValueError for prompts that the
+    model has no positions for.
     """
     device = model.token_embedding.weight.device
-    ids = [prompt_ids(tokenizer, prompt, model.config) for prompt in prompts]
+    ids = [prompt_ids(tokenizer, prompt, model.config, begin) for prompt in prompts]
     lengths = [len(row) for row in ids]
     longest = max(lengths)
     n_new = min(config.tokens, model.config.max_seq_len - longest)
@@ -101,10 +103,14 @@ def stream_text(
             yield number, rest
 
 
-def prompt_ids(tokenizer: Tokenizer, prompt: str, model: ModelConfig) -> list[int]:
-    """The tokens that a continuation of this text begins with. Raises ValueError beyond the positions."""
-    # a document of the training text begins after the end of the one before
-    ids = [tokenizer.end_of_text, *map(int, tokenizer.encode(prompt))]
+def prompt_ids(
+    tokenizer: Tokenizer, prompt: str, model: ModelConfig, begin: list[int] | None = None
+) -> list[int]:
+    """The tokens that a continuation of this text begins with. Raises ValueError beyond the positions.
+
+    begin: those before the text; None: the end of text, which in training a document follows.
+    """
+    ids = [*([tokenizer.end_of_text] if begin is None else begin), *map(int, tokenizer.encode(prompt))]
     if len(ids) > model.max_seq_len:
         raise ValueError(
             f"the prompt has {len(ids)} tokens, the model {model.max_seq_len} positions: shorten it"

@@ -1,11 +1,13 @@
 """Weights to start from: a Hugging Face folder or a run of ours, with room for longer sequences if asked."""
 
+import json
 import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data.prepare import spelled_out
+from data.tokenizer import Tokenizer
 from model import GPT, AttentionConfig, ModelConfig
 from model.attention import why_not_flash
 from model.extend import EXTENSIONS, ROTARY_METHODS, extended_config, extended_state
@@ -166,6 +168,28 @@ def tokenizer_name(source: Path | str) -> str:
     if (Path(source) / "config.json").is_file():
         return str(source)
     return read_checkpoint(_checkpoint(Path(source)))["config"]["data"]["tokenizer"]
+
+
+def begin_of_text(source: Path | str, tokenizer: Tokenizer) -> list[int]:
+    """The tokens that this model has learned to see before a text, which are read by its tokenizer.
+
+    In a run of ours a text follows the end of the one before. For a Hugging Face folder they are what its
+    tokenizer adds, or else bos_token_id of config.json, or else the end of text too.
+    """
+    config = Path(source, "config.json")
+    if not config.is_file():
+        return [tokenizer.end_of_text]
+    if tokenizer.begin_of_text:
+        return list(tokenizer.begin_of_text)
+    begin = json.loads(config.read_text()).get("bos_token_id")
+    if begin is None:
+        return [tokenizer.end_of_text]
+    if begin not in range(tokenizer.vocab_size):
+        raise ValueError(
+            f"{config}: bos_token_id must be a token, from 0 to {tokenizer.vocab_size - 1} with tokenizer "
+            f"{tokenizer.name}, got {begin}: correct it there, or remove it"
+        )
+    return [begin]
 
 
 def _checkpoint(source: Path) -> Path:

@@ -74,7 +74,8 @@ class Launch:
             for place in parameters[:-N_SCRATCH]
             if isinstance(place, ctypes.c_uint64 | TensorMap)
         ]
-        self.function = compiled.function
+        # which keeps the kernel loaded
+        self.compiled, self.function = compiled, compiled.function
         self.grid = (*grid, 1, 1)[:3]
         self.threads = 32 * metadata.num_warps
         self.shared_bytes = metadata.shared
@@ -87,10 +88,11 @@ class Launch:
         stream = torch._C._cuda_getCurrentRawStream(device)
         with self.lock:
             for place, address in zip(self.places, addresses, strict=True):
-                if type(place) is int:
-                    cuda.cuTensorMapReplaceAddress(place, address)
-                else:
+                if type(place) is not int:
                     place.value = address
+                elif cuda.cuTensorMapReplaceAddress(place, address):
+                    # an address that no tensor map can have
+                    return False
             error = cuda.cuLaunchKernel(
                 self.function, *self.grid, self.threads, 1, 1, self.shared_bytes, stream, self.addresses, None
             )

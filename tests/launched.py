@@ -33,6 +33,7 @@ class Cuda:
 
     def cuTensorMapReplaceAddress(self, place, address):  # noqa: N802
         ctypes.c_uint64.from_address(place).value = address
+        return 0
 
     def cuLaunchKernel(self, function, *others):  # noqa: N802
         *grid, threads, _, _, shared, _, _, _ = others

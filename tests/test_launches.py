@@ -1,6 +1,7 @@
 """Launches that lie ready give what Triton's own give, whatever tensors come next."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,18 @@ def test_a_launch_that_lies_ready_gives_the_driver_what_triton_would_of_other_te
         assert row["same_parameters"], row
         assert row["same_launch"], row
         assert row["n_parameters"] > 10
+
+
+def test_nothing_is_launched_with_an_address_that_a_tensor_map_cannot_have(monkeypatch):
+    launched = []
+    refusing = SimpleNamespace(cuTensorMapReplaceAddress=lambda *_: 1, cuLaunchKernel=launched.append)
+    monkeypatch.setattr(launches, "driver", lambda: refusing)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    ready = object.__new__(launches.Launch)
+    # where a tensor map lies
+    ready.places, ready.lock = [64], threading.Lock()
+    assert not ready.begins(0, [8])
+    assert not launched
 
 
 @pytest.fixture(autouse=True)

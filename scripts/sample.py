@@ -18,6 +18,9 @@ from train.sample import SampleConfig, check_seed, prompt_ids, stream_text
 from train.step import DTYPES
 from train.weights import begin_of_text, load_model, run_attention
 
+# all go on together
+MOST_SAMPLES = 2**16
+
 
 @dataclass
 class Arguments:
@@ -42,8 +45,8 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
-    if arguments.samples < 1:
-        raise ValueError(f"samples must be at least 1, got {arguments.samples}")
+    if not 1 <= arguments.samples <= MOST_SAMPLES:
+        raise ValueError(f"samples must be from 1 to {MOST_SAMPLES}, got {arguments.samples}")
     check_seed(arguments.seed)
     if bool(arguments.run) == bool(arguments.checkpoint):
         raise ValueError("give either run=runs/NAME or checkpoint=FOLDER")
@@ -103,10 +106,17 @@ def main(arguments: Arguments) -> None:
     alone = arguments.samples == 1
     if alone and not arguments.prompt_file:
         print(prompt, end="", flush=True)
-    for number, piece in pieces:
-        texts[number] += piece
-        if alone:
-            print(piece, end="", flush=True)
+    try:
+        for number, piece in pieces:
+            texts[number] += piece
+            if alone:
+                print(piece, end="", flush=True)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"samples={arguments.samples} of prompts of {n_prompt} tokens and tokens={arguments.tokens} do "
+            f"not fit into the memory of device={arguments.device}: lower samples or tokens, or shorten the "
+            "prompt"
+        ) from error
     if alone:
         print()
         return

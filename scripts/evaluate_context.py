@@ -24,6 +24,7 @@ from scripts.arguments import argument, check_place, run_script
 from scripts.inference import check_inference, find_model
 from train.context import (
     LEAST_LENGTH,
+    begun,
     effective_context,
     key_value,
     loss_by_context,
@@ -35,7 +36,7 @@ from train.context import (
 from train.plot_context import draw_context
 from train.results import write_result
 from train.step import autocast_context
-from train.weights import load_model, run_attention, tokenizer_name
+from train.weights import begin_of_text, load_model, run_attention, tokenizer_name
 
 # of the validation split, whose text fills the prompts
 FILLER_SEQUENCES = 4
@@ -103,7 +104,8 @@ def main(arguments: Arguments) -> None:
     filler = filler_text(loader, max(lengths))
     with autocast_context(arguments.device, arguments.precision):
         rows = text_rows(model, loader, seq_len, arguments)
-        rows += recall_rows(model, filler, lengths, tokenizer, arguments)
+        begin = begin_of_text(place, tokenizer)
+        rows += recall_rows(model, filler, lengths, tokenizer, begin, arguments)
     for row in rows:
         row |= {"model": arguments.model, "seq_len": seq_len, "window": window}
     write_result(out, rows)
@@ -220,18 +222,27 @@ def mean_rows(tables: list[list[dict]]) -> list[dict]:
 
 
 def recall_rows(
-    model: GPT, filler: np.ndarray, lengths: list[int], tokenizer: Tokenizer, arguments: Arguments
+    model: GPT,
+    filler: np.ndarray,
+    lengths: list[int],
+    tokenizer: Tokenizer,
+    begin: list[int],
+    arguments: Arguments,
 ) -> list[dict]:
-    """Accuracy of the passkey and of one key among many, for each length and depth."""
+    """Accuracy of the passkey and of one key among many, for each length and depth.
+
+    begin: the tokens that each prompt begins with, which count in its length.
+    """
     rng = np.random.default_rng(arguments.seed)
     rows = []
     for length, depth in product(sorted(lengths), arguments.depths):
+        room = length - len(begin)
         tasks = {
-            "passkey": lambda length=length, depth=depth: passkey(tokenizer, filler, length, depth, rng),
-            "key_value": lambda length=length, depth=depth: key_value(tokenizer, length, depth, rng),
+            "passkey": lambda room=room, depth=depth: passkey(tokenizer, filler, room, depth, rng),
+            "key_value": lambda room=room, depth=depth: key_value(tokenizer, room, depth, rng),
         }
         for kind, draw in tasks.items():
-            prompts = (draw() for _ in range(arguments.prompts))
+            prompts = (begun(draw(), begin) for _ in range(arguments.prompts))
             accuracy, loss = recall_accuracy(model, prompts, torch.device(arguments.device))
             rows.append({"kind": kind, "length": length, "depth": depth, "accuracy": accuracy, "loss": loss})
     return rows

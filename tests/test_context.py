@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from data.tokenizer import load_tokenizer
 from model import GPT, AttentionConfig, ModelConfig
+from scripts import evaluate_context
 from train.context import (
     LEAST_LENGTH,
     Recall,
@@ -107,6 +108,20 @@ def test_the_least_length_has_room_for_needle_and_question(name):
     tokenizer, rng = load_tokenizer(name), np.random.default_rng(0)
     assert len(passkey(tokenizer, tokenizer.encode("filler" * 50), LEAST_LENGTH, 0.5, rng).tokens) == 64
     assert 0 < len(key_value(tokenizer, LEAST_LENGTH, 0.5, rng).tokens) <= 64
+
+
+def test_recall_prompts_begin_with_what_the_model_has_seen_before_a_text(gpt, monkeypatch):
+    prompts = []
+    monkeypatch.setattr(
+        evaluate_context, "recall_accuracy", lambda _, drawn, __: prompts.extend(drawn) or (0, 0)
+    )
+    tokenizer = load_tokenizer("bytes")
+    arguments = evaluate_context.Arguments(model="m", data="d", prompts=2, depths=[0.0, 1.0])
+    filler = tokenizer.encode("filler" * 50)
+    evaluate_context.recall_rows(gpt, filler, [LEAST_LENGTH], tokenizer, [256, 7], arguments)
+    assert len(prompts) == 8
+    assert all(list(prompt.tokens[:2]) == [256, 7] for prompt in prompts)
+    assert max(len(prompt.tokens) for prompt in prompts) == LEAST_LENGTH
 
 
 def test_recall_is_right_only_if_every_token_of_the_answer_is():

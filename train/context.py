@@ -117,6 +117,11 @@ def key_value(tokenizer: Tokenizer, length: int, depth: float, rng: np.random.Ge
     return Recall(np.concatenate([*(line for _, _, line in lines), question, answer]), len(answer))
 
 
+def begun(recall: Recall, begin: list[int]) -> Recall:
+    """The same behind the tokens that a model has learned to see before a text (weights.begin_of_text)."""
+    return Recall(np.concatenate([np.array(begin, recall.tokens.dtype), recall.tokens]), recall.n_answer)
+
+
 @torch.no_grad()
 def recall_accuracy(model: GPT, prompts: Iterator[Recall], device: torch.device) -> tuple[float, float]:
     """Share of the prompts whose whole answer is the likeliest continuation, and its mean loss in nats."""

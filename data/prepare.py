@@ -177,6 +177,7 @@ def _is_prepared(folder: Path, config: DataConfig) -> bool:
     mark = shard_mark(config.tokenizer)
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda path: read_shard(path, tokenizer=mark, verify=True), paths))
+    _refuse_other_end(manifest, config)
     fingerprint = _open_source(config).fingerprint()
     if fingerprint is not None and fingerprint != manifest["source_fingerprint"]:
         log.warning(
@@ -185,6 +186,19 @@ def _is_prepared(folder: Path, config: DataConfig) -> bool:
             folder,
         )
     return True
+
+
+def _refuse_other_end(manifest: dict[str, Any], config: DataConfig) -> None:
+    # a name has but one, and manifests of a time when it was not kept fit any
+    if config.tokenizer in TOKENIZERS or "end_of_text" not in manifest:
+        return
+    then, now = manifest["end_of_text"], load_tokenizer(config.tokenizer).end_of_text
+    if then != now:
+        raise ValueError(
+            f"data.folder={config.folder!r} was prepared with token {then} as the end of text, which is "
+            f"{now} in data.tokenizer={config.tokenizer!r}: put the eos_token of then into its "
+            "tokenizer_config.json, or choose another data.folder"
+        )
 
 
 def spelled_out(value: Any) -> Any:
@@ -300,6 +314,7 @@ def _write_corpus(partial: Path, config: DataConfig) -> None:
             "source_fingerprint": source_fingerprint,
             "tokenizer": config.tokenizer,
             "vocab_size": tokenizer.vocab_size,
+            "end_of_text": tokenizer.end_of_text,
             "left_out": left_out,
             "splits": {
                 split: {

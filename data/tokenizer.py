@@ -81,7 +81,8 @@ def load_tokenizer(name: str) -> Tokenizer:
 def shard_mark(name: str) -> str:
     """What shards carry for the tokenizer called name: the name, or for a folder its tokenizer.json's digest.
 
-    So shards are bound to the tokens, and not to a place on the disk.
+    So shards are bound to the tokens, and not to a place on the disk. Which of these is the end of text
+    another file of the folder tells: a manifest and a checkpoint keep it apart.
     """
     if name in TOKENIZERS:
         return name
@@ -104,11 +105,10 @@ def check_tokenizer(name: str) -> None:
 
 def same_tokens(tokenizer: Tokenizer, other: Tokenizer) -> bool:
     """Whether two tokenizers, such as gpt2 and that of GPT-2's folder, agree on PROBE and the end of text."""
-    if tokenizer.name == other.name:
-        return True
+    # which a folder names beside the file that the name is of
     if tokenizer.end_of_text != other.end_of_text:
         return False
-    return np.array_equal(tokenizer.encode(PROBE), other.encode(PROBE))
+    return tokenizer.name == other.name or np.array_equal(tokenizer.encode(PROBE), other.encode(PROBE))
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:

@@ -136,6 +136,12 @@ def text_tokenizer(arguments: Arguments, manifest: dict, own: str) -> str:
             f"{gone}, and that of {own}, the model's own, does not open it ({error}): put the tokenizer back "
             f"there, or prepare the text with data.tokenizer={own}"
         ) from error
+    end = load_tokenizer(own).end_of_text
+    if manifest.get("end_of_text", end) != end:
+        raise ValueError(
+            f"{gone}, and with token {manifest['end_of_text']} as the end of text, which is {end} in {own}, "
+            f"where the model has its own: prepare the text with data.tokenizer={own}"
+        )
     return own
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import save_file
 
@@ -340,6 +341,26 @@ def test_a_tokenizer_folder_may_move_and_another_tokenizer_may_not_take_its_plac
     for given, same_run in ((configs["moved"], False), (CONFIG, True)):
         with pytest.raises(ValueError, match="data.tokenizer is .*published in the checkpoint and"):
             check_fits(read_checkpoint(path), path, given, same_run=same_run)
+
+
+def test_a_tokenizer_with_another_end_of_text_may_not_take_its_place(tmp_path):
+    vocabulary = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    configs = {}
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        vocabulary.save(str(tmp_path / name / "tokenizer.json"))
+        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps({"eos_token": name}))
+        configs[name] = changed("data", "tokenizer", str(tmp_path / name))
+    then = {"config": configs["a"], "tokenizer": shard_mark(str(tmp_path / "a"))}
+    path = write(tmp_path, 1, **then, end_of_text=0)
+    for same_run in (True, False):
+        check_fits(read_checkpoint(path), path, configs["a"], same_run=same_run)
+        message = r"data.tokenizer is .*a \(end of text 0\) in the .* and .*b \(end of text 1\) in"
+        with pytest.raises(ValueError, match=message):
+            check_fits(read_checkpoint(path), path, configs["b"], same_run=same_run)
+    # of a time when it was not kept
+    path = write(tmp_path, 2, **then)
+    check_fits(read_checkpoint(path), path, configs["b"], same_run=True)
 
 
 def test_a_checkpoint_from_before_there_were_patterns_goes_on_with_dense_layers_of_any_block_size(tmp_path):

@@ -456,6 +456,9 @@ def test_an_evaluation_reads_text_whose_tokenizer_is_gone_by_the_models_own_if_i
         tokenizer(tmp_path / "gone", other)
     with pytest.raises(ValueError, match=gone + "nor in .*away, where the model has its own: put it back"):
         tokenizer(tmp_path / "gone", tmp_path / "away")
+    manifest = {"config": {"tokenizer": str(tmp_path / "gone")}, "splits": splits, "end_of_text": 5}
+    with pytest.raises(ValueError, match=gone + "and with token 5 as the end of text, which is 0 in .*own"):
+        evaluate_context.text_tokenizer(arguments, manifest, str(own))
 
 
 def test_a_result_in_a_folder_that_is_read_only_is_refused_before_anything_is_measured(tmp_path, monkeypatch):

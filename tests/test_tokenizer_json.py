@@ -12,10 +12,10 @@ import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from data.loader import TokenLoader
-from data.manifest import read_manifest
+from data.manifest import read_manifest, write_manifest
 from data.prepare import prepare
 from data.shards import HEADER, read_shard, write_shard
-from data.tokenizer import encode_documents, load_tokenizer, shard_mark
+from data.tokenizer import encode_documents, load_tokenizer, same_tokens, shard_mark
 from scripts.prepare_data import parse
 
 END = "<|endoftext|>"
@@ -150,6 +150,45 @@ def test_the_end_of_text_may_be_named_by_number_beside_the_weights(bpe, tmp_path
         load_tokenizer(str(folder))
     (folder / "config.json").write_text(json.dumps({"eos_token_id": [1, 0]}))
     assert load_tokenizer(str(folder)).end_of_text == 1
+
+
+@pytest.fixture
+def other_end(words, tmp_path) -> Path:
+    """The tokenizer.json of words, beside which another token is named as the end of text."""
+    vocabulary = tokenizers.Tokenizer.from_file(str(words / "tokenizer.json"))
+    return save(tmp_path / "other_end", vocabulary, eos_token="w7")
+
+
+def test_two_folders_with_one_vocabulary_and_another_end_of_text_are_not_the_same(words, other_end):
+    tokenizer, other = load_tokenizer(str(words)), load_tokenizer(str(other_end))
+    assert tokenizer.name == other.name
+    assert same_tokens(tokenizer, tokenizer)
+    assert not same_tokens(tokenizer, other)
+
+
+def test_prepared_text_is_refused_to_a_tokenizer_with_another_end_of_text(words, other_end, tmp_path):
+    (tmp_path / "text").mkdir()
+    for number in range(4):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"w{number} w7")
+    arguments = [
+        "data=text",
+        f"data.paths=[{tmp_path}/text]",
+        f"data.folder={tmp_path}/out",
+        "data.workers=1",
+    ]
+    folder = prepare(parse([*arguments, f"data.tokenizer={words}"]))
+    manifest = read_manifest(folder)
+    assert manifest["end_of_text"] == WORDS
+    other = parse([*arguments, f"data.tokenizer={other_end}"])
+    message = (
+        rf"data\.folder=.*out' was prepared with token {WORDS} as the end of text, which is 7 in data\.t"
+    )
+    with pytest.raises(ValueError, match=message):
+        prepare(other)
+    # of a time when it was not kept
+    del manifest["end_of_text"]
+    write_manifest(folder, manifest)
+    assert prepare(other) == folder
 
 
 def test_a_damaged_file_is_refused(tmp_path):

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from data.prepare import identity, spelled_out
-from data.tokenizer import TOKENIZERS, shard_mark
+from data.tokenizer import TOKENIZERS, load_tokenizer, shard_mark
 from train.strict_json import from_json
 
 # torch.distributed.checkpoint warns of every save and load by a single process
@@ -186,8 +186,8 @@ def _refuse_to_replace(found: dict[Path, dict], folder: Path, resume: str, step:
 def read_checkpoint(path: Path) -> dict:
     """What a checkpoint holds besides tensors: "step", "val_loss" of that step (None if not taken or
     not finite), "resume", "config", "corpus" (data.manifest.corpus_digest), "tokenizer"
-    (data.tokenizer.shard_mark) and "left_out" (the numbers of batches) of the run, and the state of its
-    parts."""
+    (data.tokenizer.shard_mark), "end_of_text" and "left_out" (the numbers of batches) of the run, and the
+    state of its parts."""
     try:
         info = from_json((path / MARKER).read_text())
     except FileNotFoundError:
@@ -336,4 +336,8 @@ def _tokenizers(info: dict, old: str, new: str, *, same_run: bool) -> tuple[str,
         are_folders = not {old, new} & set(TOKENIZERS)
         return (new, new) if same_run and are_folders else (old, new)
     then, now = info["tokenizer"], shard_mark(new)
+    if then == now and "end_of_text" in info and new not in TOKENIZERS:
+        # of one tokenizer.json, beside which another file names it
+        then = f"end of text {info['end_of_text']}"
+        now = f"end of text {load_tokenizer(new).end_of_text}"
     return (new, new) if then == now else (f"{old} ({then})", f"{new} ({now})")

@@ -12,7 +12,7 @@ import torch
 
 from data.manifest import corpus_digest
 from data.prepare import prepare
-from data.tokenizer import shard_mark
+from data.tokenizer import load_tokenizer, shard_mark
 from train.agreement import refuse_other_code, refuse_other_settings
 from train.bad_steps import RollBack, Rollbacks, StepGuard, take_over_left_out, write_left_out
 from train.build import build_step_model, build_weights, open_text, set_arithmetic
@@ -33,7 +33,7 @@ from train.interruption import Interrupted, Interruption
 from train.logger import counted
 from train.lora import merge_adapters
 from train.optim import build_optimizer, learning_rate
-from train.out_of_memory import end_out_of_memory
+from train.out_of_memory import end_out_of_memory, is_out_of_memory
 from train.parallel import gather, shard
 from train.profiler import Profiler
 from train.report import finish_run, open_run, run_flops, set_aside, step_metrics, tell_other_steps
@@ -88,13 +88,15 @@ def train(config: Config) -> float:
             left_out = None
             # one for all attempts: groups of processes are never given back
             context = join_context_groups(processes, config.context_parallel)
-            rollbacks = Rollbacks()
+            rollbacks, clock = Rollbacks(), RunClock(processes.device, launched)
             while True:
                 try:
                     return _train(
-                        config, processes, context, interruption, folder, text, resume, left_out, launched
+                        config, processes, context, interruption, folder, text, resume, left_out, clock
                     )
-                except torch.OutOfMemoryError:
+                except RuntimeError as error:
+                    if not is_out_of_memory(error):
+                        raise
                     end_out_of_memory(config, processes)
                 except RollBack as spike:
                     left_out = spike.left_out
@@ -121,16 +123,17 @@ def _train(
     text: Path,
     resume: str,
     left_out: list[int] | None,
-    launched: float,
+    clock: RunClock,
 ) -> float:
     """One attempt of train: from a checkpoint or the start to the end, an Interrupted or a RollBack.
 
     resume: as checkpoint.resume. left_out: the numbers of the batches that are passed over; None: those of
-    the checkpoint. launched: what begin_launch gave.
+    the checkpoint. clock: of all attempts.
     """
     device, is_main = processes.device, processes.is_main
     accumulation = config.accumulation(processes.world_size)
     corpus, tokenizer = corpus_digest(text), shard_mark(config.data.tokenizer)
+    end_of_text = load_tokenizer(config.data.tokenizer).end_of_text
     checkpoints = folder / "checkpoints"
     saved_path = processes.from_main(lambda: take_checkpoint(checkpoints, resume))
 
@@ -179,7 +182,7 @@ def _train(
             tell_other_steps(config, info, first_step, corpus)
     model = build_step_model(weights, config, processes, context, is_sharded=is_sharded)
     autocast = partial(autocast_context, device.type, config.precision)
-    timer, clock, flops = StepTimer(device), RunClock(device, launched), run_flops(config, train_data)
+    timer, flops = StepTimer(device), run_flops(config, train_data)
 
     def validate() -> float:
         with clock.counting("evaluation_seconds"):
@@ -232,7 +235,8 @@ def _train(
             val_loss = validate() if is_last or _is_due(done, config.evaluation.every_steps) else None
             # after the evaluation, during which it may have been asked for
             interrupted = processes.any(interruption.requested)
-            is_logged = is_last or done == 1 or val_loss or _is_due(done, config.logging.every_steps)
+            is_logged = is_last or done == 1 or val_loss is not None
+            is_logged |= _is_due(done, config.logging.every_steps)
             # the first step after a resumption is shown, but the file stays that of a run never stopped
             if is_logged or done == first_step + 1:
                 # while the device is still at work
@@ -245,8 +249,11 @@ def _train(
             if is_last or interrupted or _is_due(done, config.checkpoint.every_steps):
                 state = {"scaler": scaler.state_dict(), "guard": guard.state()}
                 info = {"step": done, "val_loss": val_loss, "resume": resume, "config": asdict(config)}
-                info |= {"corpus": corpus, "tokenizer": tokenizer, "left_out": guard.left_out}
+                info |= {"corpus": corpus, "tokenizer": tokenizer, "end_of_text": end_of_text}
+                info |= {"left_out": guard.left_out}
                 with clock.counting("checkpoint_seconds"):
+                    if is_main:
+                        logger.sync()
                     saver.save(run_tensors(weights, optimizer), info | state)
             profiler.step()
             clock.finish_step()

@@ -52,10 +52,11 @@ def _problem(
     deterministic: bool,
     keys_per_query: float | None,
 ) -> Problem:
+    # numbers of any kind, past the dispatcher: Triton compiles a kernel for the int 1, and True is no number
     return Problem(
-        softmax_scale=softmax_scale,
+        softmax_scale=float(softmax_scale),
         causal=causal,
-        window=window,
+        window=None if window is None else int(window),
         key_bounds=key_bounds,
         query_bounds=query_bounds,
         dropout_p=dropout_p,

@@ -89,8 +89,9 @@ def _problem(
     deterministic: bool,
     keys_per_query: float | None,
 ) -> Problem:
+    # as in operators.py
     return Problem(
-        softmax_scale=softmax_scale,
+        softmax_scale=float(softmax_scale),
         causal=causal,
         key_bounds=key_bounds,
         query_bounds=query_bounds,

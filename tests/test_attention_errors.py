@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.decode import decode_attention
 from kernels.flash_attention import flash_attention, flash_attention_varlen
@@ -124,11 +126,44 @@ def test_every_form_of_the_call_refuses_what_the_interpreter_computes_wrongly():
         flash_attention(X, X, X)
 
 
+def apart(x, **options):
+    return flash_attention(x, x, x, **options)
+
+
+def as_packed(x, **options):
+    return flash_attention_packed(torch.stack([x] * 3, 2), **options)
+
+
 @pytest.mark.parametrize("number", [1, True, np.float64(0.5), np.float32(0.5), Fraction(1, 2)], ids=repr)
-def test_a_scale_is_a_number_of_any_library(number):
+@pytest.mark.parametrize("form", [apart, as_packed])
+def test_a_scale_is_a_number_of_any_library(number, form):
+    assert_same_passes(form, {"softmax_scale": number}, {"softmax_scale": float(number)})
+
+
+def test_a_window_is_an_int_of_any_kind():
+    assert_same_passes(apart, {"window": True}, {"window": 1})
+
+
+def assert_same_passes(form, options, expected_options) -> None:
+    """form(x, ...) and its gradient are the same with both, past the dispatcher and through it."""
     x = torch.randn(1, 8, 1, 16, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
-    expected = flash_attention(x, x, x, softmax_scale=float(number))
-    assert torch.equal(flash_attention(x, x, x, softmax_scale=number), expected)
+    expected = None
+    for mode in (nullcontext, Dispatched):
+        for given in (expected_options, options):
+            leaf = x.clone().requires_grad_()
+            with mode():
+                out = form(leaf, **given)
+                (gradient,) = torch.autograd.grad(out.sum(), leaf)
+            expected = expected or (out, gradient)
+            assert torch.equal(out, expected[0])
+            assert torch.equal(gradient, expected[1])
+
+
+class Dispatched(TorchDispatchMode):
+    """Lets every operator through, which none is called past then."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        return function(*arguments, **(options or {}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])

@@ -25,6 +25,12 @@ def test_a_launch_that_lies_ready_gives_the_driver_what_triton_would_of_other_te
         assert row["n_parameters"] > 10
 
 
+def test_an_int_is_a_scale_of_every_kernel():
+    # Triton would compile a kernel for the int 1, where a float is an argument
+    rows = compile_apart("tests.launched", "pinned", "pass=scale_of_one")
+    assert [row["kernel"] for row in rows] == ["dq_kernel", "backward_64_kernel"]
+
+
 def test_nothing_is_launched_with_an_address_that_a_tensor_map_cannot_have(monkeypatch):
     launched = []
     refusing = SimpleNamespace(cuTensorMapReplaceAddress=lambda *_: 1, cuLaunchKernel=launched.append)

@@ -7,9 +7,13 @@ tokenizer's end-of-text token; a document may go on in the next shard. Ids beyon
 every shard names the tokenizer that wrote it, and its checksum tells whether it was changed since.
 """
 
+import ctypes
+import mmap
 import os
 import struct
+import weakref
 import zlib
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +26,8 @@ HEADER = struct.Struct("<8sIIQI32sI")
 # by bytes; 0 in shards of version 1
 TOKENS = {0: np.dtype("<u2"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
 CHECK_BYTES = 1 << 24
+# (void *) -1, which mmap returns in place of an address
+FAILED_MAP = ctypes.c_void_p(-1).value
 
 
 class ShardError(ValueError):
@@ -81,7 +87,7 @@ def read_shard(path: Path, *, tokenizer: str, verify: bool = False) -> np.ndarra
     if count == 0:
         # an empty file part cannot be mapped
         return np.empty(0, dtype=dtype)
-    tokens = np.memmap(path, dtype=dtype, mode="r", offset=header_bytes, shape=(count,))
+    tokens = _memory_map(path, size)[header_bytes:].view(dtype)
     if verify and (actual := _checksum(tokens)) != checksum:
         raise ShardError(
             f"{path} is corrupt: its tokens have crc32 {actual:08x}, the header {checksum:08x}; {remedy}"
@@ -169,6 +175,35 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _memory_map(path: Path, size: int) -> np.ndarray:
+    """The bytes of a file, read-only (size,), without a descriptor.
+
+    np.memmap and mmap.mmap keep one for each file, of which a process may have no more than 1,024 by default:
+    fewer than a large corpus has shards.
+    """
+    system = _system()
+    with path.open("rb") as file:
+        address = system.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+    if address == FAILED_MAP:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(path))
+    memory = (ctypes.c_ubyte * size).from_address(address)
+    # at the end of the process a thread may still read it
+    weakref.finalize(memory, system.munmap, address, size).atexit = False
+    content = np.frombuffer(memory, dtype=np.uint8)
+    content.flags.writeable = False
+    return content
+
+
+@cache
+def _system() -> ctypes.CDLL:
+    system = ctypes.CDLL(None, use_errno=True)
+    system.mmap.restype = ctypes.c_void_p
+    system.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    system.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return system
 
 
 def _checksum(tokens: np.ndarray) -> int:

@@ -1,6 +1,8 @@
 """data/shards.py: what is written is read back, and anything else is refused by file, value and remedy."""
 
+import os
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,7 +29,17 @@ def test_tokens_are_read_back_from_a_memory_map(tmp_path, tokens, count):
     back = read_shard(path, tokenizer="gpt2", verify=True)
     assert np.array_equal(back, tokens[:count])
     assert back.dtype == np.uint16
-    assert count == 0 or isinstance(back, np.memmap)
+    assert (str(path) in Path("/proc/self/maps").read_text()) == (count > 0)
+    del back
+    assert str(path) not in Path("/proc/self/maps").read_text()
+
+
+def test_shards_that_are_read_keep_no_descriptors_of_which_a_process_may_have_1024(path, tokens):
+    before = os.listdir("/proc/self/fd")
+    shards = [read_shard(path, tokenizer="gpt2", verify=True) for _ in range(10)]
+    assert os.listdir("/proc/self/fd") == before
+    path.unlink()
+    assert all(np.array_equal(shard, tokens) for shard in shards)
 
 
 def test_a_shard_is_a_header_and_little_endian_uint16(path, tokens):

@@ -173,6 +173,8 @@ def _backward(ctx, dloss, *_):
             "linear_cross_entropy has no second derivative: use F.cross_entropy of the logits where you need "
             "one (double backward, gradient penalties), or leave out create_graph=True"
         )
+    if dloss is None:
+        return (None,) * 7
     dhidden, dweight, factors = ctx.saved_tensors
     scale = dloss / ctx.n_rows
     if not ctx.of_hidden:

@@ -63,6 +63,8 @@ def _save_for_backward(ctx, inputs, output):
 
 
 def _backward(ctx, dout, *_):
+    if dout is None:
+        return (None,) * 5
     x, w1, w2, hidden, slope = ctx.saved_tensors
     of_x, of_w1, of_b1, of_w2, of_b2 = ctx.needs_input_grad
     dinner, db1 = gradient(dout, w2, slope, of_b1)

@@ -73,7 +73,9 @@ def _save_for_backward(ctx, inputs, output):
 
 
 def _backward(ctx, dout, _):
-    gradient = packed_backward(dout, *ctx.saved_tensors, *ctx.options)
+    gradient = None
+    if dout is not None:
+        gradient = packed_backward(dout, *ctx.saved_tensors, *ctx.options)
     return gradient, None, None, *(None for _ in ctx.options)
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from kernels import cross_entropy_epilogue
 from kernels.cross_entropy import linear_cross_entropy
@@ -121,6 +122,19 @@ def test_what_does_not_fit_is_refused(change, message):
     arguments = {"hidden": hidden, "weight": weight, "targets": targets, "vocab_size": 300} | change
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(**arguments)
+
+
+def test_no_gradient_of_the_loss_is_none_of_hidden_and_weight(device):
+    hidden, weight, targets = inputs(device)
+    x, loss = (
+        torch.ones(3, device=device, requires_grad=True),
+        linear_cross_entropy(hidden, weight, targets, 300),
+    )
+    # the checkpoint hands back no gradient of what its layer leaves unused
+    checkpoint(lambda x, _: 2 * x, x, loss, use_reentrant=True).sum().backward()
+    assert hidden.grad is None
+    assert weight.grad is None
+    assert x.grad.tolist() == [2.0] * 3
 
 
 def test_double_backward_is_refused_with_a_way_out(device):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from kernels.epilogue_library import VERSION, epilogues, is_installed, serves
 from kernels.gelu_mlp import fuses, gelu_gradient, gelu_mlp, gelu_mlp_forward
@@ -128,6 +129,14 @@ def test_what_is_frozen_has_no_gradient(frozen):
     tensors[frozen].requires_grad_(False)
     gelu_mlp(*tensors).sum().backward()
     assert [x.grad is None for x in tensors] == [index == frozen for index in range(5)]
+
+
+def test_no_gradient_of_the_result_is_none_of_anything():
+    tensors, x = inputs("cpu"), torch.ones(3, requires_grad=True)
+    # the checkpoint hands back no gradient of what its layer leaves unused
+    checkpoint(lambda x, _: 2 * x, x, gelu_mlp(*tensors), use_reentrant=True).sum().backward()
+    assert all(tensor.grad is None for tensor in tensors)
+    assert x.grad.tolist() == [2.0] * 3
 
 
 def test_one_row_may_come_without_a_dimension_of_rows():

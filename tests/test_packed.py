@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from kernels.flash_attention import flash_attention
 from kernels.packed import flash_attention_packed
@@ -48,6 +49,14 @@ def test_hopper_writes_the_gradient_in_place(seq_len, head_dim):
     # dq is summed in any order
     torch.testing.assert_close(ours[:, :, 0], theirs[:, :, 0], rtol=2e-2, atol=1e-3)
     assert torch.equal(ours[:, :, 1:], theirs[:, :, 1:])
+
+
+def test_no_gradient_of_the_result_is_none_of_the_packed_tensor(device):
+    qkv, x = packed(device), torch.ones(3, device=device, requires_grad=True)
+    # the checkpoint hands back no gradient of what its layer leaves unused
+    checkpoint(lambda x, _: 2 * x, x, flash_attention_packed(qkv), use_reentrant=True).sum().backward()
+    assert qkv.grad is None
+    assert x.grad.tolist() == [2.0] * 3
 
 
 def test_the_operators_keep_pytorchs_rules(device):

@@ -149,7 +149,13 @@ class TextFiles:
                 if self.text_field not in file.schema_arrow.names:
                     raise _no_field(self.text_field, str(path), file.schema_arrow.names)
                 for batch in file.iter_batches(PARQUET_ROWS, columns=[self.text_field], use_threads=False):
-                    for record in batch.to_pylist():
+                    for value in batch.column(0):
+                        try:
+                            record = {self.text_field: value.as_py()}
+                        # what was written as text is not always UTF-8
+                        except UnicodeDecodeError:
+                            counts["undecodable"] += 1
+                            continue
                         yield from text_of(record, self.text_field, str(path), counts)
         # no Parquet, or damaged on the way
         except (ArrowException, OSError):

@@ -102,6 +102,17 @@ def test_what_cannot_be_decoded_is_left_out_and_counted(tmp_path):
     assert counts == {"undecodable": 5, "unreadable": 2, "empty": 1}
 
 
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string()])
+def test_a_parquet_row_that_is_no_utf8_is_left_out_and_counted_and_the_others_are_kept(kind, tmp_path):
+    rows = [b"one", "\u00e9".encode("latin-1"), None, b"\xf0\x9f\x99\x82 two"]
+    table = pyarrow.table({"text": pyarrow.array(rows, pyarrow.large_binary()).cast(kind, safe=False)})
+    parquet.write_table(table, tmp_path / "p.parquet")
+    counts = Counter()
+    found = [text for _, text in TextFiles([str(tmp_path)], "text").documents(counts)]
+    assert found == ["one", "\U0001f642 two"]
+    assert counts == {"undecodable": 1, "empty": 1}
+
+
 def test_a_folder_that_cannot_be_read_is_counted_and_the_others_are_read(tmp_path, monkeypatch):
     write(tmp_path, a__a_dot_txt="A", locked__b_dot_txt="B")
     scandir = os.scandir

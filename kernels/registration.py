@@ -127,7 +127,7 @@ def differentiate(operator: torch._ops.OpOverload, setup_context: Callable, back
             # the dispatcher makes Python's numbers of NumPy's, and of tensors in their place
             if not (takes_tensor and isinstance(x, Tensor)):
                 return operator(*inputs)
-            if not are_plain(torch._C._dispatch_keys(x).raw_repr()):
+            if torch._C._has_torch_function_unary(x) or not are_plain(torch._C._dispatch_keys(x).raw_repr()):
                 return operator(*inputs)
         return plain(*inputs)
 

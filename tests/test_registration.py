@@ -1,5 +1,7 @@
 """Attention is called past PyTorch's dispatcher only where nothing looks for its operators there."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -52,6 +54,17 @@ class Marked(torch.Tensor):
         return function(*(x.inner if isinstance(x, Marked) else x for x in arguments), **(options or {}))
 
 
+class Overriding(torch.Tensor):
+    """A subclass that sees functions of PyTorch alone, above autograd."""
+
+    names: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        cls.names.append(str(function))
+        return super().__torch_function__(function, types, arguments, options or {})
+
+
 @pytest.fixture
 def qkv(device):
     return random_qkv(1, 20, 20, 1, 1, 16, torch.float32, device)
@@ -84,6 +97,16 @@ def test_one_tensor_of_a_subclass_is_enough_for_it_to_see_the_operator(which, qk
     out = flash_attention(*tensors)
     assert "nanoflash::attention_forward" in names
     torch.testing.assert_close(out.detach(), flash_attention(*qkv).detach())
+
+
+@pytest.mark.parametrize("which", range(3), ids=["q", "k", "v"])
+def test_a_subclass_that_overrides_functions_sees_the_operator_and_marks_its_results(which, qkv):
+    tensors = [x.as_subclass(Overriding) if place == which else x for place, x in enumerate(qkv)]
+    Overriding.names.clear()
+    out = flash_attention(*tensors)
+    assert "nanoflash.attention_forward.default" in Overriding.names
+    assert type(out) is Overriding
+    torch.testing.assert_close(out.as_subclass(torch.Tensor), flash_attention(*qkv))
 
 
 def test_a_view_that_is_negated_when_it_is_read_is_negated(qkv):

@@ -101,8 +101,9 @@ def differentiate(operator: torch._ops.OpOverload, setup_context: Callable, back
             def backward(ctx, *gradients):
                 return backward(ctx, *gradients)
 
-        # named in the graphs that debuggers print
+        # named in profiles, and in the graphs that debuggers print, whose nodes are of a class of their own
         Gradient.__name__ = Gradient.__qualname__ = f"GradientOf_{operator._opname}"
+        Gradient._backward_cls.__name__ = f"{Gradient.__name__}Backward"
 
         def with_gradient(*inputs):
             # as inside of backward passes; forward derivatives, which no_grad leaves on, Gradient refuses

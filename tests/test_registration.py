@@ -139,3 +139,11 @@ def test_flops_are_counted_where_a_formula_is_registered(qkv):
     with FlopCounterMode(display=False, custom_mapping=flops) as counter:
         flash_attention(*qkv)
     assert counter.get_total_flops() == 7
+
+
+def test_profilers_and_graphs_name_a_gradient_by_its_operator(qkv):
+    out = flash_attention(*qkv)
+    assert out.grad_fn.name() == "GradientOf_attention_forwardBackward"
+    with torch.profiler.profile() as profile:
+        out.sum().backward()
+    assert "GradientOf_attention_forwardBackward" in {event.name for event in profile.events()}

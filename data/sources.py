@@ -280,7 +280,8 @@ def fingerprint(paths: Iterator[Path]) -> str:
         # in a folder that may be listed, and no more, or a link to nothing
         except OSError:
             seen = "unreadable"
-        digest.update(f"{path}\0{seen}\n".encode())
+        # a name need not be UTF-8
+        digest.update(os.fsencode(path) + f"\0{seen}\n".encode())
     return digest.hexdigest()
 
 

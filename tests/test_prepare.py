@@ -144,6 +144,14 @@ def test_files_that_changed_since_are_told(config, caplog):
     assert "delete it to use them" in caplog.text
 
 
+def test_a_file_whose_name_is_not_utf8_is_prepared_as_others_are(config, caplog):
+    (Path(config.paths[0]) / os.fsdecode(b"caf\xe9.txt")).write_text("coffee")
+    folder = prepare(config)
+    assert sum(content["documents"] for content in read_manifest(folder)["splits"].values()) == 200
+    assert prepare(config) == folder
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -178,14 +178,22 @@ def _is_prepared(folder: Path, config: DataConfig) -> bool:
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda path: read_shard(path, tokenizer=mark, verify=True), paths))
     _refuse_other_end(manifest, config)
-    fingerprint = _open_source(config).fingerprint()
-    if fingerprint is not None and fingerprint != manifest["source_fingerprint"]:
+    if _has_changed(manifest, config):
         log.warning(
             "the files of source %s changed since %s was prepared: delete it to use them",
             config.source,
             folder,
         )
     return True
+
+
+def _has_changed(manifest: dict[str, Any], config: DataConfig) -> bool:
+    then, source = manifest["source_fingerprint"], _open_source(config)
+    if source.fingerprint() in (None, then):
+        return False
+    # a manifest may be of a time when it was taken of the paths as they were written
+    before = TextFiles(manifest["config"].get("paths", []), config.text_field)
+    return before.fingerprint(as_written=True) != then
 
 
 def _refuse_other_end(manifest: dict[str, Any], config: DataConfig) -> None:

@@ -114,8 +114,10 @@ class TextFiles:
             for text in readers.get(path.suffix.lower(), read_plain)(path, counts):
                 yield None, text
 
-    def fingerprint(self) -> str | None:
-        return fingerprint(self._files(Counter())) if all(path.exists() for path in self.paths) else None
+    def fingerprint(self, *, as_written: bool = False) -> str | None:
+        if not all(path.exists() for path in self.paths):
+            return None
+        return fingerprint(self._files(Counter()), as_written=as_written)
 
     def _files(self, counts: Counter[str]) -> Iterator[Path]:
         for path in self.paths:
@@ -269,8 +271,11 @@ def text_of(record: Any, text_field: str, place: str, counts: Counter[str]) -> I
         )
 
 
-def fingerprint(paths: Iterator[Path]) -> str:
-    """A digest of each path, size and time of change, without reading the files."""
+def fingerprint(paths: Iterator[Path], *, as_written: bool = False) -> str:
+    """A digest of each path, size and time of change, without reading the files.
+
+    as_written: of relative paths as they are, and not from / on.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for path in paths:
         try:
@@ -281,7 +286,8 @@ def fingerprint(paths: Iterator[Path]) -> str:
         except OSError:
             seen = "unreadable"
         # a name need not be UTF-8
-        digest.update(os.fsencode(path) + f"\0{seen}\n".encode())
+        name = path if as_written else os.path.abspath(path)
+        digest.update(os.fsencode(name) + f"\0{seen}\n".encode())
     return digest.hexdigest()
 
 

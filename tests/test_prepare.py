@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from data.encoder import ctrl_c_waits
 from data.manifest import SPLITS, read_manifest, write_manifest
 from data.prepare import DataConfig, prepare
 from data.shards import HEADER_BYTES, read_shard
+from data.sources import fingerprint, walk
 from data.tokenizer import load_tokenizer
 
 NEWER = ('{"format": "nanoflash corpus", "version": 9}', "must have version 1, got 9")
@@ -172,10 +174,22 @@ def test_a_folder_of_another_configuration_is_refused_by_key(config, change):
     assert contents(Path(config.folder)) == before
 
 
-def test_a_folder_is_found_again_however_its_paths_are_written(config):
+def test_a_folder_is_found_again_however_its_paths_are_written(config, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
     before = contents(prepare(config))
-    prepare(replace(config, paths=[f"{config.paths[0]}/"]))
+    for path in (f"{config.paths[0]}/", "text", "./text", "shards/../text"):
+        prepare(replace(config, paths=[path]))
     assert contents(Path(config.folder)) == before
+    # in a manifest of a time when it was taken of the paths as they were written
+    manifest = read_manifest(Path(config.folder))
+    manifest["config"]["paths"] = ["text"]
+    manifest["source_fingerprint"] = fingerprint(walk(Path("text"), (".txt",), Counter()), as_written=True)
+    write_manifest(Path(config.folder), manifest)
+    prepare(config)
+    assert not caplog.records
+    (tmp_path / "text" / "new.txt").write_text("new")
+    prepare(config)
+    assert "changed since" in caplog.text
 
 
 def test_a_folder_prepared_with_values_that_its_source_does_not_read_is_found_again(config):

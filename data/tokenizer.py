@@ -29,8 +29,9 @@ DOWNLOAD_SECONDS = 20.0
 PROBE = "The 1984 café costs 12,345.67\n\n    def naïve(self): return x**2\t# größer 東京 Москва 🙂 don't"
 # tiktoken's regex engine overflows its stack on a million spaces in a row: longer text is encoded in pieces
 PIECE_CHARACTERS = 400_000
-# between these two lines GPT-2's pattern never joins characters, so that cutting there changes no token
-SAFE_CUT = re.compile(r"(?<=\S\n)(?=\S)")
+# between two lines, or the \r and \n between them, GPT-2's pattern never joins characters, so that cutting
+# there changes no token
+SAFE_CUT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S\r)(?=\n\S)")
 
 
 class Tokenizer(Protocol):

@@ -61,13 +61,14 @@ def test_each_document_is_followed_by_end_of_text(name):
     assert tokens.dtype == np.uint16
 
 
-def test_long_text_encodes_to_the_same_tokens_as_in_one_piece(monkeypatch):
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_long_text_encodes_to_the_same_tokens_as_in_one_piece(line_end, monkeypatch):
     monkeypatch.setattr(module, "PIECE_CHARACTERS", 100)
     tokenizer = load_tokenizer("gpt2")
     rng = random.Random(0)
-    pieces = ["a", "the ", "  ", "\n", "\n\n", "7", "'s", "é", "\t", "!?"]
+    pieces = ["a", "the ", "  ", "\n", "\n\n", "7", "'s", "é", "\t", "!?", "\r", "\r\n", "\x1c"]
     # "x\ny" is a place to cut; between two of them there is anything
-    text = "".join("".join(rng.choices(pieces, k=8)) + "x\ny" for _ in range(2000))
+    text = "".join("".join(rng.choices(pieces, k=8)) + f"x{line_end}y" for _ in range(2000))
     assert len(cut(text, 100)) > 300
     assert tokenizer.encode(text).tolist() == module._gpt2_encoding().encode_ordinary(text)
 

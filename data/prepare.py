@@ -8,8 +8,9 @@ import logging
 import os
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -115,7 +116,7 @@ def prepare(config: DataConfig) -> Path:
     whatever config.workers.
 
     Raises ValueError if the folder holds anything else, or shards that are damaged; if the source has no
-    documents, or a path is missing. Nothing that was there before is changed.
+    documents, or a path is missing; OSError if the disk is full. Nothing that was there before is changed.
     """
     # the finished folder takes the place that a link names, not the link's own
     folder = Path(config.folder).resolve()
@@ -303,11 +304,13 @@ def _write_corpus(partial: Path, config: DataConfig) -> None:
     log.info("preparing %s from source %s, data.workers=%d", config.folder, config.source, workers)
     with tqdm(total=plan.characters, unit="char", unit_scale=True, desc="tokenizing", disable=None) as bar:
         for chunk, tokens in encode_in_order(stream, config.tokenizer, workers):
-            writers[chunk.split].append(tokens)
+            with _writing(config):
+                writers[chunk.split].append(tokens)
             documents[chunk.split] += len(chunk.texts)
             bar.update(chunk.characters)
-    for writer in writers.values():
-        writer.close()
+    with _writing(config):
+        for writer in writers.values():
+            writer.close()
     tokens = {split: sum(shard["tokens"] for shard in writers[split].shards) for split in SPLITS}
     if not all(tokens.values()):
         raise ValueError(
@@ -315,25 +318,24 @@ def _write_corpus(partial: Path, config: DataConfig) -> None:
             f"{dict(documents)}: choose a larger fraction or more documents"
         )
     left_out = dict(sorted(counts.items()))
-    write_manifest(
-        partial,
-        {
-            "config": identity(asdict(config)),
-            "source_fingerprint": source_fingerprint,
-            "tokenizer": config.tokenizer,
-            "vocab_size": tokenizer.vocab_size,
-            "end_of_text": tokenizer.end_of_text,
-            "left_out": left_out,
-            "splits": {
-                split: {
-                    "tokens": tokens[split],
-                    "documents": documents[split],
-                    "shards": writers[split].shards,
-                }
-                for split in SPLITS
-            },
+    manifest = {
+        "config": identity(asdict(config)),
+        "source_fingerprint": source_fingerprint,
+        "tokenizer": config.tokenizer,
+        "vocab_size": tokenizer.vocab_size,
+        "end_of_text": tokenizer.end_of_text,
+        "left_out": left_out,
+        "splits": {
+            split: {
+                "tokens": tokens[split],
+                "documents": documents[split],
+                "shards": writers[split].shards,
+            }
+            for split in SPLITS
         },
-    )
+    }
+    with _writing(config):
+        write_manifest(partial, manifest)
     log.info(
         "prepared %s in %.1f seconds: %s tokens for training, %s for validation (%.1f%%), left out %s",
         config.folder,
@@ -343,6 +345,18 @@ def _write_corpus(partial: Path, config: DataConfig) -> None:
         100 * tokens["val"] / sum(tokens.values()),
         left_out or "nothing",
     )
+
+
+@contextmanager
+def _writing(config: DataConfig) -> Iterator[None]:
+    """Names the folder in what goes wrong inside; errors of the disk, such as a full one, do not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"data.folder={config.folder!r} was not written ({error}): make room there, or name a folder on "
+            "another disk"
+        ) from error
 
 
 def _plan(source: Source, config: DataConfig) -> Plan:

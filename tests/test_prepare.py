@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -231,6 +232,21 @@ def test_a_folder_that_cannot_be_made_is_refused_by_its_key(config, tmp_path):
     with pytest.raises(ValueError, match=r"data\.folder='.*file/a/b' cannot be written .*: name a folder in"):
         prepare(replace(config, folder=str(tmp_path / "file" / "a" / "b")))
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_full_disk_is_told_with_the_key_and_the_way_out_and_leaves_nothing(config, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # no file may grow beyond it: the nearest to a full disk that needs none
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+    message = (
+        r"^data\.folder='.*shards' was not written \(.*File too large\): make room there, or name a folder"
+    )
+    try:
+        with pytest.raises(OSError, match=message):
+            prepare(config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
 def test_another_manifest_is_refused_and_left_alone(config):

@@ -68,8 +68,8 @@ def export_pretrained(
     """Writes a folder that `transformers` loads: config.json and safetensors, in this dtype.
 
     token_ids: entries of config.json that a model's shape does not tell, such as eos_token_id.
-    Raises ValueError for a model that no family holds, and for a folder that is not empty; OSError where it
-    cannot be written, which leaves nothing behind.
+    Raises ValueError for a model that no family holds, for weights that dtype makes infinite, and for a
+    folder that is not empty; OSError where it cannot be written, which leaves nothing behind.
     """
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
@@ -78,8 +78,7 @@ def export_pretrained(
     architecture = family_of(config)
     family = FAMILIES[architecture]
     tensors = {
-        name: part.to("cpu", dtype, copy=True).contiguous()
-        for name, part in named_parts(model.state_dict(), family, config)
+        name: _cast(name, part, dtype) for name, part in named_parts(model.state_dict(), family, config)
     }
     theirs = {"architectures": [architecture], **family.write_config(config), **(token_ids or {})}
     theirs["dtype"] = theirs["torch_dtype"] = str(dtype).removeprefix("torch.")
@@ -99,6 +98,17 @@ def export_pretrained(
         raise OSError(
             f"{folder} was not written ({error}): make room there, or choose another folder"
         ) from error
+
+
+def _cast(name: str, part: Tensor, dtype: torch.dtype) -> Tensor:
+    tensor = part.to("cpu", dtype, copy=True).contiguous()
+    largest = part.abs().max()
+    if largest.isfinite() and not tensor.isfinite().all():
+        kind = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{name} has values up to {largest:.3g}, of which {kind} makes infinity: use precision=bf16 or fp32"
+        )
+    return tensor
 
 
 def weight_files(folder: Path) -> list[Path]:

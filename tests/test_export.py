@@ -54,6 +54,21 @@ def test_a_tokenizer_that_is_gone_is_named_before_anything_is_written(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_weight_that_the_precision_cannot_hold_is_named_with_the_way_out(tmp_path):
+    large = model(vocab_size=257)
+    with torch.no_grad():
+        large.blocks[1].mlp.expand.weight[0, 0] = -1e5
+    message = (
+        r"transformer\.h\.1\.mlp\.c_fc\.weight has values up to 1e\+05, of which float16 makes infinity: use "
+        "precision=bf16 or fp32"
+    )
+    with pytest.raises(ValueError, match=message):
+        export(large, "bytes", tmp_path / "out", torch.float16)
+    assert not (tmp_path / "out").exists()
+    export(large, "bytes", tmp_path / "out", torch.bfloat16)
+    export(model(vocab_size=257), "bytes", tmp_path / "fp16", torch.float16)
+
+
 def test_an_earlier_export_of_the_run_is_replaced_and_what_else_lies_there_stays(tmp_path):
     export_run(model(n_layer=1), "gpt2", tmp_path)
     out = tmp_path / "hugging_face"

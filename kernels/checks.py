@@ -86,13 +86,27 @@ def takes_head_dim(head_dim: int) -> bool:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, n_dims: int) -> None:
-    """Shapes, dtypes and devices of q, k and v."""
+    """Whether the kernels take q, k and v: their shapes, dtypes and devices."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype not in DTYPES:
+            raise ValueError(f"{name} must be bfloat16, float16 or float32, got {x.dtype}: cast it")
+    check_together(q, k, v, n_dims)
+    check_device("q", q)
+    if is_interpreted_wrongly(q.device, q.dtype):
+        raise ValueError(
+            "q, k and v must be float16 or float32 on a CPU, got bfloat16, which Triton's interpreter "
+            "multiplies wrongly: cast them, or use attention_reference"
+        )
+    if not takes_head_dim(q.shape[-1]):
+        raise ValueError(f"head_dim must be {HEAD_DIMS}, got {q.shape[-1]}: change n_head or pad")
+
+
+def check_together(q: Tensor, k: Tensor, v: Tensor, n_dims: int) -> None:
+    """Whether the shapes of q, k and v fit each other, and dtype and device are one, whichever these are."""
     layout = "(B, T, H, D)" if n_dims == 4 else "(total, H, D)"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != n_dims:
             raise ValueError(f"{name} must have {n_dims} dimensions, {layout}, got shape {tuple(x.shape)}")
-        if x.dtype not in DTYPES:
-            raise ValueError(f"{name} must be bfloat16, float16 or float32, got {x.dtype}: cast it")
         if x.dtype != q.dtype:
             raise ValueError(
                 f"q, k and v must have one dtype, got q {q.dtype} and {name} {x.dtype}: cast one"
@@ -103,15 +117,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, n_dims: int) -> None:
             )
         if 0 in x.shape:
             raise ValueError(f"{name} must not be empty, got shape {tuple(x.shape)}")
-    check_device("q", q)
-    if is_interpreted_wrongly(q.device, q.dtype):
-        raise ValueError(
-            "q, k and v must be float16 or float32 on a CPU, got bfloat16, which Triton's interpreter "
-            "multiplies wrongly: cast them, or use attention_reference"
-        )
     head_dim = q.shape[-1]
-    if not takes_head_dim(head_dim):
-        raise ValueError(f"head_dim must be {HEAD_DIMS}, got {head_dim}: change n_head or pad")
     if k.shape != v.shape:
         raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
     if k.shape[-1] != head_dim:
@@ -227,6 +233,11 @@ def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor) -> None:
             raise ValueError(
                 f"block_mask was built for {name}={have}, got {x.shape[-3]} tokens: build it for this length"
             )
+    check_block_mask_serves(block_mask, q)
+
+
+def check_block_mask_serves(block_mask: BlockMask, q: Tensor) -> None:
+    """Whether a block mask is one for q's batches and heads, on its device; (B, T, H, D) or (total, H, D)."""
     n_batch = q.shape[0] if q.dim() == 4 else 1
     for name, have, need in (
         ("batches", block_mask.n_batch, n_batch),

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels.block_mask import BlockMask
-from kernels.checks import check_order
+from kernels.checks import check_is_tensor, check_order
 from kernels.intervals import document_bounds
 from model.block_attention import Mask
 
@@ -81,6 +81,9 @@ class Ring:
 
     def _take(self, document_ids: Tensor | None) -> None:
         if document_ids is not None:
+            check_is_tensor("document_ids", document_ids)
+            if document_ids.dtype != torch.int32:
+                raise ValueError(f"document_ids must be int32, got {document_ids.dtype}: call .int()")
             if document_ids.shape[1:] != (self.seq_len,) or document_ids.is_cuda:
                 raise ValueError(
                     f"document_ids must be (B, {self.seq_len}) on the CPU, one for each token of the whole "

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kernels import checks
 from kernels.block_mask import BlockMask
-from kernels.checks import check_options
 from model.block_attention import BLOCK_ATTENTION
 from model.ring import Ring, Step, length
 
@@ -43,18 +43,33 @@ def ring_attention(
     q: (B, T / n, H, D); k, v: (B, T / n, Hkv, D): this rank's tokens, as `Ring.split` gives them.
     Returns (B, T / n, H, D) in q's dtype. implementation: "flash" or "reference". window: keys up to its own
     position that a query sees. block_mask: causal, of the whole sequence. Raises ValueError for what
-    flash_attention refuses of these.
+    flash_attention refuses of these; "reference" takes any dtype and head_dim.
     """
     if implementation not in BLOCK_ATTENTION:
         raise ValueError(
             f"attention.implementation={implementation!r} does not run over several processes: "
             f"use one of {', '.join(BLOCK_ATTENTION)}"
         )
-    if q.shape[1] != ring.seq_len // ring.size:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        checks.check_is_tensor(name, x)
+    # "reference" multiplies other dtypes and heads too
+    check = checks.check_tensors if implementation == "flash" else checks.check_together
+    check(q, k, v, n_dims=4)
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[1] != ring.seq_len // ring.size:
+            raise ValueError(
+                f"{name} must hold this rank's {ring.seq_len // ring.size} of {ring.seq_len} tokens, got "
+                f"{x.shape[1]}"
+            )
+    checks.check_options(q, True, softmax_scale, window, 0.0, None)
+    if block_mask is not None:
+        checks.check_is_block_mask(block_mask)
+        checks.check_block_mask_serves(block_mask, q)
+    n_rows = 1 if ring.document_ids is None else len(ring.document_ids)
+    if n_rows not in (1, q.shape[0]):
         raise ValueError(
-            f"q must hold this rank's {ring.seq_len // ring.size} of {ring.seq_len} tokens, got {q.shape[1]}"
+            f"document_ids must have 1 or {q.shape[0]} rows, as q, got {n_rows}: use ring.with_documents"
         )
-    check_options(q, True, softmax_scale, window, 0.0, None)
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     steps = ring.steps(window, block_mask)

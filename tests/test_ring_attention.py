@@ -1,3 +1,4 @@
+from copy import copy
 from dataclasses import dataclass
 from itertools import product
 
@@ -6,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from kernels import block_masks
+from kernels.block_mask import BlockMask
 from kernels.reference import attention_reference, visible_keys
 from model.block_attention import BLOCK_ATTENTION
 from model.ring import Ring, tokens_of_blocks
@@ -204,6 +206,65 @@ def test_numbers_that_attention_refuses_are_refused(options, message):
     q = torch.zeros(1, 32, 2, 16)
     with pytest.raises(ValueError, match=message):
         ring_attention(q, q, q, Ring(NoGroup(0, 2), SEQ_LEN), "flash", **options)
+
+
+Q = torch.zeros(3, 128, 4, 16)
+MASK = block_masks.parse("causal()", 256, block_size=64)
+TWO = torch.cat([MASK.to_dense()] * 2)
+ELSEWHERE = copy(MASK)
+ELSEWHERE.bits = MASK.bits.to("meta")
+
+
+@pytest.mark.parametrize("implementation", BLOCK_ATTENTION)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": None}, "k must be a tensor, got NoneType"),
+        ({"q": Q[0]}, r"q must have 4 dimensions.*\(128, 4, 16\)"),
+        ({"q": Q[:, :64]}, "q must hold this rank's 128 of 256 tokens, got 64"),
+        ({"k": Q[:, :64], "v": Q[:, :64]}, "k must hold this rank's 128 of 256 tokens, got 64"),
+        ({"k": Q[:, :, :3], "v": Q[:, :, :3]}, "4 heads of q must be a multiple of those of k and v, got 3"),
+        ({"k": Q[:1], "v": Q[:1]}, "k must have the batch of q, 3, got 1"),
+        ({"k": Q[..., :8], "v": Q[..., :8]}, "k must have the head_dim of q, 16, got 8"),
+        ({"v": Q[:, :, :1]}, r"k and v must have one shape, got \(3, 128, 4, 16\) and \(3, 128, 1, 16\)"),
+        ({"k": Q.half(), "v": Q.half()}, "one dtype, got q torch.float32 and k torch.float16"),
+        ({"v": Q.to("meta")}, "one device, got q on cpu and v on meta"),
+        ({"block_mask": object()}, "block_mask must be a BlockMask, got object"),
+        ({"block_mask": BlockMask.stack([MASK, MASK])}, "block_mask must have 1 or 4 heads, as q, got 2"),
+        (
+            {"block_mask": block_masks.from_dense(TWO, block_size=64) & MASK},
+            "block_mask must have 1 or 3 batches, as q, got 2",
+        ),
+        ({"block_mask": ELSEWHERE}, "block_mask must be on cpu, got meta"),
+        ({"document_ids": torch.zeros(2, 256).int()}, r"document_ids must have 1 or 3 rows, as q, got 2"),
+    ],
+)
+def test_tensors_and_masks_that_do_not_fit_are_refused(implementation, change, message):
+    arguments = {"q": Q, "k": Q, "v": Q} | change
+    ring = Ring(NoGroup(0, 2), 256, arguments.pop("document_ids", None))
+    with pytest.raises(ValueError, match=message):
+        ring_attention(**arguments, ring=ring, implementation=implementation)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x[..., :12], "head_dim must be a multiple of 8 from 8 to 256, got 12"),
+        (lambda x: x.double(), "q must be bfloat16, float16 or float32, got torch.float64"),
+        (lambda x: x.bfloat16(), "q, k and v must be float16 or float32 on a CPU, got bfloat16"),
+    ],
+)
+def test_what_the_kernels_do_not_take_is_refused_of_flash(change, message):
+    x = change(Q)
+    with pytest.raises(ValueError, match=message):
+        ring_attention(x, x, x, Ring(NoGroup(0, 2), 256), "flash")
+
+
+def test_documents_that_are_no_int32_are_refused():
+    with pytest.raises(ValueError, match=r"document_ids must be int32, got torch.float32: call .int\(\)"):
+        Ring(NoGroup(0, 2), SEQ_LEN, documents().float())
+    with pytest.raises(ValueError, match="document_ids must be a tensor, got list"):
+        Ring(NoGroup(0, 2), SEQ_LEN, documents().tolist())
 
 
 def test_documents_out_of_order_are_refused():

@@ -301,7 +301,7 @@ def may_read(x: Tensor) -> bool:
 def read_once(x: Tensor, n_tokens: int, read: Callable[[], float | None]) -> float | None:
     """What read() finds, once for each version of x; it raises ValueError for wrong values.
 
-    None where x cannot be read.
+    None where x cannot be read; what read() leaves out without gradients is read again with them.
     """
     if not may_read(x):
         return None
@@ -309,7 +309,9 @@ def read_once(x: Tensor, n_tokens: int, read: Callable[[], float | None]) -> flo
     if x.is_inference():
         return read()
     version, found_for, found = CHECKED.get(x, (None, None, None))
-    if (version, found_for) != (x._version, n_tokens):
+    # without gradients less may have been read than they need
+    lacks = found is None and torch.is_grad_enabled()
+    if lacks or (version, found_for) != (x._version, n_tokens):
         found = read()
         CHECKED[x] = x._version, n_tokens, found
     return found

@@ -20,6 +20,25 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NUMBERED = f"model-{5 * '[0-9]'}-of-{5 * '[0-9]'}.safetensors"
 # of one file; more weights go to several, as transformers does it
 MAX_SHARD_BYTES = 5_000_000_000
+# what a value of config.json must be, and the keys of such values
+WHOLE_NUMBERS = """
+    n_layer n_head n_embd n_positions vocab_size num_hidden_layers num_attention_heads hidden_size
+    intermediate_size max_position_embeddings
+"""
+NUMBERS_IF_ANY = """
+    rope_theta factor beta_fast beta_slow attention_factor mscale mscale_all_dim low_freq_factor
+    high_freq_factor
+"""
+KINDS = {
+    "a whole number": (int, WHOLE_NUMBERS),
+    "a whole number or null": (
+        int | None,
+        "n_inner num_key_value_heads head_dim original_max_position_embeddings",
+    ),
+    "a number": (int | float, "layer_norm_epsilon rms_norm_eps"),
+    "a number or null": (int | float | None, NUMBERS_IF_ANY),
+    "an object or null": (dict | None, "rope_parameters rope_scaling"),
+}
 # our tables that are padded to whole tiles
 PADDED = ("token_embedding.weight", "head.weight")
 
@@ -86,7 +105,7 @@ def export_pretrained(
     folder.mkdir(parents=True, exist_ok=True)
     try:
         _write_tensors(folder, tensors, max_shard_bytes)
-        (folder / "config.json").write_text(json.dumps(theirs, indent=2) + "\n")
+        (folder / "config.json").write_text(json.dumps(theirs, indent=2) + "\n", encoding="utf-8")
     # save_file's error for a full disk is no OSError
     except (OSError, SafetensorError) as error:
         # what another process put there meanwhile stays
@@ -106,7 +125,8 @@ def _cast(name: str, part: Tensor, dtype: torch.dtype) -> Tensor:
     if largest.isfinite() and not tensor.isfinite().all():
         kind = str(dtype).removeprefix("torch.")
         raise ValueError(
-            f"{name} has values up to {largest:.3g}, of which {kind} makes infinity: use precision=bf16 or fp32"
+            f"{name} has values up to {largest:.3g}, of which {kind} makes infinity: use precision=bf16 or "
+            "fp32"
         )
     return tensor
 
@@ -149,19 +169,39 @@ def _read_config(folder: Path) -> tuple[Family, ModelConfig]:
         raise ValueError(f"{path}: no such file; a Hugging Face model is a folder with config.json in it")
     theirs = _read_json(path)
     names = theirs.get("architectures") or ["none"]
-    if names[0] not in FAMILIES:
-        raise ValueError(f"{path}: architecture {names[0]} is not supported: {', '.join(FAMILIES)} are")
-    family = FAMILIES[names[0]]
+    name = str(names[0] if isinstance(names, list) else names)
+    if name not in FAMILIES:
+        raise ValueError(f"{path}: architecture {name} is not supported: {', '.join(FAMILIES)} are")
+    family = FAMILIES[name]
+    _check_types(path, theirs)
     try:
         return family, family.read_config(theirs)
     except KeyError as error:
         raise ValueError(f"{path}: {error.args[0]} is missing") from None
+    except TypeError as error:
+        raise ValueError(
+            f"{path}: a value has a type that no model has ({error}): copy it anew from its model"
+        ) from error
+
+
+def _check_types(path: Path, theirs: dict, group: str = "") -> None:
+    """Raises ValueError for the first value of theirs, or of an object in it, that is of another type."""
+    for kind, (types, keys) in KINDS.items():
+        for key in theirs.keys() & set(keys.split()):
+            value = theirs[key]
+            # a bool is an int to Python
+            if not isinstance(value, types) or isinstance(value, bool):
+                raise ValueError(
+                    f"{path}: {group}{key} must be {kind}, got {value!r}: copy it anew from its model"
+                )
+            if isinstance(value, dict):
+                _check_types(path, value, f"{key}.")
 
 
 def _find_tensors(folder: Path, family: Family) -> dict[str, Path]:
     """Full name of each tensor, and the file that holds it."""
     if (folder / INDEX).is_file():
-        files = {name: folder / file for name, file in _read_json(folder / INDEX)["weight_map"].items()}
+        files = _read_index(folder)
     elif (folder / WEIGHTS).is_file():
         with _open(folder / WEIGHTS) as file:
             files = dict.fromkeys(file.keys(), folder / WEIGHTS)
@@ -175,6 +215,13 @@ def _find_tensors(folder: Path, family: Family) -> dict[str, Path]:
         name if name.startswith((family.prefix, "lm_head.")) else family.prefix + name: path
         for name, path in files.items()
     }
+
+
+def _read_index(folder: Path) -> dict[str, Path]:
+    weight_map = _read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(f"{folder / INDEX} has no weight_map of names to files: copy it anew from its model")
+    return {name: folder / file for name, file in weight_map.items()}
 
 
 def _check_names(folder: Path, family: Family, config: ModelConfig, files: dict[str, Path]) -> None:
@@ -196,9 +243,14 @@ def _check_names(folder: Path, family: Family, config: ModelConfig, files: dict[
 
 def _read_json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}): copy it anew from its model") from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{path} must hold an object, got {type(content).__name__}: copy it anew from its model"
+        )
+    return content
 
 
 def _open(path: Path):
@@ -238,4 +290,4 @@ def _write_tensors(folder: Path, tensors: dict[str, Tensor], max_shard_bytes: in
         weight_map |= dict.fromkeys(shard, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -250,6 +250,50 @@ def test_json_that_is_damaged_or_wrong_is_named_with_its_file(folder, tmp_path):
             load_pretrained(tmp_path / "out", REFERENCE)
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("gpt2", {"n_layer": None}, "n_layer must be a whole number, got None"),
+        ("gpt2", {"n_layer": "1"}, "n_layer must be a whole number, got '1'"),
+        ("gpt2", {"n_layer": True}, "n_layer must be a whole number, got True"),
+        ("gpt2", {"n_head": 2.0}, r"n_head must be a whole number, got 2\.0"),
+        ("gpt2", {"n_inner": "wide"}, "n_inner must be a whole number or null, got 'wide'"),
+        ("gpt2", {"layer_norm_epsilon": "1e-5"}, "layer_norm_epsilon must be a number, got '1e-5'"),
+        ("gpt2", {"architectures": 3}, "architecture 3 is not supported"),
+        ("gpt2", {"architectures": [["a"]]}, r"architecture \['a'\] is not supported"),
+        ("llama3", {"rope_parameters": [1]}, r"rope_parameters must be an object or null, got \[1\]"),
+        ("llama3", {"rope_parameters": LLAMA3 | {"factor": "8"}}, "rope_parameters.factor must be a number"),
+        (
+            "llama3",
+            {"rope_parameters": LLAMA3 | {"factor": None}},
+            "a value has a type that no model has .*None",
+        ),
+    ],
+    indirect=["kind"],
+)
+def test_a_value_of_another_type_is_refused_by_file_and_key(folder, changes, message):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    for read in (read_pretrained_config, check_pretrained):
+        with pytest.raises(ValueError, match=f"^{path}: {message}"):
+            read(folder)
+
+
+@pytest.mark.parametrize("kind", ["gpt2"], indirect=True)
+def test_json_of_another_kind_is_named_with_its_file(folder, tmp_path):
+    export_pretrained(load_pretrained(folder, REFERENCE), tmp_path / "out", max_shard_bytes=20_000)
+    for text in ("{}", '{"weight_map": []}', '{"weight_map": {"transformer.wpe.weight": 3}}'):
+        (tmp_path / "out" / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(
+            ValueError, match=r"index\.json has no weight_map of names.*: copy it anew from its"
+        ):
+            check_pretrained(tmp_path / "out")
+    for name in ("model.safetensors.index.json", "config.json"):
+        (tmp_path / "out" / name).write_text("[]")
+        with pytest.raises(ValueError, match=f"out/{name} must hold an object, got list: copy it anew"):
+            check_pretrained(tmp_path / "out")
+
+
 @pytest.mark.parametrize("kind", ["llama2"], indirect=True)
 def test_export_overwrites_nothing_and_names_what_fits_no_family(folder, tmp_path):
     ours = load_pretrained(folder, REFERENCE)

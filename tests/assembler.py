@@ -120,5 +120,5 @@ def used_by(
 
     given = [source.signature, sorted(source.constants.items(), key=str), source.attrs, target, options]
     name = f"{source.fn.__module__}.{source.fn.__name__} {target.backend} {target.arch}"
-    modules = (source.fn.__module__, report.__module__)
-    return compiled_once(f"triton_{triton.__version__}", name, repr(given), modules, make)
+    code = [f"{code.__module__}:{code.__name__}" for code in (source.fn, report, keep_report)]
+    return compiled_once(f"triton_{triton.__version__}", name, repr(given), code, make)

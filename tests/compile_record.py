@@ -1,9 +1,9 @@
 """What compilers made of our kernels, by a fingerprint of all they were given: nothing is compiled twice.
 
 tests/compiled/ has a file for each compiler, and in it a row for each kernel that the tests compile ahead of
-time. A row counts only while its fingerprint is that of the code as it is (comments and docstrings apart), of
-constants, options and the compiler's version: what has changed is compiled, and only takes longer.
-`make record` writes the files anew; with COMPILE_ANEW=1 no row counts.
+time. A row counts only while its fingerprint is that of all the code that the kernel names (comments and
+docstrings apart), of constants, options and the compiler's version: what has changed is compiled, and only
+takes longer. `make record` writes the files anew; with COMPILE_ANEW=1 no row counts.
 """
 
 import ast
@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -21,14 +22,13 @@ RECORDS = ROOT / "tests" / "compiled"
 PACKAGES = ("kernels", "tests")
 
 
-def compiled_once(compiler: str, name: str, given: str, modules: Iterable[str], make: Callable) -> dict:
+def compiled_once(compiler: str, name: str, given: str, code: Iterable[str], make: Callable) -> dict:
     """make(), or the row that it gave for the same.
 
     compiler: with its version. name: for readers. given: what the compiler is given beside the code, which is
-    that of the modules and of all of ours behind them. make() gives a dict that JSON can hold.
+    what `definitions_behind` takes. make() gives a dict that JSON can hold.
     """
-    code = [code_behind(module) for module in modules]
-    text = json.dumps([compiler, name, given, code], sort_keys=True)
+    text = json.dumps([compiler, name, given, [code_behind(each) for each in code]], sort_keys=True)
     fingerprint = hashlib.sha256(text.encode()).hexdigest()[:32]
     row = None if os.environ.get("COMPILE_ANEW") else record_of(compiler).get(fingerprint)
     if row is None:
@@ -47,39 +47,100 @@ def record_of(compiler: str) -> dict[str, dict]:
 
 
 @cache
-def code_behind(module: str) -> str:
-    """A hash of the code of a module and of all of ours that it imports, and these in turn."""
-    found, unread = {}, [module]
+def code_behind(code: str) -> str:
+    """A hash of what `definitions_behind` finds."""
+    found = [
+        (*place, ast.unparse(without_words(node)))
+        for place, statements in definitions_behind(code).items()
+        for node in statements
+    ]
+    return hashlib.sha256(json.dumps(sorted(found)).encode()).hexdigest()
+
+
+def definitions_behind(code: str) -> dict[tuple[str, str], list[ast.stmt]]:
+    """A definition and all of ours that it names, and these in turn: (module, name) and what binds the name.
+
+    code: "module:name", or "module" for all that is defined there. What nothing of it names, such as the code
+    of the host that launches a kernel, is not among it; of other people's code there are the imports alone.
+    """
+    module, _, name = code.partition(":")
+    unread = [(module, name)] if name else everything_in(module)
+    assert all(place[1] in definitions_in(module) for place in unread or [("", "")]), f"{code} is not of ours"
+    found = {}
     while unread:
-        name = unread.pop()
-        path = ROOT / Path(*name.split(".")).with_suffix(".py")
-        if name in found or not path.exists():
-            continue
-        tree = ast.parse(path.read_text())
-        unread += [name for name in imported(tree) if name.split(".")[0] in PACKAGES]
-        found[name] = without_words(tree)
-    assert found, f"{module} is no module of {ROOT}"
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+        module, name = unread.pop()
+        # what a module does not bind is local, or of Python
+        statements = definitions_in(module).get(name)
+        if statements and (module, name) not in found:
+            found[module, name] = statements
+            unread += [place for node in statements for place in named_in(node, module)]
+    return found
 
 
-def imported(tree: ast.Module) -> list[str]:
-    """Modules that may be imported there, and names in modules, which may be modules too."""
-    names = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return names
+@cache
+def definitions_in(module: str) -> dict[str, list[ast.stmt]]:
+    """By name the statements of a module that bind it; none of a module that is not ours."""
+    path = ROOT / Path(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if module.split(".")[0] not in PACKAGES or not path.exists():
+        return {}
+    bound = defaultdict(list)
+    for statement in ast.parse(path.read_text()).body:
+        for part in one_by_one(statement):
+            for name in names_bound_by(part):
+                bound[name].append(part)
+    return dict(bound)
 
 
-def without_words(tree: ast.Module) -> str:
-    """The code without comments and docstrings."""
-    for node in ast.walk(tree):
+def everything_in(module: str) -> list[tuple[str, str]]:
+    return [(module, name) for name in definitions_in(module)]
+
+
+def one_by_one(statement: ast.stmt) -> list[ast.stmt]:
+    """What one statement imports, as several: what names one of these does not name the others."""
+    if isinstance(statement, ast.ImportFrom):
+        return [ast.ImportFrom(statement.module, [alias], statement.level) for alias in statement.names]
+    return [statement]
+
+
+def names_bound_by(statement: ast.stmt) -> set[str]:
+    """What a module has by a statement of it; where that binds none, as a call, what it may change."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {statement.name}
+    bound = set()
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            bound |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound.add(node.id)
+    return bound or {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+
+
+def named_in(statement: ast.stmt, module: str) -> list[tuple[str, str]]:
+    """(module, name) of what a statement of a module may read."""
+    named = []
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name):
+            named.append((module, node.id))
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                named += everything_in(alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module} imports {node.module} by a relative name"
+            for alias in node.names:
+                named += everything_in(f"{node.module}.{alias.name}") or [(node.module, alias.name)]
+    return named
+
+
+def without_words(statement: ast.stmt) -> ast.stmt:
+    """The statement without comments and docstrings."""
+    for node in ast.walk(statement):
         body = getattr(node, "body", None)
         if isinstance(body, list) and body and is_text(body[0]):
             node.body = body[1:] or [ast.Pass()]
-    return ast.unparse(tree)
+    return statement
 
 
 def is_text(node: ast.stmt) -> bool:

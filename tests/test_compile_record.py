@@ -10,8 +10,26 @@ import pytest
 from tests import compile_record
 from tests.compile_apart import OLDER, compile_apart, each_triton
 
-TILE = '"""A tile."""\n\nfrom kernels.sizes import ROWS\n\n\ndef tile():\n    """Rows."""\n    return ROWS\n'
-SIZES = "ROWS = 64\n"
+TILE = '''"""A tile."""
+
+import torch
+
+from kernels.sizes import OTHERS, ROWS
+
+
+def tile():
+    """Rows."""
+    return rows()
+
+
+def rows():
+    return ROWS
+
+
+def launch():
+    return torch.empty(OTHERS)
+'''
+SIZES = "WARPS = 4\nROWS = 16 * WARPS\nOTHERS = 1\n"
 
 
 @pytest.fixture
@@ -29,7 +47,7 @@ def ask(tmp_path, monkeypatch):
         forget()
         made = []
         row = compile_record.compiled_once(
-            compiler, "tile", given, ["kernels.tile"], lambda: made.append(0) or {"registers": answer}
+            compiler, "tile", given, ["kernels.tile:tile"], lambda: made.append(0) or {"registers": answer}
         )
         return row, bool(made)
 
@@ -39,6 +57,7 @@ def ask(tmp_path, monkeypatch):
 
 def forget() -> None:
     compile_record.code_behind.cache_clear()
+    compile_record.definitions_in.cache_clear()
     compile_record.record_of.cache_clear()
 
 
@@ -53,8 +72,12 @@ def test_a_kernel_is_compiled_once_and_again_when_anything_of_it_has_changed(ask
     write_record(tmp_path)
     assert ask(answer=8) == ({"registers": 7}, False)
     for change in (
+        {"tile": TILE.replace("return rows()", "return 2 * rows()")},
         {"tile": TILE.replace("return ROWS", "return 2 * ROWS")},
-        {"sizes": "ROWS = 128\n"},
+        {"sizes": SIZES.replace("16 * WARPS", "8 * WARPS")},
+        {"sizes": SIZES.replace("WARPS = 4", "WARPS = 8")},
+        {"sizes": SIZES + "if WARPS:\n    ROWS = 128\n"},
+        {"sizes": SIZES + "ROWS.change()\n"},
         {"compiler": "triton_2"},
         {"given": "warps: 8"},
     ):
@@ -66,6 +89,33 @@ def test_what_is_written_for_people_changes_no_kernel(ask, tmp_path):
     write_record(tmp_path)
     commented = TILE.replace("Rows.", "How many rows.").replace("A tile", "Tiles") + "\n# behind it\n"
     assert ask(tile=commented, sizes="# of one warp\n" + SIZES, answer=8) == ({"registers": 7}, False)
+
+
+def test_what_a_kernel_does_not_name_is_not_of_it(ask, tmp_path):
+    ask()
+    write_record(tmp_path)
+    for change in (
+        {"tile": TILE.replace("torch.empty", "torch.zeros")},
+        {"tile": TILE.replace("OTHERS, ROWS", "ROWS").replace("torch.empty(OTHERS)", "tile()")},
+        {"tile": TILE + "launch()\n"},
+        {"sizes": SIZES.replace("OTHERS = 1", "OTHERS = 2")},
+    ):
+        assert ask(**change, answer=8) == ({"registers": 7}, False)
+
+
+def test_a_definition_that_is_not_there_is_told(ask):
+    ask()
+    for code in ("kernels.tile:tiles", "kernels.missing", "torch:empty"):
+        with pytest.raises(AssertionError, match=f"{code} is not of ours"):
+            compile_record.code_behind(code)
+
+
+@each_triton
+def test_all_of_ours_that_triton_reads_of_a_kernel_is_behind_it(version):
+    rows = {row["kernel"]: row for row in compile_apart("tests.read_by_triton", version)}
+    assert all(row["unknown"] == [] for row in rows.values()), rows
+    # through methods, modules and values
+    assert rows["kernels.hopper.forward:forward_kernel"]["read"] > 50
 
 
 def test_no_row_counts_where_all_are_to_be_compiled_anew(ask, tmp_path, monkeypatch):

@@ -29,6 +29,7 @@ from train.overrides import (
     refuse_numbers_for_texts,
 )
 from train.restarts import comes_again, is_first_here, tell, was_refused
+from train.terminal import words_may_fail
 
 WANTS_TRACEBACK = "HYDRA_FULL_ERROR" in os.environ
 
@@ -127,4 +128,5 @@ def _end(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    command()
+    with words_may_fail():
+        command()

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 
 # "temporary failure, try again", EX_TEMPFAIL of sysexits.h: the run can go on from its checkpoint
 EXIT_INTERRUPTED = 75
@@ -45,4 +46,6 @@ class Interruption:
 
 
 def _say(message: str) -> None:
-    os.write(sys.__stderr__.fileno(), f"{message}\n".encode())
+    # what an error here would end is the run that is to be saved
+    with suppress(OSError, AttributeError):
+        os.write(sys.__stderr__.fileno(), f"{message}\n".encode())

@@ -1,0 +1,79 @@
+import io
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from faults import ROOT, SMALL, wait_for, write_corpus
+
+from train.terminal import words_may_fail
+
+
+class Full(io.StringIO):
+    """A stream to a disk that is full after some writes."""
+
+    def __init__(self, writes: int):
+        super().__init__()
+        self.writes = writes
+
+    def write(self, text):
+        if self.writes == 0:
+            raise OSError("no space left on device")
+        self.writes -= 1
+        return super().write(text)
+
+    def flush(self):
+        if self.writes == 0:
+            raise OSError("no space left on device")
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_words_that_find_no_room_are_lost_and_no_error(name, monkeypatch):
+    stream = Full(writes=2)
+    stream.fileno = lambda: pytest.fail("it was full, but came back")
+    monkeypatch.setattr(sys, name, stream)
+    with words_may_fail():
+        for word in ("kept", "lost", "lost too"):
+            print(word, file=getattr(sys, name), flush=True)
+        stream.writes = -1
+        print("later", file=getattr(sys, name))
+    assert getattr(sys, name) is stream
+    assert stream.getvalue() == "kept\nlater\n"
+
+
+def test_characters_that_the_terminal_lacks_are_escaped(monkeypatch):
+    content = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(content, encoding="ascii"))
+    with words_may_fail():
+        print("naïve")
+    assert content.getvalue() == b"na\\xefve\n"
+
+
+def test_a_program_without_streams_runs(monkeypatch):
+    # as Python has it where they are closed: 2>&-
+    monkeypatch.setattr(sys, "stderr", None)
+    with words_may_fail():
+        assert sys.stderr is None
+
+
+def test_ctrl_c_saves_a_run_whose_output_goes_to_a_pipe_that_ends_with_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path)
+    given = [*SMALL, "name=piped", "total_tokens=51200000", "checkpoint.every_steps=0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "train", *given, "logging.every_steps=1"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        # a shell starts what it puts into the background with Ctrl-C ignored, these tests too
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    lines = []
+    wait_for(lambda: lines.append(process.stdout.readline()) or "step " in lines[-1], lambda: "".join(lines))
+    # as `tee` does, which Ctrl-C ends too
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 75
+    (saved,) = Path("runs/piped/checkpoints").iterdir()
+    assert (saved / "checkpoint.json").exists()

@@ -1,0 +1,59 @@
+"""What a run says, to a terminal, a pipe or a file that may go away before the run ends."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TextIO
+
+
+@contextmanager
+def words_may_fail() -> Iterator[None]:
+    """While entered, what is printed may be lost, but ends nothing; what an encoding lacks is escaped.
+
+    Ctrl-C ends the `tee` behind a pipe too, and a log may lie on the disk that is full: a run saves its
+    checkpoint all the same.
+    """
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (stream and Patient(stream) for stream in before)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, Patient):
+                stream.close_if_gone()
+        sys.stdout, sys.stderr = before
+
+
+class Patient:
+    """A stream of text that drops what cannot be written."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def writelines(self, lines: list[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def close_if_gone(self) -> None:
+        """Has Python find nothing to complain about when it ends: the rest goes nowhere."""
+        try:
+            self._stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from train.whole_file import write_whole
@@ -9,6 +11,13 @@ def test_a_text_replaces_the_old_one_and_leaves_nothing_beside_it(tmp_path):
         write_whole(path, text)
         assert path.read_text() == text
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_text_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    path, there = tmp_path / "rows.json", []
+    monkeypatch.setattr("os.fsync", lambda number: there.append((path.exists(), os.fstat(number).st_size)))
+    write_whole(path, "naïve")
+    assert there == [(False, 6)]
 
 
 def test_a_text_that_cannot_be_written_leaves_nothing_behind(tmp_path):

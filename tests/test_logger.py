@@ -105,6 +105,30 @@ def test_a_full_disk_delays_lines_and_halves_none(tmp_path, capsys):
     assert capsys.readouterr().err.count("metrics.jsonl cannot be written") == 1
 
 
+def test_a_file_system_that_is_away_delays_lines_and_halves_none(tmp_path, capsys):
+    class Away:
+        """Takes half of a line, and nothing more."""
+
+        def __init__(self, file):
+            self.file, self.name = file, file.name
+
+        def write(self, content):
+            self.file.write(content[: len(content) // 2])
+            raise OSError("Input/output error")
+
+        def truncate(self, size):
+            raise OSError("Input/output error")
+
+    with RunLogger(tmp_path, "test", 10, 0, {}, SETTINGS) as logger:
+        logger.log(line(1))
+        logger._file = Away(logger._file)
+        logger.log(line(2))
+        logger._file = logger._file.file
+        logger.log(line(3))
+    assert read_metrics(tmp_path / "metrics.jsonl") == [line(1), line(2), line(3)]
+    assert "metrics.jsonl cannot be written (Input/output error)" in capsys.readouterr().err
+
+
 def test_lines_that_a_disk_full_to_the_end_has_no_room_for_are_counted(tmp_path, capsys):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with RunLogger(tmp_path, "test", 10, 0, {}, SETTINGS) as logger:
@@ -190,6 +214,11 @@ def test_a_resumed_run_is_the_same_run_in_wandb(tmp_path, monkeypatch):
         ids.append(wandb.given["id"])
         assert wandb.given["resume"] == "allow"
     assert ids[0] == ids[1]
+    # a disk that was full took its name, and not what it holds
+    (tmp_path / "wandb_id").write_text("")
+    write(tmp_path, [3], 2, OFFLINE)
+    assert len(wandb.given["id"]) == 8
+    assert (tmp_path / "wandb_id").read_text() == wandb.given["id"]
 
 
 @pytest.mark.parametrize(

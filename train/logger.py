@@ -6,7 +6,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,12 +68,18 @@ class RunLogger:
             if self._wandb:
                 self._wandb.log(given, step=metrics["step"])
 
+    def sync(self) -> None:
+        """Returns when what is written is on the disk, as a checkpoint that follows will be."""
+        with suppress(OSError):
+            os.fsync(self._file.fileno())
+
     def __enter__(self) -> "RunLogger":
         return self
 
     def __exit__(self, *error) -> None:
         self._append("")
-        self._file.close()
+        with suppress(OSError):
+            self._file.close()
         if self._unwritten:
             lost = counted(self._unwritten.count(b"\n"), "line")
             _warn(f"{self._file.name} lacks its last {lost}, which found no room")
@@ -86,11 +92,14 @@ class RunLogger:
         is_first_failure = not self._unwritten
         self._unwritten += text.encode()
         try:
+            if not is_first_failure:
+                self._file.truncate(self._size)
             if self._file.write(self._unwritten) < len(self._unwritten):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            # no half lines
-            self._file.truncate(self._size)
+            # no half lines; a file system that is away takes not even that
+            with suppress(OSError):
+                self._file.truncate(self._size)
             if is_first_failure:
                 _warn(f"metrics.jsonl cannot be written ({error}): its lines are kept for later")
             return
@@ -129,11 +138,14 @@ def _start_wandb(folder: Path, name: str, config: dict, settings: WandbConfig):
     import wandb
 
     path = folder / "wandb_id"
-    if not path.exists():
-        path.write_text(secrets.token_hex(4))
+    # a disk that was full once has left it empty
+    known = path.read_text(encoding="utf-8").strip() if path.exists() else ""
+    if not known:
+        known = secrets.token_hex(4)
+        write_whole(path, known)
     return wandb.init(
         project=settings.project,
-        id=path.read_text(),
+        id=known,
         resume="allow",
         name=name,
         dir=folder,
@@ -153,7 +165,7 @@ def read_metrics(path: Path) -> list[dict]:
     A loss or norm that was not finite is None.
     """
     metrics = []
-    lines = path.read_text().splitlines()
+    lines = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             metrics.append(from_json(line))

@@ -17,7 +17,7 @@ SPLITS = ("train", "val")
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
     """Write content, with format and version, as the manifest of folder."""
     content = {"format": FORMAT, "version": VERSION, **content}
-    with Path(folder, FILE).open("w") as file:
+    with Path(folder, FILE).open("w", encoding="utf-8") as file:
         file.write(json.dumps(content, indent=2) + "\n")
         file.flush()
         # as the shards: a folder that got its name is whole, whenever the power fails
@@ -37,16 +37,25 @@ def read_manifest(folder: Path, key: str = "data.folder") -> dict[str, Any]:
             "prepare it with python -m scripts.prepare_data"
         )
     try:
-        manifest = json.loads(path.read_text())
+        manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(
-            f"{path} is damaged ({error}): delete the folder {folder} and prepare it again"
-        ) from error
+        raise _damaged(path, error) from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"{path} is no manifest of ours, format must be {FORMAT!r}: choose another {key}")
-    if manifest["version"] != VERSION:
-        raise ValueError(f"{path} must have version {VERSION}, got {manifest['version']}: delete its folder")
+    if manifest.get("version") != VERSION:
+        raise ValueError(
+            f"{path} must have version {VERSION}, got {manifest.get('version')}: delete its folder"
+        )
+    splits = manifest.get("splits")
+    lacking = [] if isinstance(manifest.get("config"), dict) else ["config"]
+    lacking += [] if isinstance(splits, dict) and splits.keys() >= set(SPLITS) else ["splits"]
+    if lacking:
+        raise _damaged(path, f"it lacks {', '.join(lacking)}")
     return manifest
+
+
+def _damaged(path: Path, fault: object) -> ValueError:
+    return ValueError(f"{path} is damaged ({fault}): delete the folder {path.parent} and prepare it again")
 
 
 def corpus_digest(folder: Path) -> str:

@@ -189,7 +189,7 @@ def _is_prepared(folder: Path, config: DataConfig) -> bool:
 
 
 def _has_changed(manifest: dict[str, Any], config: DataConfig) -> bool:
-    then, source = manifest["source_fingerprint"], _open_source(config)
+    then, source = manifest.get("source_fingerprint"), _open_source(config)
     if source.fingerprint() in (None, then):
         return False
     # a manifest may be of a time when it was taken of the paths as they were written

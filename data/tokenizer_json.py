@@ -14,6 +14,7 @@ from data.tokenizer import shard_mark, token_dtype, without_surrogates
 FILE = "tokenizer.json"
 # where the end of a document may be named, first come first served
 END_OF_TEXT_FILES = ("tokenizer_config.json", "generation_config.json", "config.json")
+REMEDY = "copy it anew from its model"
 
 
 class JsonTokenizer:
@@ -31,7 +32,7 @@ class JsonTokenizer:
             self._vocabulary = JsonVocabulary.from_file(str(path))
         # the library raises nothing more specific
         except Exception as error:
-            raise ValueError(f"{path} is no tokenizer ({error}): copy it anew from its model") from error
+            raise ValueError(f"{path} is no tokenizer ({error}): {REMEDY}") from error
         self._vocabulary.no_truncation()
         self._vocabulary.no_padding()
         # "<|endoftext|>" inside a document is text
@@ -54,18 +55,38 @@ class JsonTokenizer:
     def _find_end_of_text(self, folder: Path) -> int:
         for name in END_OF_TEXT_FILES:
             path = folder / name
-            settings = json.loads(path.read_text()) if path.is_file() else {}
-            token = settings.get("eos_token")
+            settings = _read_settings(path) if path.is_file() else {}
+            given = settings.get("eos_token")
             # with its options, or alone
-            token = token["content"] if isinstance(token, dict) else token
-            if token is not None and self._vocabulary.token_to_id(token) is not None:
+            token = given.get("content") if isinstance(given, dict) else given
+            if given is not None and not isinstance(token, str):
+                raise ValueError(
+                    f"{path} must name the end of text by a text, got eos_token={given!r}: {REMEDY}"
+                )
+            if given is not None and self._vocabulary.token_to_id(token) is not None:
                 return self._vocabulary.token_to_id(token)
             number = settings.get("eos_token_id")
             if number is not None:
-                return number[0] if isinstance(number, list) else number
+                first = number[0] if isinstance(number, list) and number else number
+                if not isinstance(first, int) or first not in range(self.vocab_size):
+                    raise ValueError(
+                        f"{path}: eos_token_id must be a token, from 0 to {self.vocab_size - 1}, got "
+                        f"{first!r}: {REMEDY}"
+                    )
+                return first
         raise ValueError(
             f"{folder} names no end of text: put tokenizer_config.json with eos_token beside {FILE}"
         )
+
+
+def _read_settings(path: Path) -> dict:
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): {REMEDY}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} must hold an object, got {type(settings).__name__}: {REMEDY}")
+    return settings
 
 
 @lru_cache(maxsize=4)

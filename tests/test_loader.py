@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
         writer.append(np.arange(count, dtype=np.uint16))
         writer.close()
         splits[split] = {"tokens": count, "shards": writer.shards}
-    write_manifest(folder, {"splits": splits})
+    write_manifest(folder, {"config": {}, "splits": splits})
     return folder
 
 

@@ -252,7 +252,13 @@ def test_a_full_disk_is_told_with_the_key_and_the_way_out_and_leaves_nothing(con
 def test_another_manifest_is_refused_and_left_alone(config):
     folder = Path(config.folder)
     folder.mkdir()
-    for text, match in (('{"name": "a web app"}', "is no manifest of ours"), ("{", "is damaged"), NEWER):
+    cut = ('{"format": "nanoflash corpus"}', "must have version 1, got None")
+    empty = (
+        '{"format": "nanoflash corpus", "version": 1, "splits": {}}',
+        r"is damaged \(it lacks config, splits\)",
+    )
+    other = ('{"name": "a web app"}', "is no manifest of ours")
+    for text, match in (other, ("{", r"is damaged \("), NEWER, cut, empty):
         (folder / "manifest.json").write_text(text)
         with pytest.raises(ValueError, match=match):
             prepare(config)

@@ -191,6 +191,27 @@ def test_prepared_text_is_refused_to_a_tokenizer_with_another_end_of_text(words,
     assert prepare(other) == folder
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"is not JSON \(.*\)"),
+        ("\xff", r"is not JSON \(.*\)"),
+        ("[]", "must hold an object, got list"),
+        ('{"eos_token": 3}', "must name the end of text by a text, got eos_token=3"),
+        ('{"eos_token": {"id": 3}}', r"by a text, got eos_token={'id': 3}"),
+        ('{"eos_token_id": "1"}', "must be a token, from 0 to 399, got '1'"),
+        ('{"eos_token_id": []}', r"must be a token, from 0 to 399, got \[\]"),
+        ('{"eos_token_id": [400]}', r"must be a token, from 0 to 399, got 400"),
+    ],
+)
+def test_a_damaged_file_beside_it_is_refused_by_name(bpe, tmp_path, text, message):
+    (tmp_path / "tokenizer.json").write_bytes((bpe / "tokenizer.json").read_bytes())
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=f"^{path}:? .*{message}: copy it anew from its model"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_a_damaged_file_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer.json is no tokenizer .* copy it anew"):

@@ -105,13 +105,26 @@ def test_all_damaged_is_an_error_and_not_a_new_run(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "is damaged: checkpoint.json is not JSON"), ("[]", "is not a nanoflash checkpoint of format 2")],
+    [
+        ("{", "is damaged: checkpoint.json is not JSON"),
+        ("[]", "is not a nanoflash checkpoint of format 2"),
+        ('{"format": 2}', "is damaged: checkpoint.json lacks step, resume, config, shards"),
+        (
+            '{"format": 2, "step": 1, "resume": "auto", "config": {}}',
+            "is damaged: checkpoint.json lacks shards",
+        ),
+        (
+            '{"format": 2, "step": 1, "resume": "auto", "config": {}, "shards": []}',
+            "is damaged: checkpoint.json lacks shards",
+        ),
+    ],
 )
 def test_a_marker_that_cannot_be_read_is_refused(tmp_path, text, message):
     path = write(tmp_path, 1)
     (path / "checkpoint.json").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        read_checkpoint(path)
+    for read in (read_checkpoint, verify_checkpoint):
+        with pytest.raises(ValueError, match=message):
+            read(path)
 
 
 def test_a_run_that_started_from_a_named_checkpoint_continues_from_its_own(tmp_path):

@@ -26,6 +26,8 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 FORMAT_VERSION = 2
 MARKER = "checkpoint.json"
+# what it always holds
+NEEDED = {"step": int, "resume": str, "config": dict, "shards": dict}
 STEP_FOLDERS = "step_" + "[0-9]" * 8
 # bytes read, written and summed at once
 PIECE = 1 << 24
@@ -189,13 +191,16 @@ def read_checkpoint(path: Path) -> dict:
     (data.tokenizer.shard_mark), "end_of_text" and "left_out" (the numbers of batches) of the run, and the
     state of its parts."""
     try:
-        info = from_json((path / MARKER).read_text())
+        info = from_json((path / MARKER).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} is not a checkpoint: it has no {MARKER}") from None
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {MARKER} is not JSON ({error})") from None
     if not isinstance(info, dict) or info.get("format") != FORMAT_VERSION:
         raise ValueError(f"{path} is not a nanoflash checkpoint of format {FORMAT_VERSION}")
+    lacking = [key for key, kind in NEEDED.items() if not isinstance(info.get(key), kind)]
+    if lacking:
+        raise ValueError(f"{path} is damaged: {MARKER} lacks {', '.join(lacking)}")
     return info
 
 

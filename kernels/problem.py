@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.dropout import keep_scale, limit_number
-from kernels.tiles import variant_of
+from kernels.tiles import architecture, variant_of
 
 # over all batches, of a kernel that counts them in the second or third dimension of its grid
 MOST_HEADS = 2**16 - 1
@@ -93,7 +93,12 @@ def list_strides(lists: tuple[Tensor | None, ...]) -> tuple[int, int]:
     )
 
 
-def dot_precision() -> str:
-    """How float32 operands are multiplied: IEEE, or TF32 where PyTorch's own matrix products use it."""
+def dot_precision(q: Tensor) -> str:
+    """How operands of q's dtype are multiplied: IEEE, or TF32 where PyTorch's own float32 products use it."""
     # set_float32_matmul_precision and allow_tf32 set this too, but cannot tell of it
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    if q.dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision != "tf32":
+        return "ieee"
+    # of AMD's GPUs Triton knows TF32 on this one, and refuses a kernel that asks for it on others
+    if q.is_cuda and torch.version.hip and architecture(q.device) != "gfx942":
+        return "ieee"
+    return "tf32"

@@ -10,6 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
+from kernels import problem
 from kernels.flash_attention import flash_attention
 from kernels.intervals import document_bounds
 from kernels.operators import attention_backward, attention_forward
@@ -261,13 +262,30 @@ def test_keys_whose_scores_are_minus_infinity_count_for_nothing(causal, device):
         assert (lse[..., :130] == -torch.inf).all()
 
 
+@pytest.mark.parametrize(
+    ("arch", "hip", "precision"),
+    [
+        ("gfx90a", "6.4", "ieee"),
+        ("gfx950", "6.4", "ieee"),
+        ("gfx942", "6.4", "tf32"),
+        ("sm_80", None, "tf32"),
+    ],
+)
+def test_tf32_is_not_asked_of_gpus_for_which_triton_refuses_it(arch, hip, precision, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(problem, "architecture", lambda device: arch)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32"))
+    q = SimpleNamespace(dtype=torch.float32, device=torch.device("cuda"), is_cuda=True)
+    assert dot_precision(q) == precision
+
+
 @pytest.mark.parametrize("setting", ["matmul precision", "allow_tf32", "of matrix products", "of all"])
 def test_tf32_is_used_where_pytorch_uses_it_however_it_is_asked_for(setting, device):
     products, everything = torch.backends.cuda.matmul, torch.backends
     q, k, v = random_qkv(1, 8, 8, 1, 1, 16, torch.float32, device)
     before = products.fp32_precision
     products.fp32_precision = "none"
-    assert dot_precision() == "ieee"
+    assert dot_precision(q) == "ieee"
     try:
         match setting:
             case "matmul precision":
@@ -278,7 +296,9 @@ def test_tf32_is_used_where_pytorch_uses_it_however_it_is_asked_for(setting, dev
                 products.fp32_precision = "tf32"
             case "of all":
                 everything.fp32_precision = "tf32"
-        assert dot_precision() == "tf32"
+        assert dot_precision(q) == "tf32"
+        # a compiler that does not know TF32 would refuse it for 16 bits too
+        assert dot_precision(q.half()) == "ieee"
         flash_attention(q, k, v)
     finally:
         everything.fp32_precision = "none"

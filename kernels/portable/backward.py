@@ -118,7 +118,7 @@ def attention_backward(
         "MASK": problem.mask,
         "BLOCK_SIZE": problem.block_size,
         "DROPOUT": problem.dropout_p > 0.0,
-        "PRECISION": dot_precision(),
+        "PRECISION": dot_precision(q),
         "HEAD_DIM": head_dim,
         "BLOCK_D": block_d,
     }

@@ -240,7 +240,7 @@ def launch_decode(
         q, k, v, *new, lengths, parts, lse, *(blocks or (None, None, None)),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *new_strides,
         n_kv_head, capacity, softmax_scale * math.log2(math.e),
-        BLOCK_SIZE=block_size, PRECISION=dot_precision(), APPENDS=new_k is not None, TURNS=cos is not None,
+        BLOCK_SIZE=block_size, PRECISION=dot_precision(q), APPENDS=new_k is not None, TURNS=cos is not None,
         BLOCK_D=padded_head_dim(head_dim), **launch, **shape, **tile.options(),
     )  # fmt: skip
     merge_kernel[batch * n_kv_head * n_rows, triton.cdiv(head_dim, MERGED_CHANNELS)](

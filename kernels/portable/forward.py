@@ -201,7 +201,7 @@ def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tupl
         seq_q, k.shape[1], n_head, n_head // k.shape[2], problem.window or 0,
         problem.softmax_scale * math.log2(math.e), problem.dropout_limit, problem.keep_scale,
         MASK=problem.mask, BLOCK_SIZE=problem.block_size, DROPOUT=problem.dropout_p > 0.0,
-        PRECISION=dot_precision(), TMA=tile.tma, HELD=tile.held,
+        PRECISION=dot_precision(q), TMA=tile.tma, HELD=tile.held,
         HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim), **tile.options(),
     )  # fmt: skip
     return out, lse

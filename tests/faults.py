@@ -3,6 +3,7 @@
 Processes are forked from one that has imported everything, so that an attempt takes half a second.
 """
 
+import gc
 import hashlib
 import itertools
 import json
@@ -33,7 +34,6 @@ from train.checkpoint import list_checkpoints, read_checkpoint
 from train.config import Config, parse
 from train.interruption import EXIT_INTERRUPTED, Interrupted
 from train.logger import read_metrics
-from train.loop import train as run_training
 
 ROOT = Path(__file__).resolve().parent.parent
 # a model of one layer on bytes: five milliseconds a step; dropout, to show that its draws come again
@@ -65,6 +65,14 @@ def small_config(name: str, steps: int, *overrides: str) -> Config:
 
 def no_fault(rank: int) -> None:
     pass
+
+
+def run_training(config: Config) -> float:
+    """A run in this process, which looks for no garbage among what is imported; its last validation loss."""
+    # as conftest.py does; a run of before has unfrozen it at its end
+    if not gc.get_freeze_count():
+        gc.freeze()
+    return train.loop.train(config)
 
 
 class Attempt:
@@ -291,14 +299,15 @@ def hang(rank: int, who: int, step: int) -> None:
 
 
 def slow_model(rank: int, seconds: float) -> None:
-    """Each pass through the model takes so much longer."""
-    forward = model.gpt.GPT.forward
+    """Each pass through the model takes so much longer, without the time for which the process is stopped."""
+    hidden_states = model.gpt.GPT.hidden_states
 
     def slowly(self, *given, **options):
-        time.sleep(seconds)
-        return forward(self, *given, **options)
+        for _ in range(round(seconds / 0.05)):
+            time.sleep(0.05)
+        return hidden_states(self, *given, **options)
 
-    model.gpt.GPT.forward = slowly
+    model.gpt.GPT.hidden_states = slowly
 
 
 def record_tokens(rank: int) -> None:
@@ -387,6 +396,18 @@ def watch_weights(rank: int, fault) -> None:
         return weights
 
     train.loop.build_weights = watched
+
+
+def slow_evaluation(rank: int, seconds: float, fault) -> None:
+    """Each evaluation takes so much longer; fault(rank) too."""
+    fault(rank)
+    evaluate = train.loop.evaluate
+
+    def slowly(*given):
+        time.sleep(seconds)
+        return evaluate(*given)
+
+    train.loop.evaluate = slowly
 
 
 def slow_rollbacks(rank: int, fault) -> None:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -303,6 +304,24 @@ def test_a_step_may_take_longer_than_a_hang_if_its_microbatches_do_not():
     assert read_metrics(config.folder / "metrics.jsonl")[-1]["step_seconds"] > 4
 
 
+def test_a_run_that_was_stopped_as_a_whole_and_goes_on_does_not_count_as_one_that_hangs():
+    config = small_config("run", 3, "hang_seconds=2", "tokens_per_microbatch=512", "evaluation.tokens=512")
+    attempt = Attempt(config, 1, partial(faults.slow_model, seconds=1.0))
+    attempt.wait_for(lambda: "\nstep " in attempt.log())
+    # inside of the next step, whose last mark the watchdog has seen
+    time.sleep(0.4)
+    attempt.signal(signal.SIGSTOP)
+    time.sleep(2.2)
+    attempt.signal(signal.SIGCONT)
+    assert attempt.wait() == [0], attempt.log()
+
+
+def test_a_sample_may_take_longer_than_a_hang():
+    config = small_config("run", 1, "hang_seconds=2", "sample.tokens=12", "model.max_seq_len=64")
+    attempt = Attempt(config, 1, partial(faults.slow_model, seconds=0.3))
+    assert attempt.wait() == [0], attempt.log()
+
+
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_that_is_stopped_is_named_by_the_others(stopped):
     config = small_config("run", 2000, "hang_seconds=4")
@@ -417,6 +436,15 @@ def test_the_old_weights_are_gone_before_a_rollback_makes_new_ones():
     poison = partial(faults.poison, batches=(22,), factor=50.0)
     log = complete(config, 2, partial(faults.watch_weights, fault=poison)).log()
     assert log.index("spike at step 23") < log.index("the old weights are gone")
+
+
+def test_the_times_of_a_summary_are_those_of_all_attempts():
+    config = small_config("run", 30, "spikes.action=rollback", "spikes.window=8")
+    fault = partial(faults.poison, batches=(22,), factor=50.0)
+    complete(config, 1, partial(faults.slow_evaluation, seconds=0.5, fault=fault))
+    [summary] = json.loads(Path("runs/run/summary.json").read_text())["rows"]
+    # after 0 and 20 steps, when it goes back to these, and at the end
+    assert summary["evaluation_seconds"] > 4 * 0.5
 
 
 def test_a_loss_that_has_risen_for_good_ends_a_run_that_would_roll_back_for_ever():

@@ -233,8 +233,10 @@ def finish_run(
     if config.export:
         export_run(weights, config.data.tokenizer, folder)
     if config.sample.tokens:
-        sample = sample_text(weights, load_tokenizer(config.data.tokenizer), config.sample, config.seed)
-        (folder / "sample.txt").write_text(sample + "\n")
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        # a long sample of a large model takes longer than a step may
+        sample = sample_text(weights, tokenizer, config.sample, config.seed, processes.mark)
+        (folder / "sample.txt").write_text(sample + "\n", encoding="utf-8")
         print(f"--- sample ---\n{sample}\n--------------")
     # what an earlier launch made of fewer steps is not this one's
     made = {"sample.txt": config.sample.tokens > 0, EXPORT: config.export}

@@ -1,7 +1,7 @@
 """Text from a model: the sample at the end of a run, and what scripts/sample.py prints."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -45,10 +45,18 @@ def check_seed(seed: int) -> None:
         raise ValueError(f"seed must be from 0 to {LARGEST_SEED}, got {seed}")
 
 
-def sample_text(model: GPT, tokenizer: Tokenizer, config: SampleConfig, seed: int) -> str:
-    """The prompt and its continuation, up to the end of the document or of the model's positions."""
-    pieces = stream_text(model, tokenizer, config, [config.prompt], seed)
-    return config.prompt + "".join(piece for _, piece in pieces)
+def sample_text(
+    model: GPT, tokenizer: Tokenizer, config: SampleConfig, seed: int, mark: Callable[[], None]
+) -> str:
+    """The prompt and its continuation, up to the end of the document or of the model's positions.
+
+    mark: called after each piece of it, as a sign of progress.
+    """
+    text = config.prompt
+    for _, piece in stream_text(model, tokenizer, config, [config.prompt], seed):
+        text += piece
+        mark()
+    return text
 
 
 def stream_text(

@@ -78,7 +78,7 @@ class RunClock:
     """What a launch takes beside its steps, by the clock on the wall, for its summary.
 
     launched: what begin_launch gave. Call finish_step() at the end of each step, of the first one when the
-    device is done with it.
+    device is done with it. Where a run goes back to a checkpoint, the clock goes on.
     """
 
     def __init__(self, device: torch.device, launched: float):

@@ -56,8 +56,15 @@ class Watchdog:
         news: dict[int, dict] = {}
         # when this process last saw another beat, and another mark, of each rank
         beat_at, mark_at = ({rank: time.monotonic() for rank in watched} for _ in range(2))
-        beat = 0
-        while not self._done.wait(min(LONGEST_BEAT_SECONDS, self._seconds / BEATS)):
+        beat, interval = 0, min(LONGEST_BEAT_SECONDS, self._seconds / BEATS)
+        while True:
+            asleep = time.monotonic()
+            if self._done.wait(interval):
+                return
+            awake = time.monotonic()
+            if awake - asleep > interval + self._seconds / 2:
+                # the whole process was stopped, and goes on: it has had no time to pass a mark
+                beat_at, mark_at = (dict.fromkeys(watched, awake) for _ in range(2))
             beat += 1
             try:
                 self._tell(beat)
@@ -98,5 +105,7 @@ class Watchdog:
         """Says why, shows where this process stands, and ends it, whatever its main thread waits for."""
         ends = f"the run ends with code {EXIT_HANGS}"
         print(f"[rank {self._processes.rank}] {reason}; {ends}", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(sys.__stderr__)
-        os._exit(EXIT_HANGS)
+        try:
+            faulthandler.dump_traceback(sys.__stderr__)
+        finally:
+            os._exit(EXIT_HANGS)

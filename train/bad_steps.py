@@ -23,6 +23,8 @@ WAY_OUT = (
 MAX_ROLLBACKS = 10
 # in a row; fp16 halves its scale in each, from 2^16, and 2^-84 is too small for any gradient
 MAX_NOT_FINITE = 100
+# of two lists in each checkpoint
+LONGEST_WINDOW = 2**20
 SPIKE_ACTIONS = ("ignore", "log", "skip", "rollback")
 
 
@@ -39,8 +41,8 @@ class SpikeConfig:
             raise ValueError(f"spikes.action must be one of {', '.join(SPIKE_ACTIONS)}, got {self.action!r}")
         if not self.z_score > 0:
             raise ValueError(f"spikes.z_score must be above 0, got {self.z_score}")
-        if self.window < 2:
-            raise ValueError(f"spikes.window must be at least 2, got {self.window}")
+        if not 2 <= self.window <= LONGEST_WINDOW:
+            raise ValueError(f"spikes.window must be from 2 to {LONGEST_WINDOW}, got {self.window}")
 
 
 class RollBack(Exception):  # noqa: N818, no error
@@ -237,7 +239,7 @@ def read_left_out(folder: Path) -> list[int]:
     path = folder / LEFT_OUT
     if not path.exists():
         return []
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8", errors="replace")
     try:
         numbers = json.loads(text)
     except ValueError:

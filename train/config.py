@@ -1,6 +1,5 @@
 """The whole configuration of a run, joined from its rooms, and the checks that span several of them."""
 
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,6 +29,8 @@ from train.whole_file import write_whole
 
 PRECISIONS = tuple(DTYPES)
 DEVICES = ("cuda", "cpu")
+# several beats of the watchdog, whose looks take some milliseconds
+LEAST_HANG_SECONDS = 1.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -121,8 +122,11 @@ class Config:
                 "none before the end: use checkpoint.every_steps=500, or spikes.action=skip"
             )
         check_seed(self.seed)
-        if not self.hang_seconds >= 0:
-            raise ValueError(f"hang_seconds must be at least 0, got {self.hang_seconds}")
+        if self.hang_seconds and not self.hang_seconds >= LEAST_HANG_SECONDS:
+            raise ValueError(
+                f"hang_seconds must be at least {LEAST_HANG_SECONDS:g}, or 0 for no end to patience, got "
+                f"{self.hang_seconds}"
+            )
         for field in (
             "seq_len",
             "tokens_per_step",
@@ -146,7 +150,7 @@ class Config:
 
     @property
     def steps(self) -> int:
-        return math.ceil(self.total_tokens / self.tokens_per_step)
+        return -(-self.total_tokens // self.tokens_per_step)
 
     @property
     def microbatch(self) -> int:
@@ -344,7 +348,7 @@ def write_config(config: Config, folder: Path, first_step: int) -> Path:
         for step in (step for step in changes if step > first_step):
             _set_aside(changes[step])
         path = changes.get(max((step for step in changes if step <= first_step), default=0), path)
-        if path.read_text() != text:
+        if path.read_text(encoding="utf-8") != text:
             path = folder / f"config_from_step_{first_step}.yaml"
     write_whole(path, text)
     return path
@@ -371,7 +375,7 @@ def _check_at_least_1(name: str, value: int) -> None:
 
 def _check_divides(name: str, value: int, divisor_name: str, divisor: int) -> None:
     if value % divisor:
-        below, above = value // divisor * divisor, math.ceil(value / divisor) * divisor
+        below, above = value // divisor * divisor, -(-value // divisor) * divisor
         nearest = (
             f"nearest is {name}={above}" if below == 0 else f"nearest are {name}={below} or {name}={above}"
         )

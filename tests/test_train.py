@@ -16,10 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo.testing
+from faults import run_training
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
 import train.loop
+import train.plot
 from data.loader import TokenLoader
 from scripts import sample
 from train.config import parse
@@ -57,7 +59,7 @@ def corpus(tmp_path, monkeypatch):
 
 def run(*overrides: str) -> float:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return train.loop.train(parse(compose("config", [*SMALL, *overrides])))
+        return run_training(parse(compose("config", [*SMALL, *overrides])))
 
 
 def losses(name: str = "test") -> list[float]:
@@ -756,3 +758,42 @@ def test_deterministic_runs_on_a_gpu_end_with_the_same_bits(corpus):
         torch.use_deterministic_algorithms(False)
     for key, value in weights("first", 12).items():
         assert torch.equal(weights("second", 12)[key], value), key
+
+
+def test_metrics_are_on_the_disk_before_the_checkpoint_that_they_lead_to(corpus, monkeypatch):
+    done = []
+    sync, save = RunLogger.sync, CheckpointSaver.save
+    monkeypatch.setattr(RunLogger, "sync", lambda self: done.append("sync") or sync(self))
+    monkeypatch.setattr(
+        CheckpointSaver, "save", lambda self, *given: done.append("save") or save(self, *given)
+    )
+    run()
+    # after 5, 10 and 12 steps
+    assert done == ["sync", "save"] * 3
+
+
+def test_memory_that_a_cpu_lacks_ends_a_run_with_what_takes_less(corpus, monkeypatch):
+    monkeypatch.setattr(train.loop, "build_weights", lambda *given: torch.empty(2**50))
+    with pytest.raises(
+        MemoryError, match="^out of memory on rank 0: tokens_per_microbatch=256 with recompute="
+    ):
+        run()
+
+
+def test_errors_that_are_not_of_memory_keep_their_words(corpus, monkeypatch):
+    monkeypatch.setattr(train.loop, "build_weights", lambda *given: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match="inconsistent tensor size"):
+        run()
+
+
+def test_the_legend_names_runs_as_they_are_called(corpus, monkeypatch):
+    run("total_tokens=1024")
+    monkeypatch.setattr(train.plot.plt, "close", lambda figure: None)
+    path = Path("runs/test/metrics.jsonl")
+    train.plot.draw_loss({"_a$^$b": path, "c_$x$": path}, Path("loss.png"), "two $^$ runs")
+    (axes,) = train.plot.plt.gcf().axes
+    texts = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert [text.split(", ")[0] for text in texts] == ["_a$^$b", "_a$^$b", "c_$x$", "c_$x$"]
+    assert axes.get_title() == "two $^$ runs"
+    monkeypatch.undo()
+    train.plot.plt.close("all")

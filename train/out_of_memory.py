@@ -17,6 +17,11 @@ from train.watchdog import VERDICT
 EXIT_OUT_OF_MEMORY = 2
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether PyTorch found no memory, on a GPU or for a CPU, where its error has no class of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(error)
+
+
 def end_out_of_memory(config: Config, processes: Processes) -> NoReturn:
     """Raises MemoryError with the way out; of several processes, it ends this one and tells the others.
 

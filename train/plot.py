@@ -16,6 +16,7 @@ def draw_loss(runs: dict[str, Path], picture: Path, title: str) -> None:
     runs: label -> metrics.jsonl. Raises ValueError if a run has no training loss yet.
     """
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    names = []
     for index, (label, path) in enumerate(runs.items()):
         color = f"C{index}"
         metrics = read_metrics(path)
@@ -23,18 +24,21 @@ def draw_loss(runs: dict[str, Path], picture: Path, title: str) -> None:
         validation = [(m["tokens"], m["val_loss"]) for m in metrics if m.get("val_loss") is not None]
         if not train:
             raise ValueError(f"{path} holds no training loss yet: leave that run out until it has")
-        name = f"{label}, training"
-        axes.plot(*zip(*train, strict=True), color=color, linewidth=1.2, alpha=0.8, label=name)
+        names.append(f"{label}, training")
+        axes.plot(*zip(*train, strict=True), color=color, linewidth=1.2, alpha=0.8)
         if validation:
-            name = f"{label}, validation ({validation[-1][1]:.3f} at the end)"
+            names.append(f"{label}, validation ({validation[-1][1]:.3f} at the end)")
             dots = {"color": color, "markersize": 4, "markeredgecolor": "black"}
-            axes.plot(*zip(*validation, strict=True), "o", label=name, **dots)
+            axes.plot(*zip(*validation, strict=True), "o", **dots)
     axes.set_xlabel("training tokens")
     axes.set_ylabel("cross-entropy, nats per token")
     axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     axes.grid(alpha=0.3)
-    axes.legend()
-    axes.set_title(title)
+    legend = axes.legend(axes.get_lines(), [str(number) for number in range(len(names))])
+    for text, name in zip(legend.get_texts(), names, strict=True):
+        # a name that begins with _ would be left out, and one with two $ read as a formula
+        text.set(text=name, parse_math=False)
+    axes.set_title(title, parse_math=False)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=150)
     plt.close(figure)

@@ -47,7 +47,7 @@ def _sees(folder: Path, holder: str) -> bool:
     until = time.monotonic() + PATIENCE
     while True:
         try:
-            if (folder / "lock").read_text().strip() == holder:
+            if (folder / "lock").read_text(encoding="utf-8").strip() == holder:
                 return True
         except FileNotFoundError:
             pass
@@ -59,7 +59,7 @@ def _sees(folder: Path, holder: str) -> bool:
 def _locked(folder: Path) -> TextIO:
     """folder/lock, locked until it is closed."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / "lock").open("a+")
+    file = (folder / "lock").open("a+", encoding="utf-8")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:

@@ -226,7 +226,7 @@ class ShardWriter(StorageWriter):
         # on one process, after all of them have written
         shards = dict(result.storage_data for part in results for result in part)
         partial = self._path / f"{MARKER}.partial"
-        with partial.open("w") as file:
+        with partial.open("w", encoding="utf-8") as file:
             file.write(to_json({**self._info, "shards": shards}, indent=1))
             file.flush()
             os.fsync(file.fileno())

@@ -181,7 +181,7 @@ def begin_of_text(source: Path | str, tokenizer: Tokenizer) -> list[int]:
         return [tokenizer.end_of_text]
     if tokenizer.begin_of_text:
         return list(tokenizer.begin_of_text)
-    begin = json.loads(config.read_text()).get("bos_token_id")
+    begin = json.loads(config.read_text(encoding="utf-8")).get("bos_token_id")
     if begin is None:
         return [tokenizer.end_of_text]
     if begin not in range(tokenizer.vocab_size):

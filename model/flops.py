@@ -21,6 +21,8 @@ BACKWARD_PRODUCTS = {"flash": 5, "sdpa": 5, "reference": 4}
 
 # of the blocks of a mask, when their pairs are counted one by one
 BLOCKS_AT_ONCE = 256
+# behind every key
+NOWHERE = 2**40
 
 
 def flops_ledger(
@@ -41,7 +43,8 @@ def flops_ledger(
     whole tiles, the padded vocabulary, scores made again and the layers of recompute=full.
     lora_rank: of adapters beside the layers' matrices, which are frozen then, as is the head without
     lora_head: no gradients are made for these, 4 N in place of 6 N.
-    document_ids: (B, T) int32 on the CPU, of the sequences counted; None: one document each.
+    document_ids: (B, T) int32 on the CPU, of the sequences counted, a negative id is padding; None: one
+    document each.
     """
     masks = [None] * model.n_layer
     if attention.sparse:
@@ -104,7 +107,8 @@ def visible_pairs(seq_len: int, mask: BlockMask | None, document_ids: Tensor | N
         )
     starts = _document_starts(document_ids)  # (B, T)
     if mask is None:
-        return (torch.arange(1, seq_len + 1, device="cpu") - starts).sum().item() / len(document_ids)
+        seen = (torch.arange(1, seq_len + 1, device="cpu") - starts).clamp(min=0)
+        return seen.sum().item() / len(document_ids)
     # a mask of the configuration is one for all sequences
     _, row, column = mask.coordinates()
     lane = torch.arange(mask.block_size, device="cpu")
@@ -125,8 +129,9 @@ def computed_pairs(seq_len: int, mask: BlockMask | None, document_ids: Tensor | 
     last = torch.arange(-(-seq_len // TILE), device="cpu")
     first = torch.zeros_like(last)[None]
     if document_ids is not None:
-        first = _document_starts(document_ids)[:, ::TILE] // TILE
-    return (last + 1 - first).sum().item() / len(first) * TILE**2
+        starts = F.pad(_document_starts(document_ids), (0, -seq_len % TILE), value=NOWHERE)
+        first = starts.unflatten(1, (-1, TILE)).amin(2) // TILE
+    return (last + 1 - first).clamp(min=0).sum().item() / len(first) * TILE**2
 
 
 def attended_pairs(attention: AttentionConfig, n_layer: int, seq_len: int) -> float:
@@ -148,6 +153,6 @@ def _pattern_pairs(pattern: str, seq_len: int, block_size: int) -> float:
 
 
 def _document_starts(document_ids: Tensor) -> Tensor:
-    """Where the document of each token begins, (B, T) int64."""
+    """Where the document of each token begins, (B, T) int64; NOWHERE for padding, a negative id."""
     ids = document_ids.contiguous()
-    return torch.searchsorted(ids, ids)
+    return torch.searchsorted(ids, ids).masked_fill(ids < 0, NOWHERE)

@@ -28,6 +28,8 @@ def document_ids(*lengths: list[int]) -> torch.Tensor:
 
 
 DOCUMENTS = document_ids([100, 1, 99, 100], [300], [7, 293])
+# a negative id is padding, here of whole tiles, of a part of one, of all and of none
+PADDED = document_ids([256, 44], [100, 1, 199], [300], [7, 293]) - torch.tensor([[1], [1], [1], [0]]).int()
 
 
 def brute_force(pattern: str | None, documents: torch.Tensor | None) -> torch.Tensor:
@@ -36,11 +38,11 @@ def brute_force(pattern: str | None, documents: torch.Tensor | None) -> torch.Te
     if pattern:
         visible = visible & block_masks.parse(pattern, T, block_size=64).to_dense()[:, 0]
     if documents is not None:
-        visible = visible & (documents[:, :, None] == documents[:, None])
+        visible = visible & (documents[:, :, None] == documents[:, None]) & (documents >= 0)[:, None]
     return visible
 
 
-@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one-document", "documents"])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS, PADDED], ids=["one-document", "documents", "padding"])
 @pytest.mark.parametrize("pattern", [None, *PATTERNS])
 def test_visible_pairs_are_those_that_brute_force_counts(pattern, documents):
     mask = block_masks.parse(pattern, T, block_size=64) if pattern else None
@@ -55,13 +57,15 @@ def test_window_pairs_are_those_that_brute_force_counts(window):
     assert window_pairs(T, window) == visible.sum().item()
 
 
-@pytest.mark.parametrize("pattern", [None, *PATTERNS])
-def test_computed_pairs_are_those_of_tiles_that_hold_a_visible_one(pattern):
+@pytest.mark.parametrize(
+    ("pattern", "documents"), [*((pattern, None) for pattern in (None, *PATTERNS)), (None, PADDED)]
+)
+def test_computed_pairs_are_those_of_tiles_that_hold_a_visible_one(pattern, documents):
     mask = block_masks.parse(pattern, T, block_size=64) if pattern else None
     tile = 64 if pattern else TILE
-    padded = torch.nn.functional.pad(brute_force(pattern, None)[0], (0, -T % tile, 0, -T % tile))
-    tiles = padded.unflatten(0, (-1, tile)).unflatten(2, (-1, tile)).any(3).any(1)
-    assert computed_pairs(T, mask) == tiles.sum().item() * tile**2
+    padded = torch.nn.functional.pad(brute_force(pattern, documents), (0, -T % tile, 0, -T % tile))
+    tiles = padded.unflatten(1, (-1, tile)).unflatten(3, (-1, tile)).any(4).any(2)
+    assert computed_pairs(T, mask, documents) == tiles.sum().item() / len(tiles) * tile**2
 
 
 def test_computed_pairs_leave_out_the_tiles_before_a_document():

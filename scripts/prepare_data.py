@@ -15,7 +15,7 @@ from data.manifest import read_manifest
 from data.prepare import DataConfig, prepare
 from scripts.arguments import refuse, stop
 from train.logger import counted
-from train.overrides import CONF, checked, explain
+from train.overrides import CONF, checked, explain, refuse_numbers_for_texts
 
 
 @dataclass
@@ -27,7 +27,7 @@ def main(overrides: list[str]) -> None:
     if any(word in ("-h", "--help") for word in overrides):
         names = ", ".join(sorted(path.stem for path in (CONF / "data").glob("*.yaml")))
         print(f"{__doc__}\ndata=NAME, one of: {names}; then data.KEY=VALUE for each KEY of data=pystdlib:\n")
-        print((CONF / "data" / "pystdlib.yaml").read_text(), end="")
+        print((CONF / "data" / "pystdlib.yaml").read_text(encoding="utf-8"), end="")
         return
     log = logging.getLogger("data")
     log.setLevel(logging.INFO)
@@ -51,6 +51,7 @@ def parse(overrides: list[str]) -> DataConfig:
     for override in overrides:
         if not override.lstrip("+~").startswith(("data=", "data.")):
             raise ValueError(f"{override!r} is no argument of this script: use data=NAME and data.KEY=VALUE")
+    refuse_numbers_for_texts(overrides, Arguments)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         data = compose("config", overrides).data
     return checked(OmegaConf.create({"data": data}), Arguments).data

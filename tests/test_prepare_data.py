@@ -97,6 +97,10 @@ def test_help_prints_every_key():
             ["data.tokenizer=gpt9"],
             "error: data.tokenizer must be one of ('gpt2', 'bytes') or a folder with tokenizer.json, got",
         ),
+        (
+            ["data.folder=2024_01"],
+            "error: data.folder=2024_01 would be read as 202401: put quotes that the shell leaves around",
+        ),
         (["seed=1"], "error: 'seed=1' is no argument of this script: use data=NAME and data.KEY=VALUE"),
     ],
 )

@@ -83,6 +83,12 @@ class DataConfig:
                 "data.paths must name files or folders, as in 'data.paths=[my_folder]', for data.source=text "
                 f"and be empty otherwise, got {list(self.paths)} with data.source={self.source}"
             )
+        # it would be the working directory
+        if not all(self.paths):
+            raise ValueError(
+                f"data.paths must name files or folders, got an empty text in {list(self.paths)}: use '.' for "
+                "the working directory"
+            )
         if bool(self.dataset) != (self.source == "huggingface"):
             raise ValueError(
                 f"data.dataset must name a data set for data.source=huggingface and be empty otherwise, "

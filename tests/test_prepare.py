@@ -366,6 +366,10 @@ def test_a_corpus_of_copies_of_one_document_is_refused_with_what_was_left_out(co
         ({"max_documents": 1}, r"data\.max_documents must be null or at least 2, got 1"),
         ({"workers": 0}, r"data\.workers must be null or at least 1, got 0"),
         ({"paths": []}, r"data\.paths must name files or folders, as in 'data\.paths=\[my_folder\]'"),
+        (
+            {"paths": ["text", ""]},
+            r"data\.paths .*got an empty text in \['text', ''\]: use '\.' for the working",
+        ),
         ({"source": "pystdlib"}, r"data\.paths must .* be empty otherwise"),
         ({"source": "huggingface", "paths": []}, r"data\.dataset must name a data set"),
         ({"dataset": "a/b"}, r"data\.dataset .*be empty otherwise, got 'a/b'"),

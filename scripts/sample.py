@@ -127,7 +127,9 @@ def main(arguments: Arguments) -> None:
 def read_prompt(path: str) -> str:
     """The text of prompt_file. Raises ValueError for a file that cannot be read as UTF-8."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        # as data/sources.py reads text
+        with Path(path).open(encoding="utf-8-sig", newline="") as file:
+            return file.read()
     except OSError as error:
         reason = error.strerror
     except UnicodeDecodeError as error:

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from data.shards import write_shard
+from data.sources import read_plain
 from data.tokenizer import shard_mark
 from model import GPT, AttentionConfig, ModelConfig
 from model.pretrained import export_pretrained
@@ -381,6 +383,12 @@ def test_sample_names_the_prompt_file_that_it_cannot_read(tmp_path, name, reason
         sample.main(
             sample.Arguments(run="missing", tokenizer="bytes", prompt_file=str(tmp_path / name), device="cpu")
         )
+
+
+def test_a_prompt_file_is_read_as_text_is_for_training(tmp_path):
+    (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\n")
+    (trained,) = read_plain(tmp_path / "prompt.txt", Counter())
+    assert sample.read_prompt(str(tmp_path / "prompt.txt")) == trained == "one\r\ntwo\n"
 
 
 @pytest.mark.parametrize("script", [benchmark_generate, evaluate_context])

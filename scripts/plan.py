@@ -29,6 +29,7 @@ from train.memory import USABLE, gathered_in_turn, largest_microbatch, peak_byte
 from train.overrides import CONF, explain
 from train.results import write_result
 from train.speed import RATES, Rates, fit_rates, step_seconds
+from train.throughput import peak_flops
 
 
 @dataclass
@@ -157,8 +158,14 @@ def choose_rates(arguments: Arguments) -> Rates:
         raise ValueError("gpu is empty, but torch sees no GPU: name one, as in gpu=H200 memory_gib=139.8")
     name = arguments.gpu or torch.cuda.get_device_name()
     for card, rates in RATES.items():
-        if card in name.split():
-            return rates
+        if card not in name.replace("-", " ").split():
+            continue
+        # a slice of the card, or another form of it
+        if peak_flops(name, "bf16") != peak_flops(card, "bf16"):
+            raise ValueError(
+                f"gpu={name!r} is not the {card} whose rates are known: give probe=[FILE] (--help shows how)"
+            )
+        return rates
     raise ValueError(
         f"gpu={name!r} has no rates, {', '.join(RATES)} has: name it, or give probe=[FILE] (--help shows how)"
     )

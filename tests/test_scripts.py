@@ -34,6 +34,7 @@ from scripts import (
     evaluate_context,
     export_hf,
     flash_attn_4,
+    plan,
     plot_run,
     sample,
 )
@@ -237,6 +238,15 @@ def test_a_text_is_taken_as_it_is_typed(text, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["words", f"prompt={text}", "numbers=[1,2]"])
     run_script(given.append, Words, "")
     assert given == [Words(prompt=text, numbers=[1, 2])]
+
+
+@pytest.mark.parametrize("card", ["NVIDIA H200 MIG 1g.18gb", "H200-NVL", "NVIDIA H200 NVL"])
+def test_a_plan_takes_no_part_or_other_form_of_a_card_for_the_whole_one(card):
+    with pytest.raises(ValueError, match=f"^gpu='{card}' is not the H200 whose rates are known: give probe="):
+        plan.choose_rates(plan.Arguments(gpu=card))
+    assert plan.choose_rates(plan.Arguments(gpu="NVIDIA H200")) == plan.choose_rates(
+        plan.Arguments(gpu="H200")
+    )
 
 
 def test_what_others_are_to_read_is_passed_on_as_it_is_typed(monkeypatch):

@@ -21,8 +21,10 @@ HEAD_DIMS = "a multiple of 8 from 8 to 256"
 # of Python, of NumPy, tensors of one, and torch.compile's; the first two are Real too, and found faster
 NUMBERS = (int, float, Real, Tensor, torch.SymInt, torch.SymFloat)
 
-# float32 holds these with scores times them, and lse over them
-SCALES = 1e-30, 1e30
+# float32 holds these with scores times them, and lse over them. The upper one is lower than that: a row all
+# of whose scores, times scale, are below LOWEST of kernels/hopper, -1e30, looks as if it saw nothing; so a
+# score may be as low as -1e9
+SCALES = 1e-30, 1e20
 
 # the kernels add a window to a position in 32 bits
 MOST_TOKENS = 2**30

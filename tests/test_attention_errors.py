@@ -37,6 +37,7 @@ X = torch.zeros(2, 8, 4, 16, device=DEVICE)
         ({"softmax_scale": 0.0}, "softmax_scale must be positive.*0.0"),
         ({"softmax_scale": 1e-46}, "softmax_scale must be positive and finite, got 1e-46.*1e-30 to 1e"),
         ({"softmax_scale": 1e39}, "softmax_scale must be positive and finite, got 1e.39"),
+        ({"softmax_scale": 1e21}, r"softmax_scale must be positive and finite, got 1e\+21.*1e-30 to 1e\+20"),
         ({"softmax_scale": float("nan")}, "softmax_scale must be positive and finite, got nan"),
         ({"softmax_scale": torch.tensor(0.5)}, "softmax_scale must be a float, got a tensor"),
         ({"softmax_scale": "x"}, "softmax_scale must be a number, got str 'x'"),

@@ -38,6 +38,16 @@ def test_queries_at_the_end_of_a_cache_are_as_accurate_as_torch(n_query, n_head,
     assert_as_accurate_as_torch(q, k, v, lengths)
 
 
+def test_queries_may_be_farther_apart_than_32_bits_count(device):
+    # of 4 GiB little is touched
+    n_query, stride = 17, 2**27
+    far = torch.empty((n_query - 1) * stride + 64, dtype=torch.float16, device=device)
+    q, k, v = random_cache(1, n_query, 1, 1, 64, torch.float16, device)
+    far = far.as_strided(q.shape, (0, stride, 64, 1)).copy_(q)
+    lengths = torch.tensor([CAPACITY], device=device)
+    assert torch.equal(decode_attention(far, k, v, lengths), decode_attention(q, k, v, lengths))
+
+
 @pytest.mark.parametrize("head_dim", [8, 80, 128])
 def test_any_head_dim_will_do(head_dim, device):
     q, k, v = random_cache(1, 1, 4, 2, head_dim, torch.float32, device)

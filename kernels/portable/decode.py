@@ -89,7 +89,7 @@ def decode_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     is_channel = (offs_d < HEAD_DIM)[None, :]
     head = kv_head * GROUP + rows % GROUP
-    q_ptrs = q_ptr + batch * stride_qb + (rows // GROUP) * stride_qt + head * stride_qh
+    q_ptrs = q_ptr + batch * stride_qb + (rows // GROUP).to(tl.int64) * stride_qt + head * stride_qh
     # of no use without TURNS
     cos, sin = offs_d, offs_d
     if TURNS:

@@ -26,7 +26,13 @@ from scripts.arguments import OVERWRITE, argument, result_file, run_script
 from train.config import Config, parse
 from train.logger import counted, readable
 from train.memory import USABLE, gathered_in_turn, largest_microbatch, peak_bytes
-from train.overrides import CONF, explain
+from train.overrides import (
+    CONF,
+    explain,
+    refuse_idle_overrides,
+    refuse_model_overrides,
+    refuse_numbers_for_texts,
+)
 from train.results import write_result
 from train.speed import RATES, Rates, fit_rates, step_seconds
 from train.throughput import peak_flops
@@ -261,11 +267,23 @@ def describe(row: dict) -> str:
 
 
 def composed(overrides: list[str]) -> Config:
+    """What python -m train makes of these words. Raises ValueError for those that it refuses."""
+    refuse_numbers_for_texts(overrides, Config)
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            return parse(compose("config", overrides))
+            config = parse(compose("config", overrides))
     except HydraException as error:
         raise ValueError(explain(error, Config)) from error
+    refuse_model_overrides(overrides, config.start.weights)
+    refuse_idle_overrides(
+        overrides,
+        weights=config.start.weights,
+        rank=config.lora.rank,
+        spikes=config.spikes.action,
+        schedule=config.optim.schedule,
+        algorithm=config.optim.algorithm,
+    )
+    return config
 
 
 if __name__ == "__main__":

@@ -249,6 +249,22 @@ def test_a_plan_takes_no_part_or_other_form_of_a_card_for_the_whole_one(card):
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lora.alpha=3"], "lora.alpha=3 has no effect with lora.rank=0: add lora.rank=16"),
+        (
+            ["optim.momentum=0.5"],
+            "optim.momentum=0.5 has no effect with optim.algorithm=adamw: add optim=muon",
+        ),
+        (["data.folder=2024_01"], "data.folder=2024_01 would be read as 202401: put quotes"),
+    ],
+)
+def test_a_plan_refuses_the_words_that_training_refuses(words, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        plan.main(plan.Arguments(gpu="H200", memory_gib=140.0, train=words))
+
+
 def test_what_others_are_to_read_is_passed_on_as_it_is_typed(monkeypatch):
     given, foreign = [], ["name=${seq_len}", "seq_len=???"]
     monkeypatch.setattr(sys, "argv", ["several", *foreign, "number=3"])

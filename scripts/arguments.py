@@ -22,9 +22,12 @@ OVERWRITE = "replace results that are there"
 FEW = 6
 
 
-def argument(default, meaning: str):
-    """A field of an arguments dataclass: its default (... if it must be given) and what --help says of it."""
-    metadata = {"meaning": meaning}
+def argument(default, meaning: str, *, path: bool = False):
+    """A field of an arguments dataclass: its default (... if it must be given) and what --help says of it.
+
+    path: a text, or each of a list, names a file or folder: a tilde in front is the home folder.
+    """
+    metadata = {"meaning": meaning, "path": path}
     if default is ...:
         return field(default="???", metadata=metadata)
     if isinstance(default, list | dict):
@@ -39,7 +42,7 @@ def result_file(default: str, meaning: str, *, picture: bool = False, table: boo
     refused by `run_script`.
     """
     endings = [""] + [".png"] * picture + [".md"] * table
-    return field(default=default, metadata={"meaning": meaning, "endings": endings})
+    return field(default=default, metadata={"meaning": meaning, "path": True, "endings": endings})
 
 
 def command_line(arguments) -> list[str]:
@@ -97,7 +100,7 @@ def run_script(
         # OmegaConf would find a meaning in ??? and in ${...}: it gets empty ones in their place
         empty = {name: type(value)() for name, value in typed.items()}
         merged = OmegaConf.merge(OmegaConf.structured(arguments), given, empty)
-        complete = replace(OmegaConf.to_object(merged), **typed)
+        complete = without_tildes(replace(OmegaConf.to_object(merged), **typed))
         check_results(complete)
         main(complete)
     except ConfigKeyError as error:
@@ -115,6 +118,19 @@ def run_script(
         refuse(error)
     except KeyboardInterrupt:
         stop("stopped by Ctrl-C")
+
+
+def without_tildes(arguments: Arguments) -> Arguments:
+    """The same with the home folder in front of paths: a shell leaves ~ within KEY=VALUE as it is."""
+    paths = {
+        item.name: getattr(arguments, item.name) for item in fields(arguments) if item.metadata.get("path")
+    }
+    expand = os.path.expanduser
+    expanded = {
+        name: expand(path) if isinstance(path, str) else [expand(one) for one in path]
+        for name, path in paths.items()
+    }
+    return replace(arguments, **expanded)
 
 
 def check_results(arguments) -> None:

@@ -30,7 +30,9 @@ class Arguments:
     models: list[str] = argument(["gpt2"], "names of files in conf/model/")
     tokens_per_step: int = argument(8192, "random tokens a step, in sequences of 1024 or fewer")
     saves: int = argument(3, "saves of each model")
-    folder: str = argument("runs", "on the disk to measure; what is written in it is removed at the end")
+    folder: str = argument(
+        "runs", "on the disk to measure; what is written in it is removed at the end", path=True
+    )
     device: str = argument("cuda", "cuda or cpu")
     out: str = result_file("", "JSON file for the rows; empty for none")
     overwrite: bool = argument(False, OVERWRITE)

@@ -56,7 +56,7 @@ class Arguments:
     short: list[str] = argument([], "overrides of the first run, as for python -m train")
     long: list[str] = argument([], "overrides of the extensions: total_tokens=10000000")
     evaluation: dict = argument({}, "other than usual for scripts.evaluate_context, as in {prompts: 5}")
-    out: str = argument("long_context", "folder of the results")
+    out: str = argument("long_context", "folder of the results", path=True)
 
 
 def main(arguments: Arguments) -> None:

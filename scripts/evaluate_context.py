@@ -44,8 +44,8 @@ FILLER_SEQUENCES = 4
 
 @dataclass
 class Arguments:
-    model: str = argument(..., "a run's folder, a checkpoint, or a Hugging Face folder")
-    data: str = argument(..., "a prepared folder of the model's tokenizer")
+    model: str = argument(..., "a run's folder, a checkpoint, or a Hugging Face folder", path=True)
+    data: str = argument(..., "a prepared folder of the model's tokenizer", path=True)
     seq_len: int | None = argument(None, "tokens a sequence; null: the model's longest")
     # with one window models of different lengths score the same tokens
     window: int | None = argument(None, "tokens of text whose start and end are read; null: seq_len")
@@ -60,7 +60,9 @@ class Arguments:
     attention: str = argument("", "flash, sdpa or reference; empty: the fastest that runs this model here")
     device: str = argument("cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu")
     precision: str = argument("bf16" if torch.cuda.is_available() else "fp32", "bf16, fp16 or fp32")
-    out: str = argument("context.json", "the rows, a new .json; the picture goes beside it, as .png")
+    out: str = argument(
+        "context.json", "the rows, a new .json; the picture goes beside it, as .png", path=True
+    )
 
 
 def main(arguments: Arguments) -> None:

@@ -17,9 +17,11 @@ from train.weights import load_model, run_attention
 
 @dataclass
 class Arguments:
-    model: str = argument(..., "a run's folder or a checkpoint")
-    out: str = argument(..., "the folder to write, new or empty")
-    tokenizer: str = argument("", "gpt2, bytes or a folder with tokenizer.json; empty: the model's own")
+    model: str = argument(..., "a run's folder or a checkpoint", path=True)
+    out: str = argument(..., "the folder to write, new or empty", path=True)
+    tokenizer: str = argument(
+        "", "gpt2, bytes or a folder with tokenizer.json; empty: the model's own", path=True
+    )
     precision: str = argument("fp32", f"of the weights: {', '.join(PRECISIONS)}")
 
 

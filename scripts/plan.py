@@ -43,9 +43,9 @@ class Arguments:
     processes: int = argument(1, "GPUs")
     gpu: str = argument("", "whose rates to use; empty for this machine's")
     memory_gib: float = argument(0.0, "memory of a GPU; 0 for this machine's")
-    probe: list[str] = argument([], "result files of benchmark_training, to fit the rates to")
+    probe: list[str] = argument([], "result files of benchmark_training, to fit the rates to", path=True)
     probe_bandwidth: float = argument(3.3e12, "bytes/s of large tensors, with probe: 0.7 of the nominal")
-    compare: list[str] = argument([], "result files, to set predictions beside their rows")
+    compare: list[str] = argument([], "result files, to set predictions beside their rows", path=True)
     chunk: int = argument(
         LOGIT_ROWS, "rows of logits that the fused loss held at a time when these were measured"
     )

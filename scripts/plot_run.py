@@ -16,7 +16,9 @@ PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
 @dataclass
 class Arguments:
-    runs: list[str] = argument([], "run folders, as [runs/a,runs/b]; the first one is the yardstick")
+    runs: list[str] = argument(
+        [], "run folders, as [runs/a,runs/b]; the first one is the yardstick", path=True
+    )
     out: str = result_file("loss.png", "the picture to write")
     overwrite: bool = argument(False, OVERWRITE)
     title: str = argument("", "above the picture; the runs' names if empty")

@@ -28,8 +28,8 @@ LAUNCHER = ["-m", "torch.distributed.run", "--standalone"]
 
 @dataclass(kw_only=True, slots=True)
 class Arguments:
-    files: list[str] = argument([], "result files, such as those of docs/results")
-    out: str = argument("remeasured", "folder of the new files")
+    files: list[str] = argument([], "result files, such as those of docs/results", path=True)
+    out: str = argument("remeasured", "folder of the new files", path=True)
 
 
 class Repetition(NamedTuple):

@@ -47,7 +47,9 @@ class Arguments:
     report: bool = argument(True, "false: only measure")
     processes: int | None = argument(None, "experiments at a time; null: one on each GPU, on a CPU one")
     out: str = argument(
-        "", "folder of results and report; docs/results/<gpu>/paper if empty, paper_quick where quick=true"
+        "",
+        "folder of results and report; docs/results/<gpu>/paper if empty, paper_quick where quick=true",
+        path=True,
     )
     overwrite: bool = argument(False, OVERWRITE)
 

@@ -24,11 +24,15 @@ MOST_SAMPLES = 2**16
 
 @dataclass
 class Arguments:
-    run: str = argument("", "a run's folder: its newest checkpoint is read")
-    checkpoint: str = argument("", "in place of run: a checkpoint's folder, or a Hugging Face folder")
-    tokenizer: str = argument("", "gpt2, bytes or a folder with tokenizer.json; empty: the model's own")
+    run: str = argument("", "a run's folder: its newest checkpoint is read", path=True)
+    checkpoint: str = argument(
+        "", "in place of run: a checkpoint's folder, or a Hugging Face folder", path=True
+    )
+    tokenizer: str = argument(
+        "", "gpt2, bytes or a folder with tokenizer.json; empty: the model's own", path=True
+    )
     prompt: str = argument("def", "text to continue")
-    prompt_file: str = argument("", "a file with the text to continue, in place of prompt")
+    prompt_file: str = argument("", "a file with the text to continue, in place of prompt", path=True)
     tokens: int = argument(200, "tokens to generate, at most")
     samples: int = argument(1, "how many continuations")
     temperature: float = argument(0.8, "0 takes the likeliest token")

@@ -1,3 +1,4 @@
+import importlib
 import json
 import os
 import re
@@ -8,7 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -238,6 +239,49 @@ def test_a_text_is_taken_as_it_is_typed(text, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["words", f"prompt={text}", "numbers=[1,2]"])
     run_script(given.append, Words, "")
     assert given == [Words(prompt=text, numbers=[1, 2])]
+
+
+@dataclass
+class Places:
+    out: str = result_file("", "a file")
+    model: str = argument("", "a folder", path=True)
+    files: list[str] = argument([], "some files", path=True)
+    prompt: str = argument("", "any text")
+    overwrite: bool = argument(False, OVERWRITE)
+
+
+def test_a_tilde_in_front_of_a_path_is_the_home_folder_and_in_a_text_it_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "taken").write_text("")
+    given = []
+    words = ["out=~/x.png", "model=~/runs/a", "files=[~/a.json,b.json]", "prompt=~/x"]
+    monkeypatch.setattr(sys, "argv", ["places", *words])
+    run_script(given.append, Places, "")
+    home = str(tmp_path)
+    expected = Places(f"{home}/x.png", f"{home}/runs/a", [f"{home}/a.json", "b.json"], "~/x")
+    assert given == [expected]
+    monkeypatch.setattr(sys, "argv", ["places", "out=~/taken"])
+    with pytest.raises(SystemExit):
+        run_script(given.append, Places, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "paths"),
+    [
+        ("benchmark_checkpoints", {"folder", "out"}),
+        ("compare_extensions", {"out"}),
+        ("evaluate_context", {"model", "data", "out"}),
+        ("export_hf", {"model", "out", "tokenizer"}),
+        ("plan", {"probe", "compare", "out"}),
+        ("plot_run", {"runs", "out", "differences"}),
+        ("remeasure", {"files", "out"}),
+        ("reproduce_paper", {"out"}),
+        ("sample", {"run", "checkpoint", "tokenizer", "prompt_file"}),
+    ],
+)
+def test_scripts_say_which_arguments_are_paths(name, paths):
+    script = importlib.import_module(f"scripts.{name}")
+    assert {item.name for item in fields(script.Arguments) if item.metadata.get("path")} == paths
 
 
 @pytest.mark.parametrize("card", ["NVIDIA H200 MIG 1g.18gb", "H200-NVL", "NVIDIA H200 NVL"])

@@ -90,20 +90,20 @@ def mm_gelu(a: Tensor, b: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
 
     a: (N, C), b: (C, F), bias: (F,).
     """
-    _check(a=a, b=b)
+    _check(x=a, w1=b)
     out = _gelu(a, b, tuned=False) if bias is None else _bias_gelu(a, b, bias=bias.unsqueeze(0), tuned=False)
     return out["hidden"], out["D"]
 
 
 def mm_scaled(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
     """a b times scale, element by element, (N, F). a: (N, C), b: (C, F), scale: (N, F)."""
-    _check(a=a, b=b, scale=scale)
+    _check(dout=a, w2=b, slope=scale)
     return _scaled(a, b, scale, tuned=False)["D"]
 
 
 def mm_scaled_and_sum(a: Tensor, b: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """mm_scaled, and its sum over rows in float32, (F,), in the same order in every run."""
-    _check(a=a, b=b, scale=scale)
+    _check(dout=a, w2=b, slope=scale)
     out = _scaled_and_sum(a, b, scale, tuned=False)
     return out["D"], out["sum"]
 
@@ -116,13 +116,14 @@ def mm_exp2_and_sum(
     a: (N, C), b: (C, V); subtrahend: (N,) and mask: (V,), float32; width: of a tile, divides V, because what
     a tile has beyond the edge would be summed too. The sums are made in the same order in every run.
     """
-    _check(a=a, b=b, out=out)
+    _check(hidden=a, weight=b, logits=out)
     config = replace(default_config(a.device), tile_n=width)
     vectors = {"subtrahend": subtrahend.unsqueeze(0), "mask": mask.unsqueeze(0)}
     return _exp2_and_sum(a, b, out={"D": out}, config=config, tuned=False, **vectors)["sum"]
 
 
 def _check(**matrices: Tensor) -> None:
+    """matrices: by the names that they have in gelu_mlp.py and cross_entropy.py, whose callers read them."""
     for name, x in matrices.items():
         row = max(x.stride()) * x.element_size()
         if min(x.stride()) != 1 or row % ALIGNMENT or x.data_ptr() % ALIGNMENT:

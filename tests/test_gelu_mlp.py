@@ -119,8 +119,26 @@ def test_on_a_gpu_graphs_replay_it_with_new_numbers():
 def test_rows_at_odd_places_are_refused_by_the_operator():
     _, *weights = inputs("cuda", (64,), dtype=torch.bfloat16)
     shifted = torch.empty(64 * 64 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(64, 64)
-    with pytest.raises(ValueError, match=r"a must have rows .* multiples of 16 bytes"):
+    with pytest.raises(ValueError, match=r"x must have rows .* multiples of 16 bytes"):
         gelu_mlp(shifted, *weights)
+
+
+@pytest.mark.skipif(not is_installed(), reason="needs quack-kernels")
+@pytest.mark.parametrize(
+    ("product", "names"),
+    [
+        ("mm_gelu", ["x", "w1"]),
+        ("mm_scaled", ["dout", "w2"]),
+        ("mm_scaled_and_sum", ["dout", "w2"]),
+        ("mm_exp2_and_sum", ["hidden", "weight"]),
+    ],
+)
+def test_rows_at_odd_places_are_refused_by_the_names_that_callers_know(product, names):
+    even, odd = torch.zeros(8, 8).bfloat16(), torch.zeros(65).bfloat16()[1:].view(8, 8)
+    others = {"mm_gelu": (None,), "mm_exp2_and_sum": (even[0], even[0], even, 8)}.get(product, (even,))
+    for name, matrices in zip(names, ((odd, even), (even, odd)), strict=True):
+        with pytest.raises(ValueError, match=f"^{name} must have rows .* multiples of 16 bytes"):
+            getattr(epilogues(), product)(*matrices, *others)
 
 
 @pytest.mark.parametrize("frozen", range(5))

@@ -26,8 +26,8 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 FORMAT_VERSION = 2
 MARKER = "checkpoint.json"
-# what it always holds
-NEEDED = {"step": int, "resume": str, "config": dict, "shards": dict}
+# what it holds whoever saves
+NEEDED = {"step": int, "shards": dict}
 STEP_FOLDERS = "step_" + "[0-9]" * 8
 # bytes read, written and summed at once
 PIECE = 1 << 24

@@ -86,8 +86,8 @@ class DataConfig:
         # it would be the working directory
         if not all(self.paths):
             raise ValueError(
-                f"data.paths must name files or folders, got an empty text in {list(self.paths)}: use '.' for "
-                "the working directory"
+                f"data.paths must name files or folders, got an empty text in {list(self.paths)}: use '.' "
+                "for the working directory"
             )
         if bool(self.dataset) != (self.source == "huggingface"):
             raise ValueError(
@@ -257,7 +257,7 @@ def _lock(partial: Path) -> TextIO:
                 raise ValueError(
                     f"{partial} was not made by prepare: move it away, or choose another data.folder"
                 )
-            file = path.open("w")
+            file = path.open("w", encoding="utf-8")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

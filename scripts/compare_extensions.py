@@ -139,7 +139,7 @@ def check_finished(cases: list["Case"], out: Path) -> None:
                 )
         path = out / f"{case.name}.json"
         if path.exists():
-            model = json.loads(path.read_text())["rows"][0]["model"]
+            model = json.loads(path.read_text(encoding="utf-8"))["rows"][0]["model"]
             if model != f"runs/{case.run}":
                 raise ValueError(f"{path} is of {model}, not of runs/{case.run}: choose another out=")
 
@@ -233,7 +233,7 @@ def report(cases: list[Case], out: Path) -> None:
     for case in cases:
         path = out / f"{case.name}.json"
         if path.exists():
-            measured[case] = json.loads(path.read_text())["rows"]
+            measured[case] = json.loads(path.read_text(encoding="utf-8"))["rows"]
         else:
             print(f"{path}: not measured yet", flush=True)
     if not measured:

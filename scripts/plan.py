@@ -196,7 +196,7 @@ def measured(key: str, files: list[str]) -> list[tuple[dict, Config]]:
         try:
             rows = [
                 row
-                for row in json.loads(Path(file).read_text())["rows"]
+                for row in json.loads(Path(file).read_text(encoding="utf-8"))["rows"]
                 if row["compile"] and row["implementation"] == "flash" and row["tokens_per_second"]
             ]
         except OSError as error:

@@ -77,7 +77,7 @@ def main(arguments: Arguments) -> None:
 def repetition(old: Path, new: Path) -> Repetition:
     """How a result is made again. Raises ValueError for a file that does not say it."""
     try:
-        result = json.loads(old.read_text())
+        result = json.loads(old.read_text(encoding="utf-8"))
         words, n_gpus = shlex.split(str(result["command"])), max(1, result["n_gpus"])
     except OSError as error:
         raise ValueError(f"files: {old} cannot be read ({error}): correct it") from error
@@ -125,7 +125,7 @@ def usual_out(module: str, old: Path) -> str:
 
 def comparison(old: Path, new: Path) -> str:
     """A line for each measured value: the new over the old, median and range over the rows."""
-    before, after = (json.loads(path.read_text())["rows"] for path in (old, new))
+    before, after = (json.loads(path.read_text(encoding="utf-8"))["rows"] for path in (old, new))
     if len(before) != len(after):
         return f"  {len(after)} rows where {old} has {len(before)}: not compared"
     ratios = {}

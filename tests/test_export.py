@@ -1,3 +1,4 @@
+import io
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 import transformers
 
 from model import GPT, AttentionConfig, ModelConfig
+from model.pretrained import read_pretrained_config
 from train.export import export, export_run, refuse_to_replace
 
 
@@ -46,6 +48,21 @@ def test_an_export_ends_a_text_where_its_tokenizer_does(tmp_path):
     export(model(vocab_size=50257), "gpt2", tmp_path / "gpt2")
     config = json.loads((tmp_path / "gpt2" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (50256, 50256)
+
+
+def test_the_files_of_models_and_tokenizers_are_utf8_in_every_locale(tmp_path, monkeypatch):
+    published = tmp_path / "published"
+    write_tokenizer(published)
+    for name in ("config.json", "tokenizer_config.json"):
+        settings = json.loads((published / name).read_text()) | {"greeting": "café"}
+        (published / name).write_text(json.dumps(settings, ensure_ascii=False), encoding="utf-8")
+    # what pathlib takes where no encoding is given
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, stacklevel=2: encoding or "ascii")
+    export(model(vocab_size=4), str(published), tmp_path / "out")
+    config = tmp_path / "out" / "config.json"
+    text = config.read_text(encoding="utf-8").removeprefix("{")
+    config.write_text('{"greeting": "café",' + text, encoding="utf-8")
+    assert read_pretrained_config(tmp_path / "out").vocab_size == 4
 
 
 def test_a_tokenizer_that_is_gone_is_named_before_anything_is_written(tmp_path):

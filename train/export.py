@@ -79,6 +79,6 @@ def token_ids(tokenizer: str) -> dict[str, int | list[int] | None]:
     }
     config = Path(tokenizer, "config.json")
     if tokenizer not in TOKENIZERS and config.is_file():
-        theirs = json.loads(config.read_text())
+        theirs = json.loads(config.read_text(encoding="utf-8"))
         ids |= {name: theirs[name] for name in TOKEN_IDS if theirs.get(name) is not None}
     return ids

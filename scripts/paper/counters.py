@@ -47,7 +47,7 @@ def counted_bytes(module: str, work: str, sizes: dict) -> dict | str:
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
             return f"Nsight Compute took longer than {TIME_LIMIT_SECONDS} seconds"
-        text = log.read_text() if log.is_file() else ""
+        text = log.read_text(encoding="utf-8") if log.is_file() else ""
         if done.returncode or "dram__bytes" not in text:
             complaint = [
                 line for line in (text + done.stdout + done.stderr).splitlines() if "==ERROR==" in line

@@ -31,7 +31,7 @@ and backward pass with its inputs, output and gradients. Reformer, Smyrf, Longfo
 approximations of the paper are not ported: published.json has its numbers. FlexAttention, which compiles
 each length anew, is measured at four of them, SDPA's math to 4K.
 """
-PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
+PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
 PAPER_SHAPE = {"batch": 16, "heads": 8, "head_dim": 64}
 # the longest sequence that is tried: all (T, T) scores are stored, or a minute is a long time
 LONGEST = {

@@ -17,7 +17,7 @@ TITLE = "# The FlashAttention paper, measured again\n"
 def check_report(folder: Path) -> None:
     """Raises ValueError for a folder with another README.md than a report, which would take its place."""
     path = folder / "README.md"
-    if path.exists() and not path.read_text(errors="replace").startswith(TITLE):
+    if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(TITLE):
         raise ValueError(f"{path} is no report of this script, which would replace it: choose another out=")
 
 
@@ -54,7 +54,7 @@ def section(whole: Path, experiment: ModuleType) -> tuple[list[list[str]], str]:
     path = part_of(whole) if part_of(whole).is_file() else whole
     if not path.is_file():
         return [["", "", "", "not run"]], f"Not run: `python -m scripts.reproduce_paper {whole.stem}`"
-    result = json.loads(path.read_text())
+    result = json.loads(path.read_text(encoding="utf-8"))
     rows, picture = result["rows"], whole.with_suffix(".png")
     verdicts = [with_reason(verdict, result) for verdict in experiment.judge(rows)]
     experiment.draw(rows, picture)

@@ -55,7 +55,7 @@ class JsonTokenizer:
     def _find_end_of_text(self, folder: Path) -> int:
         for name in END_OF_TEXT_FILES:
             path = folder / name
-            settings = _read_settings(path) if path.is_file() else {}
+            settings = read_settings(path) if path.is_file() else {}
             given = settings.get("eos_token")
             # with its options, or alone
             token = given.get("content") if isinstance(given, dict) else given
@@ -79,7 +79,8 @@ class JsonTokenizer:
         )
 
 
-def _read_settings(path: Path) -> dict:
+def read_settings(path: Path) -> dict:
+    """What a JSON file of a folder holds. Raises ValueError, naming the file, for a damaged one."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

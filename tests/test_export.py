@@ -86,6 +86,15 @@ def test_a_weight_that_the_precision_cannot_hold_is_named_with_the_way_out(tmp_p
     export(model(vocab_size=257), "bytes", tmp_path / "fp16", torch.float16)
 
 
+@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[]", "must hold an object, got list")])
+def test_a_damaged_configuration_beside_the_tokenizer_is_named(text, message, tmp_path):
+    write_tokenizer(tmp_path / "published")
+    (tmp_path / "published" / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=f"published/config.json {message}.*: copy it anew from its model"):
+        export(model(vocab_size=4), str(tmp_path / "published"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_earlier_export_of_the_run_is_replaced_and_what_else_lies_there_stays(tmp_path):
     export_run(model(n_layer=1), "gpt2", tmp_path)
     out = tmp_path / "hugging_face"

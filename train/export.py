@@ -1,6 +1,5 @@
 """A trained model as a Hugging Face folder, with its tokenizer where that has files."""
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -79,6 +78,9 @@ def token_ids(tokenizer: str) -> dict[str, int | list[int] | None]:
     }
     config = Path(tokenizer, "config.json")
     if tokenizer not in TOKENIZERS and config.is_file():
-        theirs = json.loads(config.read_text(encoding="utf-8"))
+        # a slow import, for these only
+        from data.tokenizer_json import read_settings
+
+        theirs = read_settings(config)
         ids |= {name: theirs[name] for name in TOKEN_IDS if theirs.get(name) is not None}
     return ids

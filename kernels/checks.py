@@ -61,10 +61,11 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
 
 
-def check_device(name: str, x: Tensor) -> None:
+def check_device(name: str, x: Tensor, instead: str = "attention_reference") -> None:
+    """instead: what does the same on every device."""
     if not has_kernels(x.device):
         raise ValueError(
-            f"{name} must be on a GPU, got {x.device}: move it, use attention_reference, "
+            f"{name} must be on a GPU, got {x.device}: move it, use {instead}, "
             "or set TRITON_INTERPRET=1 before Python starts to run the kernels slowly on the CPU"
         )
 

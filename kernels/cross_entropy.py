@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import cross_entropy_epilogue, hopper
+from kernels.checks import check_device
 from kernels.registration import below_autocast, on_its_gpu, refuse_forward_derivatives
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -197,7 +198,7 @@ def linear_cross_entropy(
 
     hidden: (N, C), N at least 1; weight: (V', C), usually float32, rows from vocab_size on pad it; the
     products run in hidden's dtype, the gradient of weight is summed in weight's. Targets must be from 0 to
-    vocab_size - 1, which is not checked. Raises ValueError for other shapes.
+    vocab_size - 1, which is not checked. Raises ValueError for other shapes, and without a GPU.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or hidden.shape[0] == 0:
         raise ValueError(
@@ -213,6 +214,7 @@ def linear_cross_entropy(
         raise ValueError(
             f"vocab_size must be from 1 to the {weight.shape[0]} rows of weight, got {vocab_size}"
         )
+    check_device("hidden", hidden, instead="F.cross_entropy of the logits")
     refuse_forward_derivatives("linear_cross_entropy", "use F.cross_entropy of the logits", hidden, weight)
     wanted = (torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
     return linear_cross_entropy_forward(hidden, weight, targets, vocab_size, chunk, *wanted)[0]

@@ -137,6 +137,15 @@ def test_no_gradient_of_the_loss_is_none_of_hidden_and_weight(device):
     assert x.grad.tolist() == [2.0] * 3
 
 
+def test_without_a_gpu_and_without_the_interpreter_the_error_says_what_to_do(monkeypatch):
+    hidden, weight, targets = inputs("cpu")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(
+        ValueError, match=r"^hidden must be on a GPU, got cpu: .* use F\.cross_entropy of the"
+    ):
+        linear_cross_entropy(hidden, weight, targets, 300)
+
+
 def test_double_backward_is_refused_with_a_way_out(device):
     hidden, weight, targets = inputs(device)
     loss = linear_cross_entropy(hidden, weight, targets, 300)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo.testing
-from faults import run_training
+from faults import complete, run_training
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
@@ -24,7 +24,7 @@ import train.loop
 import train.plot
 from data.loader import TokenLoader
 from scripts import sample
-from train.config import parse
+from train.config import Config, parse
 from train.logger import RunLogger, read_metrics
 from train.report import step_metrics
 from train.saving import CheckpointSaver
@@ -57,9 +57,13 @@ def corpus(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(*overrides: str) -> float:
+def configured(*overrides: str) -> Config:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return run_training(parse(compose("config", [*SMALL, *overrides])))
+        return parse(compose("config", [*SMALL, *overrides]))
+
+
+def run(*overrides: str) -> float:
+    return run_training(configured(*overrides))
 
 
 def losses(name: str = "test") -> list[float]:
@@ -478,11 +482,8 @@ def test_a_text_too_short_for_one_step_is_refused(corpus):
 
 def test_two_processes_give_the_loss_curve_of_one(corpus):
     run("name=one")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    process = start(*SMALL, "name=two", launcher=launcher)
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    assert "2 processes x 1 micro-batch x 8 sequences" in output
+    attempt = complete(configured("name=two"), 2)
+    assert "2 processes x 1 micro-batch x 8 sequences" in attempt.log()
     assert losses("two") == pytest.approx(losses("one"), abs=1e-5)
 
 
@@ -494,11 +495,7 @@ def test_an_evaluation_takes_the_same_tokens_on_any_number_of_processes_in_any_m
     given = ["evaluation.tokens=630", "total_tokens=1024", "tokens_per_step=1024"]
     for tokens in (32, 128, 1024):
         run(f"name={tokens}", *given, f"tokens_per_microbatch={tokens}")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    of_two = ["name=two", *given, "tokens_per_microbatch=128", f"distributed={distributed}"]
-    process = start(*SMALL, *of_two, launcher=launcher)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
+    complete(configured("name=two", *given, "tokens_per_microbatch=128", f"distributed={distributed}"), 2)
     first, *others = (
         [m["val_loss"] for m in read_metrics(Path("runs", name, "metrics.jsonl"))]
         for name in ("32", "128", "1024", "two")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-import torch._dynamo  # the optimizer imports it, in every attempt if not here
+import torch._dynamo  # noqa: F401, the optimizer imports it, in every attempt if not here
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 from together import IMPORTED

@@ -130,7 +130,7 @@ def begin_launch() -> float:
 
 def process_seconds() -> float:
     """Seconds since this process began, before its first import."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     # in ticks after the machine was started
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 

@@ -72,7 +72,7 @@ def test_a_stop_token_ends_the_text_and_is_not_part_of_it():
 
 def test_a_character_that_is_cut_off_at_the_end_is_shown_as_such():
     model = Scripted([list("é".encode()[:1]) * 2], [1])
-    text = sample_text(model, load_tokenizer("bytes"), greedy(1), 0)
+    text = sample_text(model, load_tokenizer("bytes"), greedy(1), 0, mark=lambda: None)
     assert text == "\ufffd"
 
 
@@ -81,7 +81,7 @@ def test_a_model_with_more_tokens_than_its_tokenizer_gives_text_of_the_tokenizer
     sizes = {"n_layer": 1, "n_head": 1, "n_embd": 8, "vocab_size": 5000, "max_seq_len": 64, "dropout": 0.0}
     model = GPT(ModelConfig(**sizes), AttentionConfig(implementation="sdpa"))
     config = SampleConfig(prompt="", tokens=50, temperature=temperature, top_k=None, top_p=None)
-    assert sample_text(model, load_tokenizer("bytes"), config, 0)
+    assert sample_text(model, load_tokenizer("bytes"), config, 0, mark=lambda: None)
 
 
 def test_a_prompt_beyond_the_models_positions_is_refused():

@@ -9,31 +9,58 @@ import ctypes
 import json
 import sys
 from types import SimpleNamespace
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.runtime import driver
 
-from kernels import hopper, launches, operators
-from kernels.hopper import launch
+from kernels import block_masks, hopper, launches, operators
+from kernels.hopper import cut_lists, launch
 from kernels.launches import Descriptor
 from kernels.operators import use_implementation
 from kernels.problem import Problem
 
 
+class TensorMap(NamedTuple):
+    """What the driver makes a tensor map of, the innermost dimension first."""
+
+    address: int
+    dtype: int
+    sizes: list[int]
+    # in bytes, of all dimensions but the innermost
+    strides: list[int]
+    box: list[int]
+    steps: list[int]
+    interleave: int
+    swizzle: int
+    promotion: int
+    fill: int
+
+
 class Cuda:
-    """CUDA's driver: keeps the last launch, and of a tensor map the address alone."""
+    """CUDA's driver: keeps the last launch, and by its place what each tensor map was made of."""
 
     launched = None
 
-    def cuTensorMapEncodeTiled(self, *_):  # noqa: N802, CUDA's name
+    def __init__(self):
+        self.maps: dict[int, TensorMap] = {}
+
+    def cuTensorMapEncodeTiled(  # noqa: N802, CUDA's name
+        self, place, dtype, rank, address, sizes, strides, box, steps, *others
+    ):
+        ranks = rank, rank - 1, rank, rank
+        given = zip((sizes, strides, box, steps), ranks, strict=True)
+        lists = (list(numbers)[:length] for numbers, length in given)
+        self.maps[place] = TensorMap(address, dtype, *lists, *others)
         return 0
 
     def cuTensorMapReplaceAddress(self, place, address):  # noqa: N802
-        ctypes.c_uint64.from_address(place).value = address
+        self.maps[place] = self.maps[place]._replace(address=address)
         return 0
 
     def cuLaunchKernel(self, function, *others):  # noqa: N802
@@ -48,12 +75,12 @@ class Launcher:
     launched = parameters = None
 
     def __init__(self, source, metadata):
-        self.types = source.signature
+        self.types, self.maps = source.signature, metadata.tensordesc_meta
 
     def __call__(self, *given):
         grid, (function, packed), bound = given[:3], given[4:6], given[9:]
         Launcher.launched = function, list(grid), 32 * packed[0], packed[2]
-        Launcher.parameters = [*flat(bound, self.types.values()), 0, 0]
+        Launcher.parameters = [*flat(bound, self.types.values(), iter(self.maps or ())), 0, 0]
 
 
 def triton_driver():
@@ -62,6 +89,9 @@ def triton_driver():
     utils = SimpleNamespace(
         load_binary=lambda *_: (1, next(numbers), 100, 0, 1024),
         get_device_properties=lambda _: {"max_shared_mem": 232448},
+        fill_tma_descriptor_tiled=filled,
+        # of Triton 3.6
+        fill_tma_descriptor=filled,
     )
     return SimpleNamespace(
         utils=utils,
@@ -72,8 +102,17 @@ def triton_driver():
     )
 
 
-def flat(bound: tuple, types) -> list:
-    """A kernel's parameters, by Triton's signature."""
+def filled(address, swizzle, element_bytes, dtype, box, sizes, strides, fill) -> TensorMap:
+    """What Triton's driver.c gives the driver for these."""
+    in_bytes = [element_bytes * stride for stride in strides[-2::-1]]
+    # neither interleaved, and cached by 128 bytes
+    return TensorMap(
+        address, dtype, sizes[::-1], in_bytes, box[::-1], [1] * len(sizes), 0, swizzle, 2, fill
+    )  # fmt: skip
+
+
+def flat(bound: tuple, types, maps) -> list:
+    """A kernel's parameters, by Triton's signature; maps: how each descriptor copies."""
     parameters = []
     for value, kind in zip(bound, types, strict=True):
         if kind == "constexpr":
@@ -81,16 +120,16 @@ def flat(bound: tuple, types) -> list:
         if isinstance(value, Tensor):
             parameters.append(value.data_ptr())
         elif kind.startswith("tensordesc"):
-            parameters += (value.base.data_ptr(), *value.shape, *value.strides)
+            parameters += make_tensordesc_arg(value, next(maps))
         else:
             parameters.append(ctypes.c_float(value).value if kind == "fp32" else value)
     return parameters
 
 
-def read(parameters: list) -> list:
+def read(cuda: Cuda, parameters: list) -> list:
     """The same, of a launch that lies ready."""
     return [
-        ctypes.c_uint64.from_buffer(place).value if isinstance(place, launches.TensorMap) else place.value
+        cuda.maps[ctypes.addressof(place)] if isinstance(place, launches.TensorMap) else place.value
         for place in parameters
     ]
 
@@ -115,21 +154,48 @@ def compared(cuda: Cuda, rows: list[dict]):
         _, addresses = launches.kind_of(kernel, grid, others, constants, 0)
         assert ready.begins(0, addresses)
         kernel[grid](*map(launches.for_triton, others), **constants)
-        row = {"kernel": kernel.__name__, "n_parameters": len(ready.parameters)}
+        n_maps = sum(isinstance(place, launches.TensorMap) for place in ready.parameters)
+        row = {"kernel": kernel.__name__, "n_parameters": len(ready.parameters), "n_maps": n_maps}
         row["same_launch"] = cuda.launched == Launcher.launched
-        row["same_parameters"] = read(ready.parameters) == Launcher.parameters
+        row["same_parameters"] = read(cuda, ready.parameters) == Launcher.parameters
         rows.append(row)
 
     return compare
 
 
-def main(arguments: list[str]) -> None:
-    passes = [a.removeprefix("pass=") for a in arguments]
-    cuda, rows = Cuda(), []
+def launch_all(passes: list[str]) -> None:
+    """All kernels of these passes, on tensors of zeros."""
     q, k, dout, out = (torch.zeros(2, 1000, 4, 64, dtype=torch.bfloat16) for _ in range(4))
     lse = torch.zeros(2, 4, 1000)
-    problem = Problem(softmax_scale=0.1, causal=True)
+    plain = {"softmax_scale": 0.1, "causal": True}
+    # k is v: one tensor in two places, and in others two
+    if "forward" in passes:
+        launch.attention_forward(Problem(**plain), q, k, k)
+    if "backward" in passes:
+        launch.attention_backward(Problem(**plain), dout, None, q, k, k, out, lse)
+    if "scale_of_one" in passes:
+        # past the dispatcher, which would make a float of it
+        options = None, None, None, [], 1, True, None, 0.0, True, None
+        operators.backward(dout, None, q, k, k, out, lse, *options)
+    if "heads_of_128" in passes:
+        # two of which share keys
+        wide_q, wide_k = (torch.zeros(2, 1000, n, 128, dtype=torch.float16) for n in (4, 2))
+        problem, dlse = Problem(softmax_scale=0.1, causal=False), torch.zeros_like(lse)
+        launch.attention_backward(problem, wide_q.clone(), dlse, wide_q, wide_k, wide_k, wide_q.clone(), lse)
+    if "cut_lists" in passes:
+        blocks = tuple(block_masks.strided(1000, 2, block_size=128).tensors())
+        problem = Problem(**plain, window=300, blocks=blocks)
+        launch.attention_forward(problem, q, k, k)
+        launch.attention_backward(problem, dout, None, q, k, k, out, lse)
+    if "dropout" in passes:
+        seed = torch.zeros(1, dtype=torch.int64)
+        launch.attention_forward(Problem(**plain, dropout_p=0.1, dropout_seed=seed), q, k, k)
+
+
+def main(arguments: list[str]) -> None:
+    cuda, rows = Cuda(), []
     launches.launches.clear()
+    compare = compared(cuda, rows)
     with (
         patch.object(driver, "_active", triton_driver()),
         patch("torch.cuda.current_device", lambda: 0),
@@ -137,18 +203,12 @@ def main(arguments: list[str]) -> None:
         patch.object(launches, "driver", lambda: cuda),
         patch.object(launch, "multiprocessors", lambda device: 132),
         patch.object(launch, "memory_bandwidth", lambda device: 4917),
-        patch.object(launch, "launch", compared(cuda, rows)),
+        patch.object(launch, "launch", compare),
+        patch.object(cut_lists, "launch", compare),
+        patch.object(hopper, "is_hopper", lambda device: True),
+        use_implementation("hopper"),
     ):
-        # k is v: one tensor in two places, and in others two
-        if "forward" in passes:
-            launch.attention_forward(problem, q, k, k)
-        if "backward" in passes:
-            launch.attention_backward(problem, dout, None, q, k, k, out, lse)
-        if "scale_of_one" in passes:
-            # past the dispatcher, which would make a float of it
-            with patch.object(hopper, "is_hopper", lambda device: True), use_implementation("hopper"):
-                options = None, None, None, [], 1, True, None, 0.0, True, None
-                operators.backward(dout, None, q, k, k, out, lse, *options)
+        launch_all([a.removeprefix("pass=") for a in arguments])
     for row in rows:
         print(json.dumps({"triton": triton.__version__} | row), flush=True)
 

@@ -11,24 +11,38 @@ from kernels import launches
 from kernels.flash_attention import flash_attention
 from tests.compile_apart import compile_apart, each_triton
 
+# by what tests/launched.py calls a pass
+KERNELS = {
+    "forward": ["forward"],
+    "backward": ["prepare", "backward_64", "round"],
+    "heads_of_128": ["prepare", "backward_128", "round"],
+    # dk and dv beside a dq of their own
+    "cut_lists": ["cut", "forward", "cut", "cut", "dq", "backward_64"],
+    "dropout": ["forward"],
+}
+MAPS = {"forward": 4, "backward_64": 10, "backward_128": 9, "dq": 6}
+
 
 @each_triton
 def test_a_launch_that_lies_ready_gives_the_driver_what_triton_would_of_other_tensors(version):
     # of the older Triton a GPU runs all of them
-    passes = ("pass=forward", "pass=backward") if version == "pinned" else ("pass=forward",)
-    rows = compile_apart("tests.launched", version, *passes)
-    names = [row["kernel"] for row in rows]
-    assert names == ["forward_kernel", "prepare_kernel", "backward_64_kernel", "round_kernel"][: len(rows)]
+    passes = KERNELS if version == "pinned" else ["forward"]
+    rows = compile_apart("tests.launched", version, *(f"pass={name}" for name in passes))
+    names = [row["kernel"].removesuffix("_kernel") for row in rows]
+    assert names == [name for kernels in passes for name in KERNELS[kernels]]
     for row in rows:
         assert row["same_parameters"], row
         assert row["same_launch"], row
         assert row["n_parameters"] > 10
+        # of each descriptor that a kernel copies by: type, sizes, strides, box and swizzle are compared too
+        assert row["n_maps"] == MAPS.get(row["kernel"].removesuffix("_kernel"), 0), row
 
 
 def test_an_int_is_a_scale_of_every_kernel():
     # Triton would compile a kernel for the int 1, where a float is an argument
     rows = compile_apart("tests.launched", "pinned", "pass=scale_of_one")
     assert [row["kernel"] for row in rows] == ["dq_kernel", "backward_64_kernel"]
+    assert all(row["same_parameters"] for row in rows), rows
 
 
 def test_nothing_is_launched_with_an_address_that_a_tensor_map_cannot_have(monkeypatch):

@@ -72,7 +72,7 @@ def all_registers(table: Table) -> Table:
     return {key: tile._replace(registers=ALL_REGISTERS) for key, tile in table.items()}
 
 
-# exact rather than fast: products run without matrix units
+# exact rather than fast, where TF32 is not asked for: products run without matrix units
 FLOAT32 = all_registers(
     rows("forward", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(32, 32, 8, 1), to_256=Tile(16, 16, 8, 1))
     | rows("dq", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(32, 16, 8, 1), to_256=Tile(16, 16, 8, 1))

@@ -149,10 +149,10 @@ def lock_late(rank: int, folders: list[Path]) -> None:
         # as where a directory of NFS is remembered without what rank 0 has just made
         read_text, until = Path.read_text, time.monotonic() + 1.0
 
-        def late(path: Path) -> str:
+        def late(path: Path, **options) -> str:
             if time.monotonic() < until:
                 raise FileNotFoundError(path)
-            return read_text(path)
+            return read_text(path, **options)
 
         Path.read_text = late
     with lock_run(Path("runs/a"), processes_of(rank)):

@@ -50,7 +50,7 @@ def record_of(compiler: str) -> dict[str, dict]:
 def code_behind(code: str) -> str:
     """A hash of what `definitions_behind` finds."""
     found = [
-        (*place, ast.unparse(without_words(node)))
+        (*place, json.dumps(spelled(without_words(node))))
         for place, statements in definitions_behind(code).items()
         for node in statements
     ]
@@ -143,20 +143,29 @@ def without_words(statement: ast.stmt) -> ast.stmt:
     return statement
 
 
+def spelled(node) -> list | str:
+    """A tree as text that every Python makes of the same code: what newer ones alone know is empty here."""
+    if isinstance(node, ast.AST):
+        fields = ((name, value) for name, value in ast.iter_fields(node) if value not in (None, []))
+        return [type(node).__name__, *([name, spelled(value)] for name, value in fields)]
+    return [spelled(each) for each in node] if isinstance(node, list) else repr(node)
+
+
 def is_text(node: ast.stmt) -> bool:
     is_constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     return is_constant and isinstance(node.value.value, str)
 
 
 def main(notes: str) -> None:
-    """Writes the record anew, of what runs with NOTE_COMPILED noted."""
+    """Writes the record of each compiler anew of which runs with NOTE_COMPILED noted a row."""
     records = {}
     for line in Path(notes).read_text().splitlines():
         compiler, fingerprint, row = json.loads(line)
         records.setdefault(compiler, {})[fingerprint] = row
     RECORDS.mkdir(exist_ok=True)
-    for path in RECORDS.glob("*.json"):
-        path.unlink()
+    for path in sorted(RECORDS.glob("*.json")):
+        if path.stem not in records:
+            print(f"{path}: as it was, its compiler was not asked")
     for compiler, rows in records.items():
         ordered = sorted(rows.items(), key=lambda item: (item[1]["name"], item[0]))
         lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(row)}" for key, row in ordered)

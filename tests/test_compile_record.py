@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -125,15 +126,29 @@ def test_no_row_counts_where_all_are_to_be_compiled_anew(ask, tmp_path, monkeypa
     assert ask(answer=8) == ({"registers": 8}, True)
 
 
-def test_a_new_record_has_what_was_asked_for_alone(ask, tmp_path):
+def test_a_new_record_has_what_was_asked_of_a_compiler_alone_and_leaves_others_theirs(ask, tmp_path, capsys):
     ask(given="of before")
+    ask(given="of before", compiler="triton_2")
     write_record(tmp_path)
     (tmp_path / "notes").unlink()
     ask(compiler="triton_2")
     write_record(tmp_path)
-    (path,) = (tmp_path / "compiled").iterdir()
-    assert path.name == "triton_2.json"
-    assert [row["name"] for row in json.loads(path.read_text()).values()] == ["tile"]
+    assert ask(compiler="triton_2", answer=8) == ({"registers": 7}, False)
+    assert ask(compiler="triton_2", given="of before", answer=8) == ({"registers": 8}, True)
+    assert ask(given="of before", answer=8) == ({"registers": 7}, False)
+    assert "triton_1.json: as it was, its compiler was not asked" in capsys.readouterr().out
+
+
+OTHER_PYTHONS = [name for name in ("python3.11", "python3.12", "python3.13") if shutil.which(name)]
+FINGERPRINT = "from tests.compile_record import code_behind; print(code_behind('kernels.hopper.forward'))"
+
+
+@pytest.mark.parametrize("python", OTHER_PYTHONS)
+def test_every_python_finds_the_same_code(python):
+    other = subprocess.run([python, "-c", FINGERPRINT], capture_output=True, text=True)
+    if other.returncode and "command not found" in other.stderr:
+        pytest.skip(f"{python} is a name without a Python")
+    assert other.stdout.strip() == compile_record.code_behind("kernels.hopper.forward"), other.stderr
 
 
 PORTABLE = ("tests.ahead_of_time", "arch=sm_90,gfx942", "kernel=dq", "head_dim=64", "dtype=bf16")

@@ -187,7 +187,7 @@ def _is_prepared(folder: Path, config: DataConfig) -> bool:
     _refuse_other_end(manifest, config)
     if _has_changed(manifest, config):
         log.warning(
-            "the files of source %s changed since %s was prepared: delete it to use them",
+            "the files of source %s changed or moved since %s was prepared: delete it to use them",
             config.source,
             folder,
         )

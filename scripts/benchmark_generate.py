@@ -47,7 +47,7 @@ class Arguments:
 def main(arguments: Arguments) -> None:
     check_models(arguments.models)
     for implementation in arguments.implementations:
-        check_inference(arguments.device, arguments.precision, implementation)
+        check_inference(arguments.device, arguments.precision, implementation, "implementations")
     if arguments.tokens < 1:
         raise ValueError(f"tokens must be at least 1, got {arguments.tokens}: 100 give a steady median")
     for key in ("seq_lens", "batches"):

@@ -61,10 +61,11 @@ def measure(arguments: Arguments, head_dim: int) -> list[dict]:
     q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     qkv = [x.requires_grad_() for x in (q, k, v)]
     times = {name: ([], []) for name in arguments.implementations}
+    functions = {name: function(name, arguments.seq_len) for name in times}
     for _ in range(arguments.turns + 1):
         for name, (forward, both) in times.items():
+            attention = functions[name]
             with setting(name):
-                attention = function(name, arguments.seq_len)
                 with torch.no_grad():
                     forward.append(microseconds(lambda: attention(*qkv), arguments.calls))  # noqa: B023
                 both.append(

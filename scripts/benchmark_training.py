@@ -31,6 +31,7 @@ from train.config import DEVICES, PRECISIONS, one_of
 from train.distributed import join_processes
 from train.logger import readable
 from train.optim import OptimConfig, build_optimizer
+from train.out_of_memory import is_out_of_memory
 from train.plot import draw_bars
 from train.results import write_result
 from train.step import autocast_context, forward_backward, update
@@ -325,7 +326,9 @@ def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
                 update(optimizer, scaler, OPTIM.learning_rate, OPTIM.gradient_clip, float("inf"))
                 if index == 0:
                     first_seconds = first.seconds()
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             return {**row, "tokens_per_second": None}
         step_seconds = watch.seconds() / arguments.steps
         per_second = tokens_per_step / step_seconds

@@ -103,10 +103,9 @@ def main(arguments: Arguments) -> None:
         tokenizer=name,
         shuffle=False,
     )
-    filler = filler_text(loader, max(lengths))
+    filler, begin = filler_text(loader, max(lengths)), begin_of_text(place, tokenizer)
     with autocast_context(arguments.device, arguments.precision):
         rows = text_rows(model, loader, seq_len, arguments)
-        begin = begin_of_text(place, tokenizer)
         rows += recall_rows(model, filler, lengths, tokenizer, begin, arguments)
     for row in rows:
         row |= {"model": arguments.model, "seq_len": seq_len, "window": window}

@@ -7,12 +7,19 @@ run read its text by that of a folder.
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.tokenizer import TOKENIZERS
 from scripts.arguments import argument, check_place, run_script
 from scripts.inference import find_model, model_tokenizer
 from train.config import PRECISIONS, one_of
 from train.export import export
 from train.step import DTYPES
 from train.weights import load_model, run_attention
+
+# of the tokenizers that have a name in place of a folder
+WITHOUT_FILES = {
+    "gpt2": "its tokens are GPT-2's, which AutoTokenizer.from_pretrained('gpt2') loads",
+    "bytes": "its tokens are a text's bytes in UTF-8, and 256 is the end of a text",
+}
 
 
 @dataclass
@@ -33,6 +40,8 @@ def main(arguments: Arguments) -> None:
     model = load_model(place, run_attention(place, "reference", "cpu"))
     export(model, tokenizer, Path(arguments.out), DTYPES[arguments.precision])
     print(f"{arguments.out}: {model.n_parameters():,} parameters, {arguments.precision}")
+    if tokenizer in TOKENIZERS:
+        print(f"without a tokenizer: {WITHOUT_FILES[tokenizer]}")
 
 
 def check_out(name: str) -> None:

@@ -10,19 +10,19 @@ from train.config import DEVICES, PRECISIONS, one_of
 from train.weights import locate, tokenizer_name
 
 
-def check_inference(device: str, precision: str, attention: str) -> None:
+def check_inference(device: str, precision: str, attention: str, key: str = "attention") -> None:
     """Raises ValueError for a word that is none of ours, and for what this machine cannot run.
 
-    attention: "" where the model decides.
+    attention: "" where the model decides. key: the argument that gave it.
     """
     one_of("precision", precision, PRECISIONS)
     one_of("device", device, DEVICES)
     if attention:
-        one_of("attention", attention, IMPLEMENTATIONS)
+        one_of(key, attention, IMPLEMENTATIONS)
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device=cuda, but torch sees no GPU: use device=cpu")
     if attention == "flash" and device != "cuda":
-        raise ValueError(f"attention=flash runs on a GPU, got device={device}: use attention=sdpa")
+        raise ValueError(f"{key}=flash runs on a GPU, got device={device}: use {key}=sdpa")
 
 
 def find_model(key: str, source: str) -> Path:

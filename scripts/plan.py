@@ -186,7 +186,7 @@ def card_memory(arguments: Arguments) -> int:
 
 
 def measured(key: str, files: list[str]) -> list[tuple[dict, Config]]:
-    """The rows of benchmark_training that the plan knows, compiled with flash, and their configurations.
+    """The rows of benchmark_training that the plan knows, compiled flash in 16 bits, and what they were of.
 
     key: the argument that names the files. Raises ValueError for a file that is not there or of another kind,
     and if there is no such row.
@@ -198,6 +198,8 @@ def measured(key: str, files: list[str]) -> list[tuple[dict, Config]]:
                 row
                 for row in json.loads(Path(file).read_text(encoding="utf-8"))["rows"]
                 if row["compile"] and row["implementation"] == "flash" and row["tokens_per_second"]
+                # matrix products in float32 have other rates
+                if row["precision"] != "fp32"
             ]
         except OSError as error:
             raise ValueError(f"{key}: {file} cannot be read ({error.strerror}): correct it") from error
@@ -226,8 +228,8 @@ def measured(key: str, files: list[str]) -> list[tuple[dict, Config]]:
             found.append(({**row, "source": Path(file).name}, composed(given)))
     if not found:
         raise ValueError(
-            f"{key}: {', '.join(files)} must hold a row compiled with flash that fit into memory, got none: "
-            "measure one with scripts.benchmark_training"
+            f"{key}: {', '.join(files)} must hold a row compiled with flash in bf16 or fp16 that fit into "
+            "memory, got none: measure one with scripts.benchmark_training"
         )
     return found
 

@@ -128,15 +128,22 @@ def comparison(old: Path, new: Path) -> str:
     before, after = (json.loads(path.read_text(encoding="utf-8"))["rows"] for path in (old, new))
     if len(before) != len(after):
         return f"  {len(after)} rows where {old} has {len(before)}: not compared"
-    ratios = {}
+    ratios, fractions = {}, set()
     for was, is_now in zip(before, after, strict=True):
         for key, value in was.items():
-            if isinstance(value, float) and value and isinstance(is_now.get(key), float):
+            if is_number(value) and value and is_number(is_now.get(key)):
                 ratios.setdefault(key, []).append(is_now[key] / value)
+                fractions |= {key} if isinstance(value, float) else set()
+    # whole numbers are sizes that were given, or bytes, which differ
+    ratios = {key: found for key, found in ratios.items() if key in fractions or set(found) != {1.0}}
     return "\n".join(
         f"  {key:<28} {median(found):6.3f}  ({min(found):.3f} to {max(found):.3f})"
         for key, found in ratios.items()
     )
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch
 from data.tokenizer import load_tokenizer
 from scripts.arguments import argument, run_script
 from scripts.inference import check_inference, find_model, model_tokenizer
+from train.out_of_memory import is_out_of_memory
 from train.sample import SampleConfig, check_seed, prompt_ids, stream_text
 from train.step import DTYPES
 from train.weights import begin_of_text, load_model, run_attention
@@ -115,7 +116,9 @@ def main(arguments: Arguments) -> None:
             texts[number] += piece
             if alone:
                 print(piece, end="", flush=True)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise ValueError(
             f"samples={arguments.samples} of prompts of {n_prompt} tokens and tokens={arguments.tokens} do "
             f"not fit into the memory of device={arguments.device}: lower samples or tokens, or shorten the "

@@ -106,6 +106,11 @@ def check(arguments: Arguments) -> None:
                     f"{key} must divide {total}={getattr(arguments, total)}, got {part}: change {total} too"
                 )
     if arguments.pattern is not None:
+        if arguments.window is not None:
+            raise ValueError(
+                f"window={arguments.window} and pattern={arguments.pattern} both say which keys a query "
+                "sees: leave one out"
+            )
         for seq_len in arguments.seq_lens:
             block_masks.parse(arguments.pattern, seq_len, block_size=arguments.block_size)
 

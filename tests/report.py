@@ -12,6 +12,8 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
 
+import torch
+
 from train.results import provenance
 
 RESULTS = {"failure": "failed", "error": "failed", "skipped": "skipped"}
@@ -65,4 +67,6 @@ def table(cases: list[tuple[str, str, str]], origin: dict) -> str:
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
+    if not torch.cuda.is_available():
+        sys.exit("tests.report needs a CUDA GPU, none was found: the table would be of skipped tests")
     sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

@@ -14,7 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import faults  # noqa: E402, found by the lines above
 
-from scripts.arguments import argument, run_script  # noqa: E402
+from scripts.arguments import OVERWRITE, argument, result_file, run_script  # noqa: E402
 from train.results import write_result  # noqa: E402
 
 # processes, how the model is spread over them, and what slows them
@@ -29,12 +29,15 @@ CASES = [
 
 @dataclass
 class Arguments:
-    kills: int = argument(100, "over five cases, a fifth each")
+    kills: int = argument(100, "over five cases, a fifth each; a multiple of 5")
     seed: int = argument(1, "of the moments of the kills")
-    out: str = argument("", "JSON file for the rows; empty for none")
+    out: str = result_file("", "JSON file for the rows; empty for none")
+    overwrite: bool = argument(False, OVERWRITE)
 
 
 def main(arguments: Arguments) -> None:
+    if arguments.kills < len(CASES) or arguments.kills % len(CASES):
+        raise ValueError(f"kills must be a multiple of {len(CASES)} above 0, got {arguments.kills}")
     out = Path(arguments.out).resolve() if arguments.out else None
     rows = []
     with tempfile.TemporaryDirectory() as folder:

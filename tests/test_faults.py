@@ -29,7 +29,7 @@ from faults import (
 
 from train.checkpoint import list_checkpoints
 from train.config import Config
-from train.interruption import ECHO_SECONDS, EXIT_INTERRUPTED
+from train.interruption import ECHO_SECONDS, EXIT_INTERRUPTED, Interruption
 from train.logger import read_metrics
 from train.watchdog import EXIT_HANGS
 
@@ -120,6 +120,19 @@ def test_a_signal_during_an_evaluation_costs_no_step_more(which, step, words):
     assert newest_step(config) == step
     assert words in attempt.log()
     assert ("continues after step 20" in complete(config, 2).log()) == (step == 20)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_closed_terminal_asks_to_save_but_not_behind_nohup(ignored, capfd):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with Interruption() as interruption:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert interruption.requested is not ignored
+        assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if ignored else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ("SIGHUP: finishing the step and saving" in capfd.readouterr().err) is not ignored
 
 
 def test_ctrl_c_while_the_text_is_prepared_ends_with_one_line_and_leaves_nothing():

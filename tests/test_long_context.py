@@ -43,12 +43,13 @@ def call(script, *arguments: str) -> None:
 @pytest.mark.parametrize(
     ("shape", "method"), [(["model.dropout=0.0"], "repeat"), (LLAMA, "yarn")], ids=["gpt2", "llama"]
 )
-def test_a_model_is_taken_to_longer_sequences_and_out_again(shape, method, tmp_path, monkeypatch):
+def test_a_model_is_taken_to_longer_sequences_and_out_again(shape, method, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [])
     faults.write_corpus(tmp_path)
     short_loss = faults.run_training(faults.small_config("short", 20, *shape))
     call(export_hf, "model=runs/short", "out=short")
+    assert "without a tokenizer: its tokens are a text's bytes in UTF-8" in capsys.readouterr().out
 
     longer = ["model.dropout=0.0", "seq_len=64", "start.weights=short", f"start.positions={method}"]
     val_loss = faults.run_training(faults.small_config("long", 20, *longer))

@@ -195,7 +195,8 @@ def test_a_plan_reads_rows_of_whole_training_steps_alone(tmp_path):
         measured("probe", [str(missing)])
     slow = {"compile": False, "implementation": "sdpa", "tokens_per_second": 1.0}
     full = {"compile": True, "implementation": "flash", "tokens_per_second": None}
-    (tmp_path / "other.json").write_text(json.dumps({"rows": [slow, full]}))
+    other_rates = {"compile": True, "implementation": "flash", "tokens_per_second": 1.0, "precision": "fp32"}
+    (tmp_path / "other.json").write_text(json.dumps({"rows": [slow, full, other_rates]}))
     with pytest.raises(
         ValueError, match=r"^probe: .*other.json must hold a row compiled with flash .* got none"
     ):

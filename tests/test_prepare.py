@@ -143,7 +143,7 @@ def test_files_that_changed_since_are_told(config, caplog):
     prepare(config)
     (Path(config.paths[0]) / "new.txt").write_text("new")
     prepare(config)
-    assert "changed since" in caplog.text
+    assert "changed or moved since" in caplog.text
     assert "delete it to use them" in caplog.text
 
 
@@ -190,7 +190,7 @@ def test_a_folder_is_found_again_however_its_paths_are_written(config, tmp_path,
     assert not caplog.records
     (tmp_path / "text" / "new.txt").write_text("new")
     prepare(config)
-    assert "changed since" in caplog.text
+    assert "changed or moved since" in caplog.text
 
 
 def test_a_folder_prepared_with_values_that_its_source_does_not_read_is_found_again(config):

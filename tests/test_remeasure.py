@@ -190,10 +190,14 @@ def test_no_files_are_refused():
 
 
 def test_values_are_compared_row_by_row_and_other_rows_not_at_all(tmp_path):
-    rows = [{"name": "a", "ms": 2.0, "n": 3, "none": None}, {"name": "b", "ms": 4.0, "n": 3, "none": None}]
+    shared = {"n": 3, "none": None, "ok": True}
+    rows = [{"name": name, "ms": ms, "bytes": 100, **shared} for name, ms in (("a", 2.0), ("b", 4.0))]
     old = write(tmp_path / "old.json", rows=rows)
-    new = write(
-        tmp_path / "new.json", rows=[{**row, "ms": ms} for row, ms in zip(rows, (3.0, 4.0), strict=True)]
-    )
-    assert comparison(old, new).split() == ["ms", "1.250", "(1.000", "to", "1.500)"]
+    again = [{**rows[0], "ms": 3.0}, {**rows[1], "bytes": 110}]
+    new = write(tmp_path / "new.json", rows=again)
+    compared = [line.split() for line in comparison(old, new).splitlines()]
+    assert compared == [
+        ["ms", "1.250", "(1.000", "to", "1.500)"],
+        ["bytes", "1.050", "(1.000", "to", "1.100)"],
+    ]
     assert "1 rows where" in comparison(old, write(tmp_path / "short.json", rows=rows[:1]))

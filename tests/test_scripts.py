@@ -727,15 +727,19 @@ def test_an_export_names_the_folder_that_it_cannot_write_before_it_reads_the_mod
     assert (Path("file").read_text(), Path("full/kept").read_text()) == ("kept", "kept")
 
 
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate")],
+)
 def test_sample_refuses_more_samples_than_go_on_together_and_names_those_without_memory(
-    tmp_path, monkeypatch
+    error, tmp_path, monkeypatch
 ):
     with pytest.raises(ValueError, match=f"^samples must be from 1 to 65536, got {10**23}$"):
         sample.main(sample.Arguments(checkpoint="m", samples=10**23))
     write_model(tmp_path / "model", vocab_size=257, max_seq_len=16)
 
     def too_many(*given, **named):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr(sample, "stream_text", lambda *given, **named: map(too_many, [0]))
     given = {

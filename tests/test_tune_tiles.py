@@ -26,6 +26,7 @@ def test_a_candidate_names_registers_and_form_or_leaves_them_to_the_compiler():
         ({"seq_lens": [1024, 3000]}, "seq_lens must divide tokens=16384, got 3000"),
         ({"head_dims": [96]}, "head_dims must divide width=2048, got 96"),
         ({"pattern": "windows(64)"}, "is no pattern: combine"),
+        ({"pattern": "window(64)", "window": 64}, "window=64 and pattern=window.64. both say which keys"),
     ],
 )
 def test_what_could_not_be_measured_is_refused_before_anything_is_compiled(given, message):

@@ -8,7 +8,8 @@ from contextlib import suppress
 
 # "temporary failure, try again", EX_TEMPFAIL of sysexits.h: the run can go on from its checkpoint
 EXIT_INTERRUPTED = 75
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# the last comes from a terminal that is closed
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # one request may come twice, from the terminal or Slurm and again from torchrun
 ECHO_SECONDS = 2.0
 
@@ -18,7 +19,10 @@ class Interrupted(Exception):  # noqa: N818, no error
 
 
 class Interruption:
-    """While entered: SIGTERM or SIGINT sets `requested`, and a later second one ends the process at once."""
+    """While entered: one of SIGNALS sets `requested`, and a later second one ends the process at once.
+
+    A SIGHUP that is ignored, as behind nohup, stays so.
+    """
 
     def __init__(self):
         self.requested = False
@@ -26,7 +30,9 @@ class Interruption:
         self._before = {}
 
     def __enter__(self) -> "Interruption":
-        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        goes_on = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        heard = [number for number in SIGNALS if not (goes_on and number == signal.SIGHUP)]
+        self._before = {number: signal.signal(number, self._handle) for number in heard}
         return self
 
     def __exit__(self, *error) -> None:

@@ -51,8 +51,8 @@ def train(config: Config) -> float:
     Raises ValueError for what this machine, the text or an earlier run of that name rule out, before any
     long work; FloatingPointError for a loss or gradients that are not finite, before they reach the
     weights, and for a final validation loss that is not, when the state is saved; MemoryError for a step
-    that does not fit into the GPU, with one that does; Interrupted after SIGTERM or SIGINT, when the state
-    is saved.
+    that does not fit into the GPU, with one that does; Interrupted after SIGTERM, SIGINT or SIGHUP, when the
+    state is saved.
     """
     launched = begin_launch()
     check_machine(config)

@@ -46,7 +46,9 @@ def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
         batch = max(1, sizes.batch * min(sizes.seq_lens) // seq_len)
         masks = {(DENSE, 1.0): None}
         for density in sizes.densities:
-            masks[RANDOM, density] = random_blocks(seq_len, density, device)
+            mask = random_blocks(seq_len, density, device)
+            # of so many blocks the nearest share that there is
+            masks[RANDOM, mask.density()] = mask
         mask = butterfly(seq_len, block_size=BLOCK_SIZE, device=device)
         masks[BUTTERFLY, mask.density()] = mask
         for (pattern, density), mask in masks.items():

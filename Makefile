@@ -59,10 +59,10 @@ train: $(RUNTIME)  ## prepare the text, train, draw the loss curve, print a samp
 		$(PY) -m train "$$@"; \
 	fi
 
-# three on two cores: tests wait for processes that they start. Files in the order of their names, but first
+# four on two cores: tests wait for processes that they start. Files in the order of their names, but first
 # those whose minutes one process would spend alone at the end (tests/conftest.py)
 test: $(DEVELOPMENT)  ## run every test that this machine can run
-	TRITON_3_6=$(CURDIR)/$(TRITON_3_6) $(PY) -m pytest $(TESTS) -n 3 --dist loadfile --no-loadscope-reorder
+	TRITON_3_6=$(CURDIR)/$(TRITON_3_6) $(PY) -m pytest $(TESTS) -n 4 --dist loadfile --no-loadscope-reorder
 
 lint: $(DEVELOPMENT)  ## check style and format
 	$(PY) -m ruff check .

@@ -1,7 +1,7 @@
 """Runs ahead_of_time modules in processes of their own: in the tests' own Triton is the interpreter.
 
 A process is started once for each Triton and asked again and again, since importing takes it seconds:
-    echo '["tests.ahead_of_time", ["arch=sm_90", "kernel=dq"]]' | python -m tests.compile_apart
+    echo '["tests.ahead_of_time", ["arch=sm_90", "kernel=dq"], {}]' | python -m tests.compile_apart
 """
 
 import json
@@ -14,6 +14,7 @@ from functools import cache
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -43,11 +44,14 @@ def compiler(version: str) -> subprocess.Popen:
     )
 
 
-def compile_apart(module: str, version: str, *arguments: str) -> list[dict]:
-    """The rows that `python -m module arguments` prints, with the Triton of that version."""
+def compile_apart(module: str, version: str, *arguments: str, **environment: str) -> list[dict]:
+    """The rows that `python -m module arguments` prints, with the Triton of that version.
+
+    environment: variables that are read while it runs, not as it begins.
+    """
     process = compiler(version)
     try:
-        process.stdin.write(json.dumps([module, arguments]) + "\n")
+        process.stdin.write(json.dumps([module, arguments, environment]) + "\n")
         answer = process.stdout.readline()
         assert answer, f"the compiler ended with {process.wait()}, standard error says why"
     except BaseException:
@@ -63,12 +67,15 @@ def compile_apart(module: str, version: str, *arguments: str) -> list[dict]:
 
 
 def answer_requests() -> None:
-    """For each line of standard input, [module, arguments]: what the module prints, and its error if any."""
+    """For each line of standard input what a module prints, and its error if any.
+
+    A line: [module, arguments, environment], the last a dict.
+    """
     for line in sys.stdin:
-        module, arguments = json.loads(line)
+        module, arguments, environment = json.loads(line)
         printed, error = StringIO(), ""
         try:
-            with redirect_stdout(printed):
+            with redirect_stdout(printed), patch.dict(os.environ, environment):
                 import_module(module).main(arguments)
         except (Exception, SystemExit):
             error = traceback.format_exc()

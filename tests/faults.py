@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -278,6 +279,13 @@ def signal_in_evaluation(rank: int, who: int, which: int) -> None:
         return evaluate(*given)
 
     train.loop.evaluate = interrupted
+
+
+def other_seed(rank: int, who: int) -> None:
+    """A process that was started with another seed than the others."""
+    if rank == who:
+        begin = train.loop.train
+        train.loop.train = lambda config: begin(replace(config, seed=config.seed + 1))
 
 
 def absent(rank: int, who: int) -> None:

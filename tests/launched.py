@@ -8,6 +8,7 @@ prints one JSON line a kernel. Without a GPU: Triton compiles as ever, but the d
 import ctypes
 import json
 import sys
+from contextlib import redirect_stdout
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
@@ -207,6 +208,8 @@ def main(arguments: list[str]) -> None:
         patch.object(cut_lists, "launch", compare),
         patch.object(hopper, "is_hopper", lambda device: True),
         use_implementation("hopper"),
+        # where the assembler may say something
+        redirect_stdout(sys.stderr),
     ):
         launch_all([a.removeprefix("pass=") for a in arguments])
     for row in rows:

@@ -168,6 +168,15 @@ def test_a_second_signal_ends_the_run_at_once_but_its_echo_does_not():
     assert newest_step(config) == 5
 
 
+def test_processes_with_other_settings_are_refused_before_a_run_begins():
+    config = small_config("run", 20)
+    attempt = Attempt(config, 2, partial(faults.other_seed, who=1))
+    assert attempt.wait() == [1, 1]
+    for rank in (0, 1):
+        assert "ValueError: seed is 1 on rank 0 and 2 on rank 1: start every process" in attempt.log(rank)
+    assert not Path("runs/run").exists()
+
+
 def test_a_full_disk_costs_checkpoints_but_not_the_run_nor_the_older_checkpoint():
     whole, full = (small_config(name, 20) for name in ("whole", "full"))
     complete(whole)

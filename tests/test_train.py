@@ -619,15 +619,6 @@ def two_nodes(
     return [node.returncode for node in nodes], outputs
 
 
-def test_two_nodes_with_other_settings_are_refused_before_a_run_begins(corpus):
-    codes, outputs = two_nodes(["name=two"], ["name=two", "optim.learning_rate=0.5"])
-    assert 0 not in codes, outputs
-    values = ("0.5 on rank 0 and 0.004 on rank 1", "0.004 on rank 0 and 0.5 on rank 1")
-    for _, errors in outputs:
-        assert any(f"error: optim.learning_rate is {either}" in errors for either in values), errors
-    assert not Path("runs/two").exists()
-
-
 def test_two_nodes_with_other_code_are_refused_before_a_run_begins(corpus):
     other = corpus / "other"
     for folder in ("conf", "kernels", "model", "data", "train"):

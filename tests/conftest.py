@@ -1,10 +1,11 @@
 """What every test shares: seeds, the device, and Triton's interpreter where there is no GPU."""
 
-import gc
 import os
 
 import pytest
 import torch
+
+from tests import garbage
 
 # before any kernel is imported: triton reads it at decoration time
 if not torch.cuda.is_available():
@@ -48,10 +49,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def same_beginning():
-    # what all tests import is no garbage: a run of training looks for some five times, half a second in all,
-    # and unfreezes it at its end
-    if not gc.get_freeze_count():
-        gc.freeze()
+    garbage.leave_out()
     torch.manual_seed(0)
     # training chooses TF32 for its process, which here is that of other tests too
     torch.set_float32_matmul_precision("highest")

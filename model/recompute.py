@@ -42,4 +42,14 @@ def recomputed(layer: Callable, kind: str) -> Callable:
 
 
 def _policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    # what draws runs again, or the dropout behind it would not draw the numbers that it drew before
+    is_kept = operator in KEPT and not _draws(operator, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _draws(operator: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
+    """Whether an operator draws from PyTorch's generator, as its fused attention with dropout does."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    names = (argument.name for argument in operator._schema.arguments)
+    return (dict(zip(names, args, strict=False)) | kwargs).get("dropout_p", 0.0) > 0.0

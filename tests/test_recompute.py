@@ -6,10 +6,12 @@ from functools import partial
 import pytest
 import torch
 import torch._dynamo.testing
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model import GPT, AttentionConfig, ModelConfig
+from model.recompute import KEPT, recomputed
 
 
 def small(recompute: str, implementation: str = "sdpa", **changes) -> GPT:
@@ -62,6 +64,25 @@ def test_recomputation_gives_the_same_gradients_bit_for_bit(recompute, changes, 
     kept, again = (gradients(small(kind, implementation, **changes)) for kind in ("none", recompute))
     for a, b in zip(kept, again, strict=True):
         assert torch.equal(a, b)
+
+
+def test_selective_recomputation_draws_what_attention_with_dropout_has_drawn(monkeypatch):
+    # as fused attention of a GPU: one operator, which draws from the generator
+    library = torch.library.Library("nanoflash_tests", "FRAGMENT")
+    library.define("attention(Tensor x, float dropout_p) -> Tensor", tags=torch.Tag.nondeterministic_seeded)
+    library.impl("attention", F.dropout, "CompositeExplicitAutograd")
+    attention = torch.ops.nanoflash_tests.attention.default
+    monkeypatch.setattr("model.recompute.KEPT", KEPT | {attention})
+
+    def gradient(kind):
+        torch.manual_seed(0)
+        x = torch.ones(100, requires_grad=True)
+        # what attention gives is of no interest: what is drawn behind it must be the same
+        layer = recomputed(lambda x: F.dropout(x + attention(x.detach(), 0.5), 0.5).square(), kind)
+        layer(x).sum().backward()
+        return x.grad
+
+    assert torch.equal(gradient("selective"), gradient("none"))
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

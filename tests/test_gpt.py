@@ -91,9 +91,10 @@ def test_documents_do_not_see_each_other(implementation, device):
     torch.testing.assert_close(packed[:, 10:], alone, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("n_kv_head", [1, 2])
 @pytest.mark.parametrize("implementation", ["reference", "flash"])
-def test_implementations_give_the_same_loss_and_gradients(implementation, device):
-    sdpa, other = model("sdpa").to(device), model(implementation).to(device)
+def test_implementations_give_the_same_loss_and_gradients(implementation, n_kv_head, device):
+    sdpa, other = (model(name, n_kv_head=n_kv_head).to(device) for name in ("sdpa", implementation))
     other.load_state_dict(sdpa.state_dict())
     tokens = torch.randint(300, (2, 50), device=device)
     for gpt in (sdpa, other):

@@ -176,6 +176,19 @@ def test_what_is_kept_is_the_newest_every_nth_and_the_best(tmp_path):
     ]
 
 
+def test_a_checkpoint_whose_removal_is_cut_off_is_none_any_more(tmp_path, monkeypatch, capsys):
+    save(tmp_path, 1)
+
+    def cut_off(path):
+        (path / "shard-00000.safetensors").unlink()
+        raise OSError(errno.EIO, "cut off")
+
+    monkeypatch.setattr(train.saving.shutil, "rmtree", cut_off)
+    save(tmp_path, 2, keep_last=1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000002"]
+    assert "step_00000001 was not removed ([Errno 5] cut off)" in capsys.readouterr().err
+
+
 def test_the_best_is_the_lowest_of_the_finite_losses(tmp_path):
     model = trained()
     for step, loss in enumerate([math.nan, 3.0, 2.0, -math.inf, 3.5, math.inf], 1):

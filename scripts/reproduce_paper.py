@@ -133,6 +133,9 @@ def measure(experiment: ModuleType, sizes, device: torch.device, path: Path) -> 
     finally:
         if rows:
             write_result(part, rows)
+    if not rows:
+        # what lies there may be of an earlier try
+        raise ValueError("these sizes leave nothing to measure: name at least one of each list of sizes=")
     part.replace(path)
 
 

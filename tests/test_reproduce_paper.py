@@ -482,6 +482,17 @@ def test_an_experiment_that_fails_leaves_its_rows_and_is_measured_again(experime
     assert len(fake.rows) == measured
 
 
+def test_an_experiment_that_measured_nothing_takes_no_older_rows_for_its_own(experiment, tmp_path, capsys):
+    fake, arguments = experiment
+    with pytest.raises(SystemExit, match="figure1 failed"):
+        main(arguments())
+    fake.measure = lambda sizes, device: iter(())
+    with pytest.raises(SystemExit, match="figure1 failed"):
+        main(arguments())
+    assert "ValueError: these sizes leave nothing to measure" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.glob("*.json")] == ["figure1.part.json"]
+
+
 @pytest.mark.parametrize(
     ("experiment", "rows"),
     [

@@ -811,6 +811,21 @@ def test_a_model_that_does_not_fit_is_a_row_and_the_others_are_trained(monkeypat
     assert words == [NOT_MEASURED, NOT_REACHED, NOT_MEASURED, NOT_REACHED]
 
 
+def test_a_baseline_of_longer_context_that_does_not_fit_is_a_row_too(monkeypatch, tmp_path):
+    def train(name, config, warmup_steps, steps):
+        if name == table4.BASELINE:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+        return {"model": name, "tokens_per_second": 2.0, "step_ms": 1.0}
+
+    monkeypatch.setattr(table4, "time_training", train)
+    rows = list(table4.measure_speed(table4.Sizes()))
+    assert [row.get("why") for row in rows] == ["CUDA out of memory.", None, None, None]
+    speed = table4.judge(rows)[1]
+    assert speed.word == NOT_MEASURED
+    assert "CUDA out of memory." in table4.describe(rows)
+    table4.draw(rows, tmp_path / "picture.png")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name not in ("table4", "figure4")])
 def test_every_experiment_runs_quickly_on_a_gpu(name, tmp_path):

@@ -15,6 +15,7 @@ from scripts.paper.context import (
     same_token_losses,
     window_losses,
 )
+from scripts.paper.memory import reason_in
 from scripts.paper.report import rows_table
 from scripts.paper.runs import train
 from scripts.paper.training import configure, time_training
@@ -155,7 +156,11 @@ def measure_speed(sizes: Sizes) -> Iterator[dict]:
     for name, seq_len in [(BASELINE, min(sizes.seq_lens)), *(("ours", n) for n in sizes.seq_lens)]:
         microbatch = f"tokens_per_microbatch={sizes.tokens_per_microbatch}"
         config = configure(f"seq_len={seq_len}", microbatch, *SPEED)
-        yield {"kind": "speed", "seq_len": seq_len, **time_training(name, config, 1, 5)}
+        row = {"kind": "speed", "seq_len": seq_len, "model": name, "tokens_per_second": None}
+        # a baseline that does not fit keeps nothing from training
+        with reason_in(row):
+            row |= time_training(name, config, 1, 5)
+        yield row
 
 
 def judge(rows: list[dict]) -> list[Verdict]:
@@ -234,7 +239,8 @@ def describe(rows: list[dict]) -> str:
         for title, (kind, columns) in parts.items()
         if matching(rows, kind=kind)
     ]
-    return "\n\n".join(tables)
+    refused = [f"* {row['model']}, {row['seq_len']}: {row['why']}" for row in rows if "why" in row]
+    return "\n\n".join(tables + refused)
 
 
 def draw(rows: list[dict], path: Path) -> None:

@@ -27,6 +27,7 @@ from scripts.paper import (
     figure3,
     figure4,
     pictures,
+    table1,
     table2,
     table3,
     table4,
@@ -199,8 +200,27 @@ def test_curves_that_differ_more_than_rounding_does_are_told():
 
 
 def test_sizes_that_are_not_the_papers_give_no_verdict_on_speed():
-    rows = [{**row, "batch": 1} for row in paper_figure1()]
-    assert {verdict.word for verdict in figure1.judge(rows)} == {NOT_MEASURED}
+    for other in ({"batch": 1}, {"dropout_p": 0.0}):
+        rows = [{**row, **other} for row in paper_figure1()]
+        assert {verdict.word for verdict in figure1.judge(rows)} == {NOT_MEASURED}
+    rows = [{**row, "dropout_p": 0.0} for row in paper_figure2_left()]
+    assert {verdict.word for verdict in figure2_left.judge(rows)} == {NOT_MEASURED}
+    fixed = {"seq_len": 512, "n_layer": 24, "compile": True}
+    rows = [{"implementation": name, "ms": ms, **fixed} for name, ms in (("eager", 2.0), ("ours", 1.0))]
+    assert [verdict.word for verdict in table1.judge(rows)] == [REACHED]
+    assert [verdict.word for verdict in table1.judge([{**row, "n_embd": 32} for row in rows])] == [
+        NOT_MEASURED
+    ]
+
+
+@pytest.mark.parametrize("name", ["figure1", "figure2_left", "table1"])
+def test_rows_say_at_what_sizes_they_are_judged(name):
+    module = load(name)
+    sizes = {key: value for key, value in module.QUICK.items() if key != "counters"}
+    row = next(iter(module.measure(module.Sizes(**module.QUICK), CPU)))
+    assert {key: row[key] for key in sizes} == sizes
+    if name != "table1":
+        assert row["dropout_p"] == 0.1
 
 
 def test_the_counting_model_gives_the_papers_bytes():

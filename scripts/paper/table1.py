@@ -1,7 +1,7 @@
 """Table 1: a training step of BERT-large."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from scripts.paper import baselines
 from scripts.paper.memory import reason_in
 from scripts.paper.report import rows_table
 from scripts.paper.training import OtherAttention, configure, our_gpt
-from scripts.paper.verdict import Verdict, matching, ratio, value
+from scripts.paper.verdict import Verdict, at_sizes, matching, ratio, value
 from scripts.timing import median_ms
 from train.step import autocast_context
 
@@ -92,13 +92,8 @@ ATTENTIONS = {
 
 def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
     for name in sizes.implementations:
-        row = {
-            "implementation": name,
-            "batch": sizes.batch,
-            "seq_len": sizes.seq_len,
-            "n_layer": sizes.n_layer,
-        }
-        row |= {"compile": sizes.compile, "ms": None}
+        given = {key: size for key, size in asdict(sizes).items() if key != "implementations"}
+        row = {"implementation": name, **given, "ms": None}
         with reason_in(row, (RuntimeError, ValueError)):
             row |= measure_one(sizes, device, name)
         print(f"{name}: {row.get('why', row['ms'])}", flush=True)
@@ -131,6 +126,7 @@ def measure_one(sizes: Sizes, device: torch.device, name: str) -> dict:
 
 def judge(rows: list[dict]) -> list[Verdict]:
     rows = matching(rows, seq_len=512, n_layer=24, compile=True)
+    rows = at_sizes(rows, n_head=16, n_embd=1024, vocab_size=30522)
     ms = {name: value(rows, "ms", implementation=name) for name in (EAGER, SDPA, OURS)}
     against_sdpa = ratio(ms[SDPA], ms[OURS])
     return [

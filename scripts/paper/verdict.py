@@ -34,6 +34,11 @@ def matching(rows: list[dict], **wanted) -> list[dict]:
     return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
 
 
+def at_sizes(rows: list[dict], **sizes) -> list[dict]:
+    """The rows of these sizes; older ones do not tell all of theirs, which were the paper's."""
+    return [row for row in rows if all(row.get(key, size) == size for key, size in sizes.items())]
+
+
 def value(rows: list[dict], key: str, **wanted) -> float | None:
     """That number of the one row that holds all of these values; None if there is none or it is empty."""
     found = matching(rows, **wanted)

@@ -164,6 +164,21 @@ def check_results(arguments) -> None:
                 )
 
 
+def check_some(arguments, *names: str) -> None:
+    """Raises ValueError for an empty list among the arguments of these names."""
+    for name in names:
+        if not getattr(arguments, name):
+            raise ValueError(f"nothing to measure: {name} must not be empty, name one")
+
+
+def check_least(arguments, *names: str) -> None:
+    """Raises ValueError for a number below 1, alone or in a list, among the arguments of these names."""
+    for name in names:
+        given = getattr(arguments, name)
+        if any(number < 1 for number in (given if isinstance(given, list) else [given])):
+            raise ValueError(f"{name} must be at least 1, got {given}")
+
+
 def check_place(key: str, name: str) -> None:
     """Raises ValueError if no file of that name can be written."""
     folder = next(path for path in Path(name).absolute().parents if path.exists())

@@ -31,7 +31,7 @@ from kernels.flash_attention import flash_attention
 from kernels.operators import IMPLEMENTATIONS, use_implementation
 from kernels.reference import attention_reference
 from model.flops import window_pairs
-from scripts.arguments import OVERWRITE, argument, result_file, run_script
+from scripts.arguments import OVERWRITE, argument, check_least, check_some, result_file, run_script
 from scripts.flash_attn_4 import flash_attn_4, leave_out_if_missing
 from scripts.flex import compiled_flex
 from scripts.timing import capture, median_ms
@@ -84,6 +84,7 @@ GPT2 = Shape(32, 1024, 12, 64, True, True)
 
 
 def main(arguments: Arguments) -> None:
+    check_least(arguments, "seq_lens", "head_dims", "tokens", "width", "repeats")
     for key, able in ABLE.items():
         unable = [name for name in arguments.implementations if name not in able]
         if getattr(arguments, key) and unable:
@@ -98,6 +99,7 @@ def main(arguments: Arguments) -> None:
     if arguments.dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {arguments.dtype}")
     leave_out_if_missing(arguments.implementations)
+    check_some(arguments, "implementations")
     rows, out = [], Path(arguments.out)
     for shape in shapes(arguments):
         for row in measure(arguments, shape):

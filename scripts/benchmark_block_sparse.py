@@ -32,7 +32,7 @@ from kernels.block_mask import BlockMask
 from kernels.flash_attention import flash_attention
 from kernels.operators import IMPLEMENTATIONS, use_implementation
 from kernels.reference import attention_reference
-from scripts.arguments import OVERWRITE, argument, result_file, run_script
+from scripts.arguments import OVERWRITE, argument, check_least, check_some, result_file, run_script
 from scripts.flash_attn_4 import flash_attn_4, leave_out_if_missing
 from scripts.flex import compiled_flex
 from scripts.timing import capture, median_ms
@@ -81,6 +81,8 @@ DIRECTIONS = ("forward", "backward")
 
 
 def main(arguments: Arguments) -> None:
+    check_some(arguments, "head_dims", "seq_lens", "patterns")
+    check_least(arguments, "head_dims", "seq_lens", "repeats")
     unable = [name for name in arguments.implementations if name in PEERS]
     for key in ("dropout_p", "document_tokens"):
         given = getattr(arguments, key)
@@ -93,10 +95,8 @@ def main(arguments: Arguments) -> None:
     names = ("ours", *IMPLEMENTATIONS, *PEERS)
     if not set(arguments.implementations) <= set(names):
         raise ValueError(f"implementations must be of {' '.join(names)}, got {arguments.implementations}")
-    for key in ("head_dims", "seq_lens", "patterns"):
-        if not getattr(arguments, key):
-            raise ValueError(f"nothing to measure: {key} must not be empty")
     leave_out_if_missing(arguments.implementations)
+    check_some(arguments, "implementations")
     rows, dense, out = [], {}, Path(arguments.out)
     for head_dim, seq_len, pattern in product(arguments.head_dims, arguments.seq_lens, arguments.patterns):
         for row in measure(arguments, head_dim, seq_len, pattern):

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from model import GPT, AttentionConfig
-from scripts.arguments import OVERWRITE, argument, result_file, run_script
+from scripts.arguments import OVERWRITE, argument, check_least, check_some, result_file, run_script
 from scripts.benchmark_training import OPTIM
 from scripts.sizes import check_models, read_model
 from train.checkpoint import CheckpointConfig, list_checkpoints, run_tensors
@@ -41,9 +41,8 @@ class Arguments:
 def main(arguments: Arguments) -> None:
     check_models(arguments.models)
     one_of("device", arguments.device, DEVICES)
-    for key in ("tokens_per_step", "saves"):
-        if getattr(arguments, key) < 1:
-            raise ValueError(f"{key} must be at least 1, got {getattr(arguments, key)}")
+    check_some(arguments, "models")
+    check_least(arguments, "tokens_per_step", "saves")
     Path(arguments.folder).mkdir(parents=True, exist_ok=True)
     rows = []
     for name in arguments.models:

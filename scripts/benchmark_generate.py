@@ -18,7 +18,7 @@ import torch
 from model import GPT, AttentionConfig
 from model.attention import window_of
 from model.generate import stream
-from scripts.arguments import OVERWRITE, argument, result_file, run_script
+from scripts.arguments import OVERWRITE, argument, check_least, check_some, result_file, run_script
 from scripts.inference import check_inference
 from scripts.sizes import check_models, read_model
 from train.results import write_result
@@ -45,14 +45,17 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
+    check_some(arguments, "models", "seq_lens", "batches", "patterns", "implementations", "compiled")
     check_models(arguments.models)
     for implementation in arguments.implementations:
         check_inference(arguments.device, arguments.precision, implementation, "implementations")
     if arguments.tokens < 1:
         raise ValueError(f"tokens must be at least 1, got {arguments.tokens}: 100 give a steady median")
-    for key in ("seq_lens", "batches"):
-        if any(value < 1 for value in getattr(arguments, key)):
-            raise ValueError(f"{key} must be at least 1, got {list(getattr(arguments, key))}")
+    check_least(arguments, "seq_lens", "batches")
+    if not arguments.bandwidth > 0:
+        raise ValueError(
+            f"bandwidth must be above 0, got {arguments.bandwidth}: give bytes a second, as 4.3e12"
+        )
     rows = []
     for name, seq_len, batch in product(arguments.models, arguments.seq_lens, arguments.batches):
         for implementation, compiled in product(arguments.implementations, arguments.compiled):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from kernels.operators import IMPLEMENTATIONS, use_implementation
-from scripts.arguments import OVERWRITE, argument, result_file, run_script
+from scripts.arguments import OVERWRITE, argument, check_least, check_some, result_file, run_script
 from scripts.benchmark_attention import BACKENDS, NAMES, build
 from scripts.flash_attn_4 import leave_out_if_missing
 from train.results import write_result
@@ -42,12 +42,12 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
+    check_some(arguments, "head_dims")
     if not torch.cuda.is_available():
         raise ValueError("benchmark_host needs a CUDA GPU; none was found")
     leave_out_if_missing(arguments.implementations)
-    for name in ("batch", "seq_len", "calls", "turns"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(arguments, name)}")
+    check_some(arguments, "implementations")
+    check_least(arguments, "batch", "seq_len", "calls", "turns")
     rows = [row for head_dim in arguments.head_dims for row in measure(arguments, head_dim)]
     write_result(Path(arguments.out), rows)
 

@@ -21,7 +21,7 @@ from model.attention import attend
 from model.flops import window_pairs
 from model.ring import Ring
 from model.ring_attention import ring_attention
-from scripts.arguments import OVERWRITE, argument, result_file, run_script
+from scripts.arguments import OVERWRITE, argument, check_least, check_some, result_file, run_script
 from train.config import DEVICES, one_of
 from train.distributed import join_processes
 from train.results import write_result
@@ -44,6 +44,8 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     one_of("device", arguments.device, DEVICES)
+    check_some(arguments, "head_dims")
+    check_least(arguments, "tokens_per_gpu", "n_head", "n_kv_head", "head_dims", "repeats")
     with join_processes(arguments.device) as processes:
         if processes.world_size < 2:
             raise ValueError("one process shares nothing: start several with torchrun --nproc-per-node")

@@ -30,6 +30,7 @@ from scripts import (
     benchmark_block_sparse,
     benchmark_checkpoints,
     benchmark_generate,
+    benchmark_host,
     benchmark_ring,
     benchmark_training,
     evaluate_context,
@@ -958,6 +959,70 @@ def test_a_benchmark_of_nothing_is_refused(script, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="^nothing to measure: .*seq_lens.* must not be empty"):
         script.main(script.Arguments(seq_lens=[], implementations=["ours"], out=str(out), **given))
     assert not out.exists()
+
+
+LISTS = [
+    (benchmark_attention, ("implementations",)),
+    (benchmark_block_sparse, ("implementations",)),
+    (benchmark_checkpoints, ("models",)),
+    (
+        benchmark_generate,
+        ("models", "seq_lens", "batches", "patterns", "implementations", "compiled"),
+    ),
+    (benchmark_host, ("implementations", "head_dims")),
+    (benchmark_ring, ("head_dims",)),
+]
+
+
+@pytest.mark.parametrize(("script", "key"), [(script, key) for script, keys in LISTS for key in keys])
+def test_a_benchmark_refuses_a_list_that_leaves_nothing_to_measure(script, key, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    out = tmp_path / "rows.json"
+    with pytest.raises(ValueError, match=f"^nothing to measure: {key} must not be empty"):
+        script.main(script.Arguments(**{key: []}, out=str(out)))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", [benchmark_attention, benchmark_block_sparse, benchmark_host])
+def test_a_benchmark_of_a_package_alone_that_is_missing_is_refused(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(flash_attn_4, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="^nothing to measure: implementations must not be empty"):
+        script.main(script.Arguments(implementations=["fa4"], out=str(tmp_path / "rows.json")))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("script", "key", "value"),
+    [
+        (benchmark_attention, "seq_lens", [0]),
+        (benchmark_attention, "head_dims", [0]),
+        (benchmark_attention, "repeats", 0),
+        (benchmark_block_sparse, "head_dims", [0]),
+        (benchmark_block_sparse, "repeats", 0),
+        (benchmark_ring, "repeats", 0),
+        (benchmark_ring, "tokens_per_gpu", 0),
+    ],
+)
+def test_a_benchmark_refuses_numbers_of_nothing_before_it_measures(script, key, value, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(script, "measure", lambda *given: pytest.fail("it measures"))
+    given = {} if script is benchmark_ring else {"implementations": ["ours"]}
+    with pytest.raises(ValueError, match=f"^{key} must be at least 1, got {re.escape(str(value))}"):
+        script.main(script.Arguments(**given, **{key: value}))
+
+
+def test_benchmark_generate_refuses_a_memory_without_speed(tmp_path):
+    with pytest.raises(ValueError, match="^bandwidth must be above 0, got 0.0"):
+        benchmark_generate.main(
+            benchmark_generate.Arguments(
+                bandwidth=0.0,
+                device="cpu",
+                precision="fp32",
+                implementations=["sdpa"],
+                out=str(tmp_path / "a.json"),
+            )
+        )
 
 
 @pytest.mark.parametrize(("key", "nothing"), [("tokens", 0), ("batches", [0]), ("seq_lens", [8, 0])])

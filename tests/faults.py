@@ -317,6 +317,17 @@ def slow_model(rank: int, seconds: float) -> None:
     model.gpt.GPT.hidden_states = slowly
 
 
+def tell_seeds(rank: int) -> None:
+    """Prints what the draws of each step are seeded with."""
+    seed_of = train.loop.seed_of
+
+    def told(*place: int) -> int:
+        print(f"draws of {place}", flush=True)
+        return seed_of(*place)
+
+    train.loop.seed_of = told
+
+
 def record_tokens(rank: int) -> None:
     """Each process appends the hash of every sequence that it takes: tokens.<rank>.jsonl."""
 

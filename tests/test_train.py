@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo.testing
-from faults import complete, run_training
+from faults import complete, run_training, tell_seeds
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
@@ -480,9 +480,13 @@ def test_a_text_too_short_for_one_step_is_refused(corpus):
         run("seq_len=8192", "tokens_per_step=819200", "tokens_per_microbatch=8192")
 
 
-def test_two_processes_give_the_loss_curve_of_one(corpus):
+def test_two_processes_give_the_loss_curve_of_one_and_draw_each_for_itself(corpus):
     run("name=one")
-    attempt = complete(configured("name=two"), 2)
+    config = configured("name=two")
+    attempt = complete(config, 2, tell_seeds)
+    for rank in (0, 1):
+        draws = [line for line in attempt.log(rank).splitlines() if line.startswith("draws of")]
+        assert draws == [f"draws of {(config.seed, step, rank)}" for step in range(12)]
     assert "2 processes x 1 micro-batch x 8 sequences" in attempt.log()
     assert losses("two") == pytest.approx(losses("one"), abs=1e-5)
 

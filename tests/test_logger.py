@@ -69,6 +69,14 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
         read_metrics(path)
 
 
+@pytest.mark.parametrize("broken", ["null", "[1]", '{"tokens": 5}', '{"step": "2"}'])
+def test_a_line_that_is_of_no_step_is_named(tmp_path, broken):
+    path = write(tmp_path, [1, 2])
+    path.write_text(f"{path.read_text()}{broken}\n")
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 3 must be an object .* got .*: take the line"):
+        write(tmp_path, [3], start_step=2)
+
+
 def test_wandb_writes_an_offline_run_beside_the_metrics(tmp_path):
     write(tmp_path, [1, 2], settings=OFFLINE)
     runs = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))

@@ -162,18 +162,27 @@ def _warn(message: str) -> None:
 def read_metrics(path: Path) -> list[dict]:
     """The lines of a metrics.jsonl; a half line that a crash left at the end is passed over.
 
-    A loss or norm that was not finite is None.
+    A loss or norm that was not finite is None. Raises ValueError, naming it, for any other line that is not
+    of a step.
     """
     metrics = []
     lines = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            metrics.append(from_json(line))
+            found = from_json(line)
         except json.JSONDecodeError:
             if number < len(lines):
                 raise ValueError(
                     f"{path}, line {number} is not JSON: {line[:80]!r}; take the line out, whose step is lost"
                 ) from None
+            continue
+        # what somebody has edited
+        if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+            raise ValueError(
+                f"{path}, line {number} must be an object with the number of its step, got {line[:80]!r}: "
+                "take the line out"
+            )
+        metrics.append(found)
     return metrics
 
 

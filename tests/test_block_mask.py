@@ -82,6 +82,8 @@ def test_any_dense_mask_survives_and_combines(seq_q, seq_k, shape, share, seed):
     assert_is(mask, a)
     assert_is(mask & other, a & b)
     assert_is(other | mask, a | b)
+    assert (mask & other).causal == (mask.causal or other.causal)
+    assert (mask | other).causal == (mask.causal and other.causal)
     assert mask.causal == (not (a & torch.ones(seq_q, seq_k, dtype=torch.bool).triu(1 + seq_k - seq_q)).any())
 
 

@@ -49,6 +49,14 @@ def test_the_first_loss_is_that_of_a_uniform_guess(n_embd, n_head):
     assert abs(loss - math.log(50257)) < 0.1
 
 
+@pytest.mark.parametrize("n_layer", [1, 8])
+def test_what_is_added_to_the_stream_starts_smaller_in_deeper_models(n_layer):
+    for block in model(n_layer=n_layer, n_embd=128, n_head=4).blocks:
+        for branch in (block.attention, block.mlp):
+            deviation = branch.projection.weight.std().item()
+            assert deviation == pytest.approx(0.02 / math.sqrt(2 * n_layer), rel=0.05)
+
+
 def test_the_padding_of_the_vocabulary_takes_no_probability_and_no_gradient():
     gpt = model(vocab_size=300)
     assert gpt.token_embedding.weight.shape[0] == 384

@@ -42,7 +42,7 @@ from scripts.paper.registry import EXPERIMENTS, choose, load
 from scripts.paper.report import number, write_report
 from scripts.paper.sparsity import random_blocks, two_blocks
 from scripts.paper.training import MODELS, configure, hugging_face, time_training
-from scripts.paper.verdict import NOT_MEASURED, NOT_REACHED, REACHED, Verdict
+from scripts.paper.verdict import NOT_MEASURED, NOT_REACHED, REACHED, Verdict, least
 from scripts.reproduce_paper import Arguments, choose_sizes, main
 from train.results import write_result
 
@@ -169,6 +169,23 @@ def test_the_papers_own_numbers_reach_its_claims(experiment, rows, missed):
         quoted = verdict.paper.split()[0].rstrip("x%")
         if verdict.ours is not None and quoted.replace(".", "").isdigit():
             assert verdict.ours == pytest.approx(float(quoted), rel=0.03, abs=0.05)
+
+
+def test_of_several_lengths_the_worst_one_counts():
+    assert least([3.0, 1.0, 2.0]) == 1.0
+    assert least([3.0, None]) is None
+    assert least([]) is None
+    assert figure3.farthest([2.0, 1.8, 2.1]) == pytest.approx(10.0)
+    assert figure3.farthest([2.0, 1.9, 2.2]) == pytest.approx(10.0)
+    assert figure3.farthest([2.0, None]) is None
+    rows = [
+        {"group": group, "batch": shape.batch, "seq_len": seq_len, "implementation": name}
+        | {"forward_ms": 0.0, "backward_ms": 4.0 if name != "ours" else 8.0 if seq_len == 256 else 1.0}
+        for group, (shape, lengths) in table7.SHAPES.items()
+        for seq_len in lengths
+        for name in ("ours", "eager", "sdpa flash")
+    ]
+    assert [(verdict.ours, verdict.word) for verdict in table7.judge(rows)] == [(0.5, NOT_REACHED)] * 2
 
 
 def test_a_loss_that_rises_with_more_context_is_told():

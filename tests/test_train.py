@@ -24,6 +24,7 @@ import train.loop
 import train.plot
 from data.loader import TokenLoader
 from scripts import sample
+from train.checkpoint import read_checkpoint
 from train.config import Config, parse
 from train.logger import RunLogger, read_metrics
 from train.report import step_metrics
@@ -193,6 +194,12 @@ def test_a_resumed_run_ends_with_the_same_weights_and_metrics_as_one_that_was_no
     assert losses("resumed") == losses("whole")
     for key, value in weights("whole", 12).items():
         assert torch.equal(weights("resumed", 12)[key], value), key
+    whole, resumed = (
+        read_checkpoint(Path("runs", name, "checkpoints", "step_00000012")) for name in ("whole", "resumed")
+    )
+    # what the limits of the next steps would be
+    assert resumed["guard"] == whole["guard"]
+    assert len(whole["guard"]["losses"]) == 12
 
 
 def test_a_finished_run_is_not_trained_further_and_says_so(corpus, capsys):

@@ -40,6 +40,11 @@ class JsonTokenizer:
         self.vocab_size = max(self._vocabulary.get_vocab(with_added_tokens=True).values()) + 1
         self.dtype = token_dtype(self.vocab_size)
         self.end_of_text = self._find_end_of_text(folder)
+        end = self._vocabulary.get_added_tokens_decoder().get(self.end_of_text)
+        if end is not None and not end.special:
+            # a chat's end is not always marked so, and would end the documents that name it
+            end.special = True
+            self._vocabulary.add_special_tokens([end])
         text = self._vocabulary.encode("a", add_special_tokens=True)
         added = takewhile(lambda pair: pair[1], zip(text.ids, text.special_tokens_mask, strict=True))
         self.begin_of_text = tuple(token for token, _ in added)

@@ -57,6 +57,16 @@ def words(tmp_path_factory) -> Path:
     return save(tmp_path_factory.mktemp("words") / "folder", vocabulary, eos_token=END)
 
 
+def test_the_end_of_text_inside_a_document_is_text_however_its_folder_marks_it(bpe, tmp_path):
+    vocabulary = tokenizers.Tokenizer.from_file(str(bpe / "tokenizer.json"))
+    vocabulary.add_tokens([tokenizers.AddedToken("<|im_end|>", special=False)])
+    tokenizer = load_tokenizer(str(save(tmp_path / "chat", vocabulary, eos_token="<|im_end|>")))
+    assert tokenizer.end_of_text == vocabulary.token_to_id("<|im_end|>")
+    ids = tokenizer.encode("a<|im_end|>b")
+    assert tokenizer.end_of_text not in ids
+    assert tokenizer.decode([*ids, tokenizer.end_of_text]) == "a<|im_end|>b<|im_end|>"
+
+
 @pytest.mark.parametrize("text", ["", "def f(x):\n    return x", "é 漢字 🙂", " \n\t x"])
 def test_tokens_are_those_of_transformers_and_text_survives(bpe, text):
     ours = load_tokenizer(str(bpe))

@@ -7,7 +7,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from data.prepare import DataConfig
-from data.tokenizer import is_tokenizer, load_tokenizer, same_tokens
+from data.tokenizer import is_tokenizer, load_tokenizer, same_tokens, without_surrogates
 from model import AttentionConfig, ModelConfig
 from model.attention import why_not_flash
 from model.families import family_of
@@ -31,6 +31,8 @@ PRECISIONS = tuple(DTYPES)
 DEVICES = ("cuda", "cpu")
 # several beats of the watchdog, whose looks take some milliseconds
 LEAST_HANG_SECONDS = 1.0
+# bytes in the name of a folder, as Linux has it
+LONGEST_NAME = 255
 
 
 @dataclass(kw_only=True, slots=True)
@@ -101,6 +103,16 @@ class Config:
     def __post_init__(self):
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"name must be a plain folder name, got {self.name!r}")
+        # bytes of the command line that are no text come so, and no picture could show them when all is done
+        if without_surrogates(self.name) != self.name:
+            raise ValueError(
+                f"name must be text in this machine's encoding, got {self.name!r}: use other letters, or "
+                "export LC_ALL=C.UTF-8"
+            )
+        if (size := len(self.name.encode())) > LONGEST_NAME:
+            raise ValueError(
+                f"name must have at most {LONGEST_NAME} bytes, as a folder's has, got {size}: shorten it"
+            )
         one_of("device", self.device, DEVICES)
         one_of("precision", self.precision, PRECISIONS)
         one_of("recompute", self.recompute, RECOMPUTE)

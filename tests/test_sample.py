@@ -1,5 +1,8 @@
+import shlex
+
 import pytest
 import torch
+from faults import run_training, small_config, write_corpus
 
 from data.tokenizer import load_tokenizer
 from model import GPT, AttentionConfig, ModelConfig
@@ -88,3 +91,11 @@ def test_a_prompt_beyond_the_models_positions_is_refused():
     model = Scripted([[0]], [1])
     with pytest.raises(ValueError, match=r"the prompt has 101 tokens, the model 64 positions"):
         list(stream_text(model, load_tokenizer("bytes"), greedy(1), ["x" * 100], 0))
+
+
+def test_the_command_that_a_run_ends_with_can_be_pasted_whatever_its_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path)
+    run_training(small_config("'first try'", 1))
+    command = capsys.readouterr().out.splitlines()[-1]
+    assert shlex.split(command)[2:] == ["python", "-m", "scripts.sample", "run=runs/first try", "prompt=..."]

@@ -1,5 +1,6 @@
 """What a run leaves for its user: the opening lines, the metrics of a step, the files at the end."""
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -253,7 +254,8 @@ def finish_run(
     ):
         if made.get(name, True) and (folder / name).exists():
             print(f"{what:<12} {folder / name}")
-    print(f"{'more text':<12} python -m scripts.sample run={folder} 'prompt=...'", flush=True)
+    run = shlex.quote(f"run={folder}")
+    print(f"{'more text':<12} python -m scripts.sample {run} 'prompt=...'", flush=True)
 
 
 def _summary(

@@ -31,6 +31,7 @@ from scripts.paper import (
     table2,
     table3,
     table4,
+    table6,
     table7,
     tasks,
     traffic,
@@ -186,6 +187,27 @@ def test_of_several_lengths_the_worst_one_counts():
         for name in ("ours", "eager", "sdpa flash")
     ]
     assert [(verdict.ours, verdict.word) for verdict in table7.judge(rows)] == [(0.5, NOT_REACHED)] * 2
+
+
+@pytest.mark.parametrize("better", ["ours", "eager"])
+def test_accuracies_that_differ_either_way_are_told(better):
+    rows = [
+        {"kind": "accuracy", "task": "ListOps", "seq_len": 2000, "steps": 3000, "attention": name}
+        | {"accuracy": 40.0 if name == better else 38.0}
+        for name in ("ours", "eager")
+    ]
+    told = [verdict for verdict in table3.judge(rows) if verdict.claim.startswith("ListOps")]
+    assert [(verdict.ours, verdict.word) for verdict in told] == [(2.0, NOT_REACHED)]
+
+
+def test_what_the_marks_alone_tell_is_not_above_chance():
+    rows = [
+        {"side": side, "steps": 1000, "accuracy": accuracy, "test_examples": 2500, "peak_memory_bytes": 1}
+        for side, accuracy in ((64, 60.9), (128, 61.1))
+    ]
+    coarse, fine = table6.judge(rows)[1:3]
+    assert (coarse.ours, coarse.word) == (pytest.approx(2.9), NOT_REACHED)
+    assert (fine.ours, fine.word) == (pytest.approx(3.1), REACHED)
 
 
 def test_a_loss_that_rises_with_more_context_is_told():

@@ -24,6 +24,7 @@ from data.shards import write_shard
 from data.sources import read_plain
 from data.tokenizer import shard_mark
 from model import GPT, AttentionConfig, ModelConfig
+from model.generate import empty_caches
 from model.pretrained import export_pretrained
 from scripts import (
     benchmark_attention,
@@ -596,6 +597,12 @@ def test_benchmark_attention_measures_nobody_without_what_its_rows_say(given, un
         benchmark_attention.main(benchmark_attention.Arguments(**given))
 
 
+def test_speed_counts_the_scores_that_a_causal_mask_keeps():
+    # of 16 one, and three times two
+    assert benchmark_attention.visible_share(4, 2) == 7 / 16
+    assert benchmark_attention.visible_share(4, None) == benchmark_attention.visible_share(4, 4) == 0.5
+
+
 def test_flash_attention_4_is_left_out_where_it_is_missing_and_asked_for_the_same_masks(monkeypatch, capsys):
     names = ["ours", "fa4"]
     flash_attn_4.leave_out_if_missing(names)
@@ -892,6 +899,19 @@ def test_benchmark_training_refuses_what_it_would_not_do_before_a_row_is_measure
         benchmark_training.main(benchmark_training.Arguments(**usual | given))
 
 
+def test_benchmark_training_takes_the_mean_over_the_steps_that_it_times(monkeypatch):
+    watch = SimpleNamespace(start=lambda: None, seconds=lambda: 6.0)
+    monkeypatch.setattr(benchmark_training, "Stopwatch", lambda device: watch)
+    given = benchmark_training.Arguments(
+        models=["tiny"], seq_lens=[32], implementations=["sdpa"], tokens_per_step=128, steps=3,
+        tokens_per_microbatch=64, warmup_steps=1, device="cpu", precision="fp32", compile=False,
+        fused_loss=False,
+    )  # fmt: skip
+    [(*_, step)] = benchmark_training.jobs(given)
+    row = benchmark_training.measure(given, "tiny", 32, step)
+    assert (row["step_ms"], row["tokens_per_second"]) == (2000.0, 64.0)
+
+
 def test_benchmark_training_refuses_several_processes(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="one process is timed, got 2: start it without torchrun"):
@@ -928,6 +948,16 @@ def test_benchmark_generate_times_as_many_tokens_as_it_is_asked_to(tokens, tmp_p
     )
     assert timed == [tokens]
     assert json.loads(out.read_text())["rows"][0]["tokens_per_second"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama"])
+def test_benchmark_generate_counts_the_bytes_of_the_cache_that_generation_has(name):
+    attention = AttentionConfig(implementation="reference", patterns=["dense", "window(16)"])
+    with torch.device("meta"):
+        model = GPT(replace(read_model(name, 96), n_layer=2), attention)
+    caches = empty_caches(model, 96, torch.zeros(3, dtype=torch.int64))
+    held = sum(x.numel() * x.element_size() for cache in caches for x in (cache.k, cache.v))
+    assert benchmark_generate.cache_bytes(model, 3, 96) == held
 
 
 @pytest.mark.parametrize("script", [benchmark_attention, benchmark_block_sparse])

@@ -174,7 +174,9 @@ def read_rotary(theirs: dict) -> RotaryConfig:
         )
     scaling = {"base": base, "scaling": kind, "factor": float(rope["factor"])}
     if kind != "linear":
-        longest = rope.get("original_max_position_embeddings") or theirs["max_position_embeddings"]
+        name = "original_max_position_embeddings"
+        # for transformers too the first of these counts
+        longest = theirs.get(name) or rope.get(name) or theirs["max_position_embeddings"]
         scaling["original_seq_len"] = longest
     # a config.json may hold more than its scaling reads
     for name in READS[kind]:

@@ -5,6 +5,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from model import GPT, AttentionConfig, ModelConfig
 from model.families import FAMILIES, family_of, read_rotary
@@ -15,6 +16,7 @@ from model.pretrained import (
     named_parts,
     read_pretrained_config,
 )
+from model.rope import frequencies
 from tests.accuracy import assert_within_rule
 
 REFERENCE = AttentionConfig(implementation="reference")
@@ -207,6 +209,15 @@ def test_what_a_scaling_of_theirs_does_not_read_changes_nothing(scaling):
         del idle[name]
     more = {**published, "rope_scaling": idle | scaling}
     assert read_rotary(more) == read_rotary(published)
+
+
+@pytest.mark.parametrize("scaling", [YARN, LLAMA3], ids=["yarn", "llama3"])
+def test_a_longest_sequence_beside_the_scaling_goes_before_the_one_in_it(scaling):
+    published = {**ROTARY_SIZES, "rope_parameters": dict(scaling), "original_max_position_embeddings": 24}
+    known = LlamaRotaryEmbedding(transformers.LlamaConfig(**published)).inv_freq
+    rotary = read_rotary(published)
+    assert rotary.original_seq_len == 24
+    torch.testing.assert_close(frequencies(rotary, 8)[0].float(), known)
 
 
 @pytest.mark.parametrize("kind", ["gpt2"], indirect=True)

@@ -162,7 +162,14 @@ def _read_rotary_family(theirs: dict, *, bias: str, default_eps: float, qk_norm:
 
 def read_rotary(theirs: dict) -> RotaryConfig:
     """From rope_parameters, or from rope_theta and rope_scaling as transformers before 5 wrote them."""
-    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    new, old = theirs.get("rope_parameters") or {}, theirs.get("rope_scaling") or {}
+    # transformers 5 would read the old ones and lose the new ones, base and all
+    if new and not old.items() <= new.items():
+        raise ValueError(
+            "config.json: rope_scaling and rope_parameters differ: put all into rope_parameters, and leave "
+            "rope_scaling out"
+        )
+    rope = new or old
     base = float(rope.get("rope_theta", theirs.get("rope_theta", 10_000.0)))
     _require(rope, partial_rotary_factor=(1.0,), truncate=(True,))
     kind = rope.get("rope_type", rope.get("type", "default"))

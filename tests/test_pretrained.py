@@ -220,6 +220,16 @@ def test_a_longest_sequence_beside_the_scaling_goes_before_the_one_in_it(scaling
     torch.testing.assert_close(frequencies(rotary, 8)[0].float(), known)
 
 
+def test_two_scalings_that_differ_are_refused():
+    plain = {"rope_type": "default", "rope_theta": 1e6}
+    with pytest.raises(ValueError, match="rope_scaling and rope_parameters differ: put all into rope_param"):
+        read_rotary({**ROTARY_SIZES, "rope_parameters": plain, "rope_scaling": YARN})
+    # as written for old and new versions of transformers at once
+    old = {key: value for key, value in YARN.items() if key != "rope_theta"}
+    both = {"rope_theta": 1e6, "rope_parameters": YARN, "rope_scaling": old}
+    assert read_rotary(both) == read_rotary({"rope_parameters": YARN})
+
+
 @pytest.mark.parametrize("kind", ["gpt2"], indirect=True)
 def test_folders_without_a_model_are_refused(folder, tmp_path):
     with pytest.raises(ValueError, match="config.json: no such file"):

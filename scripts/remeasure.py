@@ -79,11 +79,15 @@ def repetition(old: Path, new: Path) -> Repetition:
     try:
         result = json.loads(old.read_text(encoding="utf-8"))
         words, n_gpus = shlex.split(str(result["command"])), max(1, result["n_gpus"])
+        # what the new ones are set beside
+        iter(result["rows"])
     except OSError as error:
         raise ValueError(f"files: {old} cannot be read ({error}): correct it") from error
     # what is no text and what is no JSON are both ValueErrors
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{old} does not name a command and its GPUs: it is no result file") from error
+        raise ValueError(
+            f"{old} does not name a command, its GPUs and its rows: it is no result file"
+        ) from error
     words = words[1:]
     # of Python itself: what changes no measurement
     while words and words[0] in ("-u", "-W"):

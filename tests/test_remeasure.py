@@ -69,7 +69,11 @@ def test_a_benchmark_and_a_training_run_are_made_again_and_compared_and_the_old_
     ("content", "message"),
     [
         (None, r"files: .*result.json cannot be read \(.*No such file.*\): correct it"),
-        (b"\x89PNG", "result.json does not name a command and its GPUs: it is no result file"),
+        (b"\x89PNG", "result.json does not name a command, its GPUs and its rows: it is no result file"),
+        (
+            b'{"command": "python -m scripts.benchmark_attention", "n_gpus": 1}',
+            "result.json does not name a command, its GPUs and its rows: it is no result file",
+        ),
     ],
 )
 def test_what_is_no_result_file_is_named_and_refused(tmp_path, content, message):
@@ -166,7 +170,7 @@ def test_every_committed_result_but_those_of_the_plots_can_be_made_again():
             "scripts.sample, which has no out= for a new result: leave",
         ),
         ({"command": "python -m scripts.gone"}, "scripts.gone, which cannot be called (No module named"),
-        ({"n_gpus": None}, "does not name a command and its GPUs: it is no result file"),
+        ({"n_gpus": None}, "does not name a command, its GPUs and its rows: it is no result file"),
     ],
 )
 def test_other_commands_are_refused(changes, message, tmp_path):

@@ -101,7 +101,7 @@ def check(arguments: Arguments) -> None:
             )
     for key, total in (("seq_lens", "tokens"), ("head_dims", "width")):
         for part in getattr(arguments, key):
-            if part < 1 or getattr(arguments, total) % part:
+            if part < 1 or getattr(arguments, total) < 1 or getattr(arguments, total) % part:
                 raise ValueError(
                     f"{key} must divide {total}={getattr(arguments, total)}, got {part}: change {total} too"
                 )

@@ -24,6 +24,7 @@ def test_a_candidate_names_registers_and_form_or_leaves_them_to_the_compiler():
         ({"causal": []}, "causal is empty: nothing would be measured"),
         ({"candidates": [[64, 64, 4]]}, r"candidates must be lists of 4 to 6 numbers, got \[64, 64, 4\]"),
         ({"seq_lens": [1024, 3000]}, "seq_lens must divide tokens=16384, got 3000"),
+        ({"tokens": 0}, "seq_lens must divide tokens=0, got 1024"),
         ({"head_dims": [96]}, "head_dims must divide width=2048, got 96"),
         ({"pattern": "windows(64)"}, "is no pattern: combine"),
         ({"pattern": "window(64)", "window": 64}, "window=64 and pattern=window.64. both say which keys"),

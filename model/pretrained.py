@@ -39,6 +39,8 @@ KINDS = {
     "a number or null": (int | float | None, NUMBERS_IF_ANY),
     "an object or null": (dict | None, "rope_parameters rope_scaling"),
 }
+# theirs that may lie beside an embedding that is the head as well
+HEAD = "lm_head.weight"
 # our tables that are padded to whole tiles
 PADDED = ("token_embedding.weight", "head.weight")
 
@@ -52,7 +54,8 @@ def load_pretrained(folder: Path | str, attention: AttentionConfig) -> GPT:
     """The model in a Hugging Face folder of GPT-2, Llama 2 or 3, Qwen 2.5 or 3, or SmolLM kind, on the CPU.
 
     Parameters are float32, whatever the file holds. Raises ValueError for another architecture, for a setting
-    that changes the model in a way we lack, and for missing, surplus or misshapen tensors, all by name.
+    that changes the model in a way we lack, for missing, surplus or misshapen tensors, all by name, and for a
+    head that config.json takes for the embedding, and that is another.
     """
     folder = Path(folder)
     family, config = _read_config(folder)
@@ -63,11 +66,16 @@ def load_pretrained(folder: Path | str, attention: AttentionConfig) -> GPT:
     for ours in PADDED:
         if ours in state:
             state[ours][config.vocab_size :].zero_()
+    if config.tied_head:
+        _check_tied(folder, family, model.head_weight[: config.vocab_size])
     return model
 
 
 def check_pretrained(folder: Path | str) -> None:
-    """Raises ValueError for a folder that load_pretrained would refuse, from its files' headers alone."""
+    """Raises ValueError for a folder that load_pretrained would refuse, from its files' headers alone.
+
+    So values are not compared: a head that is to be the embedding passes whatever it is.
+    """
     folder = Path(folder)
     family, config = _read_config(folder)
     with torch.device("meta"):
@@ -228,7 +236,7 @@ def _check_names(folder: Path, family: Family, config: ModelConfig, files: dict[
     needed = {name for _, source in family.tensors(config) for name in source.names}
     found = {name for name in files if not name.endswith(family.ignored_endings)}
     if config.tied_head:
-        found.discard("lm_head.weight")
+        found.discard(HEAD)
     complaints = []
     for what, names in (("lacks", needed - found), ("has surplus", found - needed)):
         if names:
@@ -239,6 +247,19 @@ def _check_names(folder: Path, family: Family, config: ModelConfig, files: dict[
         raise ValueError(
             f"{folder} does not hold the model of its config.json: it {'; it '.join(complaints)}"
         )
+
+
+def _check_tied(folder: Path, family: Family, embedding: Tensor) -> None:
+    """Raises ValueError if a head that is to be the embedding (V, C) is there too, and differs."""
+    files = _find_tensors(folder, family)
+    if HEAD not in files:
+        return
+    with _open(files[HEAD]) as file:
+        if not torch.equal(_slice(file, files[HEAD], HEAD, family)[:].to(embedding.dtype), embedding):
+            raise ValueError(
+                f"{folder}: {HEAD} is not the embedding, which config.json ties it to: set "
+                "tie_word_embeddings to false there to load both, or leave the head out"
+            )
 
 
 def _read_json(path: Path) -> dict:

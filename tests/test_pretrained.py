@@ -211,6 +211,18 @@ def test_what_a_scaling_of_theirs_does_not_read_changes_nothing(scaling):
     assert read_rotary(more) == read_rotary(published)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "smollm"], indirect=True)
+def test_a_head_that_config_json_ties_must_be_the_embedding(folder):
+    tensors = load_file(folder / "model.safetensors")
+    embedding = next(tensor for name, tensor in tensors.items() if "wte" in name or "embed" in name)
+    save_file(tensors | {"lm_head.weight": embedding.clone()}, folder / "model.safetensors")
+    load_pretrained(folder, REFERENCE)
+    save_file(tensors | {"lm_head.weight": embedding + 1}, folder / "model.safetensors")
+    message = "lm_head.weight is not the embedding, .*: set tie_word_embeddings to false"
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(folder, REFERENCE)
+
+
 @pytest.mark.parametrize("scaling", [YARN, LLAMA3], ids=["yarn", "llama3"])
 def test_a_longest_sequence_beside_the_scaling_goes_before_the_one_in_it(scaling):
     published = {**ROTARY_SIZES, "rope_parameters": dict(scaling), "original_max_position_embeddings": 24}

@@ -220,7 +220,7 @@ def walk(
 
     suffixes: in small letters, those of the files may be in capitals.
     Linked folders are entered as others are, and none twice, so that links in a circle come to an end.
-    Folders that cannot be read are counted in counts.
+    Folders that cannot be read, and pipes and the like, are counted in counts.
     """
 
     def unreadable(error: OSError) -> None:
@@ -235,8 +235,14 @@ def walk(
         entered.add((status.st_dev, status.st_ino))
         folders[:] = sorted(name for name in folders if name not in skip and not name.startswith("."))
         for name in sorted(files):
-            if name.lower().endswith(suffixes) and not name.startswith("."):
-                yield Path(folder, name)
+            if not name.lower().endswith(suffixes) or name.startswith("."):
+                continue
+            path = Path(folder, name)
+            # a pipe, from which a read would never come back; links to nothing are for the reader to count
+            if not os.path.isfile(path) and os.path.exists(path):
+                counts["no file"] += 1
+                continue
+            yield path
 
 
 def read_plain(path: Path, counts: Counter[str]) -> Iterator[str]:

@@ -131,6 +131,18 @@ def test_a_folder_that_cannot_be_read_is_counted_and_the_others_are_read(tmp_pat
         TextFiles([str(tmp_path / "locked")], "text").check()
 
 
+def test_a_pipe_is_counted_and_never_waited_for(tmp_path):
+    write(tmp_path, a_dot_txt="A", folder_dot_txt__b_dot_txt="B")
+    os.mkfifo(tmp_path / "pipe.txt")
+    os.symlink(tmp_path / "pipe.txt", tmp_path / "link.txt")
+    os.symlink(tmp_path / "nowhere", tmp_path / "broken.txt")
+    counts = Counter()
+    # none is opened here
+    found = [path.name for path in sources.walk(tmp_path, (".txt",), counts)]
+    assert found == ["a.txt", "broken.txt", "b.txt"]
+    assert counts == {"no file": 2}
+
+
 def test_linked_folders_are_read_and_none_twice(tmp_path):
     write(tmp_path, texts__a_dot_txt="A", elsewhere__b_dot_txt="B")
     for name, target in (("link", "elsewhere"), ("again", "elsewhere"), ("circle", "texts")):

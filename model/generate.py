@@ -58,7 +58,8 @@ def stream(
         lengths.shape != (batch,) or bool(((lengths < 1) | (lengths > prompt_len)).any())
     ):
         raise ValueError(f"lengths must be ({batch},), each from 1 to {prompt_len}, got {lengths.tolist()}")
-    was_training = model.training
+    # a part may have another mode than the whole
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         is_greedy = temperature < LEAST_TEMPERATURE
@@ -101,7 +102,8 @@ def stream(
                 if stopped.all():
                     return
     finally:
-        model.train(was_training)
+        for module, was_training in modes.items():
+            module.training = was_training
 
 
 class Arrivals:

@@ -316,8 +316,11 @@ def test_a_default_device_changes_no_token(gpt, stop_tokens):
 
 def test_generation_leaves_the_training_mode_as_it_was(gpt):
     gpt.train()
+    # as of a part that is not trained
+    gpt.blocks[0].eval()
+    modes = [module.training for module in gpt.modules()]
     generate(gpt, torch.zeros(1, 1, dtype=torch.long), 2)
-    assert gpt.training
+    assert [module.training for module in gpt.modules()] == modes
 
 
 @pytest.mark.parametrize(

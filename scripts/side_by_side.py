@@ -52,8 +52,9 @@ def run_side_by_side(
                 name = waiting.pop(0)
                 taken = [free.pop(0) for _ in range(needed.get(name, 1))]
                 visible = {} if None in taken else {"CUDA_VISIBLE_DEVICES": ",".join(taken)}
+                started = time.perf_counter()
                 process = subprocess.Popen(commands[name], env={**os.environ, **visible})
-                running[name] = process, time.perf_counter(), taken
+                running[name] = process, started, taken
             for name, process, started, _ in done:
                 yield name, process.returncode, time.perf_counter() - started
             if not done:

@@ -1,7 +1,9 @@
 """Commands on several GPUs at a time; here the GPUs are names, and commands say which they saw."""
 
 import os
+import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,6 +34,22 @@ def test_each_gpu_runs_one_command_at_a_time_and_all_of_them_run(tmp_path):
     for gpu in ("3", "GPU-1"):
         times = sorted((float(began), float(end)) for began, end, its in runs if its == gpu)
         assert all(end <= began for (_, end), (began, _) in pairwise(times))
+
+
+def test_the_seconds_of_a_command_count_from_before_its_start(monkeypatch):
+    launch = subprocess.Popen
+
+    def slowly(*arguments, **options):
+        process = launch(*arguments, **options)
+        # as a busy machine may keep this process from going on
+        process.wait()
+        time.sleep(0.3)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", slowly)
+    [(name, code, seconds)] = run_side_by_side({"a": [sys.executable, "-S", "-c", ""]}, [None])
+    assert (name, code) == ("a", 0)
+    assert seconds >= 0.3
 
 
 def test_a_command_that_needs_several_gpus_waits_for_them_and_is_not_overtaken(tmp_path):

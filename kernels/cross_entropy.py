@@ -198,7 +198,8 @@ def linear_cross_entropy(
 
     hidden: (N, C), N at least 1; weight: (V', C), usually float32, rows from vocab_size on pad it; the
     products run in hidden's dtype, the gradient of weight is summed in weight's. Targets must be from 0 to
-    vocab_size - 1, which is not checked. Raises ValueError for other shapes, and without a GPU.
+    vocab_size - 1, which is not checked. Raises ValueError for other shapes, for several devices, and without
+    a GPU.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or hidden.shape[0] == 0:
         raise ValueError(
@@ -210,6 +211,10 @@ def linear_cross_entropy(
             f"targets must be one int64 for each of the {hidden.shape[0]} rows of hidden, got "
             f"{tuple(targets.shape)} {targets.dtype}"
         )
+    # a kernel would read an address of another device
+    for name, x in (("weight", weight), ("targets", targets)):
+        if x.device != hidden.device:
+            raise ValueError(f"{name} must be on {hidden.device}, as hidden, got {x.device}: move it")
     if not 0 < vocab_size <= weight.shape[0]:
         raise ValueError(
             f"vocab_size must be from 1 to the {weight.shape[0]} rows of weight, got {vocab_size}"

@@ -114,6 +114,8 @@ def test_targets_may_be_a_view(device):
         ({"weight": torch.zeros(384, 8)}, r"got \(37, 16\) and \(384, 8\)"),
         ({"targets": torch.zeros(36).long()}, r"each of the 37 rows of hidden, got \(36,\)"),
         ({"targets": torch.zeros(37)}, "one int64.*float32"),
+        ({"targets": torch.zeros(37, device="meta").long()}, "targets must be on cpu, as hidden, got meta"),
+        ({"weight": torch.zeros(384, 16, device="meta")}, "weight must be on cpu, as hidden, got meta"),
         ({"vocab_size": 385}, "from 1 to the 384 rows of weight, got 385"),
     ],
 )

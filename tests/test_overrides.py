@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
@@ -14,6 +15,7 @@ from tests.test_config import composed
 from train import __main__ as command
 from train.config import Config
 from train.overrides import (
+    CONF,
     explain,
     refuse_idle_overrides,
     refuse_model_overrides,
@@ -36,9 +38,9 @@ from train.overrides import (
         ),
         (
             "data=tezt",
-            "data=tezt is no choice; did you mean text? conf/data has fineweb_edu, openwebtext, pyp",
+            "data=tezt is no choice; did you mean text? there are fineweb_edu, openwebtext, pypacka",
         ),
-        ("optim=", "optim= is no choice: conf/optim has adamw, muon"),
+        ("optim=", "optim= is no choice: there are adamw, muon"),
         ("seq_len", "'seq_len' cannot be read: write KEY=VALUE, and quote brackets"),
         ("data.paths=[a", "'data.paths=[a' cannot be read: write KEY=VALUE, and quote brackets"),
         ("+seq_len=3", "Could not append to config. An item is already at 'seq_len'. Either remove + prefix"),
@@ -50,6 +52,20 @@ def test_what_hydra_refuses_is_told_in_one_line_with_the_change_to_make(override
     line = explain(caught.value, Config)
     assert line.startswith(message)
     assert "\n" not in line
+
+
+def test_a_choice_of_the_users_own_folder_is_named_among_the_others(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("n_layer: 2\n")
+    with pytest.raises(HydraException) as caught:
+        composed("model=mne", f"hydra.searchpath=[file://{tmp_path}]")
+    assert explain(caught.value, Config).startswith("model=mne is no choice; did you mean mine?")
+
+
+def test_a_whole_configuration_that_is_not_there_is_told_by_its_argument():
+    with initialize_config_dir(str(CONF), version_base="1.3"), pytest.raises(HydraException) as caught:
+        compose("nope")
+    assert explain(caught.value, Config) == "--config-name=nope is no choice: there are config"
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_help_prints_every_key():
         ),
         (["data.seed=x"], "error: data.seed: Value 'x' of type 'str' could not be converted to Integer"),
         (["data.sede=1"], "error: data.sede is no key; did you mean data.seed"),
-        (["data=nope"], "error: data=nope is no choice: conf/data has fineweb_edu, openwebtext"),
+        (["data=nope"], "error: data=nope is no choice: there are fineweb_edu, openwebtext"),
         (
             ["data.tokenizer=gpt9"],
             "error: data.tokenizer must be one of ('gpt2', 'bytes') or a folder with tokenizer.json, got",

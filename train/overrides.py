@@ -47,9 +47,11 @@ def explain(error: Exception, schema: type) -> str:
         )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, choice = error.missing_cfg_file.rpartition("/")
-        choices = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+        # a group's, those of --config-dir among them; of whole configurations Hydra names none
+        choices = error.options or sorted(path.stem for path in CONF.glob("*.yaml"))
         near = get_close_matches(choice, choices, 1)
-        return f"{group}={choice} is no choice{_guess(near, ':')} conf/{group} has {', '.join(choices)}"
+        given = f"{group}={choice}" if group else f"--config-name={choice}"
+        return f"{given} is no choice{_guess(near, ':')} there are {', '.join(choices)}"
     if isinstance(error.__cause__, ConfigKeyError | ConfigAttributeError):
         return unknown_key(error.__cause__.full_key, schema)
     return " ".join(str(error).split())

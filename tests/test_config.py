@@ -334,3 +334,10 @@ def test_a_resumed_run_with_other_settings_keeps_the_first_config_file(tmp_path)
         assert not again.exists()
         assert write_config(parse(composed("total_tokens=1000")), tmp_path, first_step=9) == again
     assert (tmp_path / "config_from_step_7_copy.yaml").read_text() == "mine"
+
+
+def test_a_config_file_of_another_encoding_is_kept_beside_the_settings_of_a_resumed_run(tmp_path):
+    latin = "name: é\n".encode("latin-1")
+    (tmp_path / "config.yaml").write_bytes(latin)
+    assert write_config(parse(composed()), tmp_path, first_step=7).name == "config_from_step_7.yaml"
+    assert (tmp_path / "config.yaml").read_bytes() == latin

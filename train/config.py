@@ -360,7 +360,8 @@ def write_config(config: Config, folder: Path, first_step: int) -> Path:
         for step in (step for step in changes if step > first_step):
             _set_aside(changes[step])
         path = changes.get(max((step for step in changes if step <= first_step), default=0), path)
-        if path.read_text(encoding="utf-8") != text:
+        # as bytes: an older file may be in another encoding
+        if path.read_bytes() != text.encode():
             path = folder / f"config_from_step_{first_step}.yaml"
     write_whole(path, text)
     return path

@@ -53,6 +53,15 @@ def rows() -> list[dict]:
     return [compare(row, config, RATES["H200"], LOGIT_ROWS) for row, config in known()]
 
 
+def test_the_errors_of_a_plan_are_those_of_what_it_predicts():
+    row, config = known()[0]
+    double = {key: 2 * row[key] for key in ("peak_memory_bytes", "step_ms")}
+    was, now = (compare(given, config, RATES["H200"], LOGIT_ROWS) for given in (row, row | double))
+    # half of what was measured, and twice as fast
+    assert 1 + now["memory_error"] == pytest.approx((1 + was["memory_error"]) / 2)
+    assert 1 + now["speed_error"] == pytest.approx((1 + was["speed_error"]) * 2)
+
+
 def test_memory_is_predicted_within_five_percent_of_every_measured_row():
     assert len(rows()) >= 32
     assert max(abs(row["memory_error"]) for row in rows()) < 0.05

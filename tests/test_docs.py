@@ -4,12 +4,14 @@ import ast
 import builtins
 import re
 import shlex
+from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from tests.test_config import composed
-from train.config import parse
+from train.config import Config, parse
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -19,17 +21,13 @@ GPUS_PER_NODE = 8
 GIVEN = {"q", "k", "v"}
 
 
-def commands(page: Path) -> list[list[str]]:
-    """The words of every line in a fenced block, and of every text between backticks."""
+def commands(page: Path, of: str = r"-m train |make train|slurm.sh") -> list[list[str]]:
+    """The words of every line in a fenced block, and of every text between backticks, in which `of` is."""
     parts = page.read_text().replace("\\\n", " ").split("```")
     prose, blocks = "\n".join(parts[::2]), parts[1::2]
     lines = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
     lines += [line for block in blocks for line in block.splitlines()]
-    return [
-        shlex.split(line, comments=True)
-        for line in lines
-        if re.search(r"-m train |make train|slurm.sh", line)
-    ]
+    return [shlex.split(line, comments=True) for line in lines if re.search(of, line)]
 
 
 def trainings() -> list:
@@ -51,6 +49,25 @@ def trainings() -> list:
                 overrides = [word.split(",")[0] for word in overrides if word != "--multirun"]
             found.append(pytest.param(processes, overrides, id=f"{page.name}: {' '.join(words)[:80]}"))
     return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_a_page_links_is_there(page):
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
+    files = [link for link in links if link and "://" not in link]
+    assert [link for link in files if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_script_that_a_page_calls_has_the_arguments_that_it_is_given(page):
+    for words in commands(page, of=r"-m scripts\.\w+"):
+        place = next(place for place, word in enumerate(words) if word.startswith("scripts."))
+        arguments = import_module(words[place]).Arguments
+        known = {field.name for field in fields(arguments)}
+        # of plan what it does not know is training's
+        known |= set(Config.__annotations__) if "train" in known else set()
+        given = {word.partition("=")[0] for word in words[place + 1 :] if re.match(r"[a-z_]+=", word)}
+        assert given <= known, words
 
 
 @pytest.mark.parametrize(("processes", "overrides"), trainings())

@@ -152,7 +152,7 @@ def test_recall_that_was_not_measured_at_the_models_own_length_is_left_open(tmp_
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "runs" / "example-128-yarn"
     folder.mkdir(parents=True)
-    line = {"tokens": 100, "tokens_per_second_per_gpu": 5.0, "val_loss": 3.0}
+    line = {"step": 1, "tokens": 100, "tokens_per_second_per_gpu": 5.0, "val_loss": 3.0}
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     measured = [
         {"kind": "context", "seq_len": 128, "context": 0, "loss": 3.0},

@@ -27,6 +27,7 @@ from scripts.paper import (
     figure3,
     figure4,
     pictures,
+    runs,
     table1,
     table2,
     table3,
@@ -883,6 +884,23 @@ def test_a_baseline_of_longer_context_that_does_not_fit_is_a_row_too(monkeypatch
     assert speed.word == NOT_MEASURED
     assert "CUDA out of memory." in table4.describe(rows)
     table4.draw(rows, tmp_path / "picture.png")
+
+
+def test_runs_of_an_earlier_reproduction_are_set_aside_and_none_is_lost(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def side_by_side(commands, gpus):
+        for name in commands:
+            Path("runs", name).mkdir(parents=True)
+            Path("runs", name, "metrics.jsonl").write_text(f"{len(list(Path('runs').iterdir()))}")
+            yield name, 0, 1.0
+
+    monkeypatch.setattr(runs, "run_side_by_side", side_by_side)
+    for _ in range(3):
+        assert dict(runs.train({"paper-a": ["seed=1"]})) == {"paper-a": Path("runs/paper-a")}
+    kept = {path.name: (path / "metrics.jsonl").read_text() for path in Path("runs").iterdir()}
+    assert kept == {"paper-a": "3", "paper-a.before-1": "1", "paper-a.before-2": "2"}
+    assert "runs/paper-a is kept as paper-a.before-2" in capsys.readouterr().out
 
 
 @pytest.mark.gpu

@@ -1,8 +1,8 @@
 """Whole training runs, each `python -m train` in a process of its own, and their losses."""
 
-import shutil
 import sys
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 from scripts.paper.memory import free_memory
@@ -13,13 +13,13 @@ from train.logger import read_metrics
 def train(runs: dict[str, list[str]]) -> Iterator[tuple[str, Path]]:
     """Runs `python -m train name=NAME ...` anew with the overrides of each name; yields name and folder.
 
-    The runs take one GPU each, as many at a time as this process sees. Raises ValueError if any failed, when
-    all have ended.
+    A folder of that name, of an earlier or an interrupted reproduction, is set aside. The runs take one GPU
+    each, as many at a time as this process sees. Raises ValueError if any failed, when all have ended.
     """
     folders = {name: Path("runs", name) for name in runs}
     for folder in folders.values():
-        # of an earlier or an interrupted reproduction: nobody else gives a run this name
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            set_aside(folder)
     # the runs need the memory that this process has kept
     free_memory()
     start = [sys.executable, "-m", "train", "checkpoint.resume=never"]
@@ -32,6 +32,14 @@ def train(runs: dict[str, list[str]]) -> Iterator[tuple[str, Path]]:
             yield name, folders[name]
     if failed:
         raise ValueError("; ".join(failed))
+
+
+def set_aside(folder: Path) -> None:
+    """Renames a run's folder to NAME.before-1, or the next that is free, and says so."""
+    names = (folder.with_name(f"{folder.name}.before-{number}") for number in count(1))
+    aside = next(path for path in names if not path.exists())
+    folder.rename(aside)
+    print(f"{folder} is kept as {aside.name}", flush=True)
 
 
 def train_losses(folder: Path) -> dict[int, float]:

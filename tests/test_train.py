@@ -482,9 +482,10 @@ def test_a_corrupt_shard_is_refused_before_training(corpus):
     assert not Path("runs/second").exists()
 
 
-def test_a_text_too_short_for_one_step_is_refused(corpus):
-    with pytest.raises(ValueError, match="seq_len|tokens"):
+def test_a_text_too_short_for_one_step_is_refused_and_leaves_no_folder_of_the_run(corpus):
+    with pytest.raises(ValueError, match="'train' in .* tokens, too few for one step of 100 "):
         run("seq_len=8192", "tokens_per_step=819200", "tokens_per_microbatch=8192")
+    assert not Path("runs").exists()
 
 
 def test_two_processes_give_the_loss_curve_of_one_and_draw_each_for_itself(corpus):

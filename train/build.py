@@ -22,19 +22,24 @@ from train.skipped_positions import SkippedPositions
 from train.weights import load_start
 
 
-def open_text(config: Config, text: Path, context: ContextGroups) -> tuple[TokenLoader, TokenLoader, int]:
-    """The loaders of training and of validation text, and how many sequences of that an evaluation takes."""
+def open_text(
+    config: Config, text: Path, rank: int = 0, world_size: int = 1
+) -> tuple[TokenLoader, TokenLoader, int]:
+    """The loaders of training and of validation text, and how many sequences of that an evaluation takes.
+
+    rank, world_size: among those that read different sequences. Raises ValueError for too little text.
+    """
     load = partial(
         TokenLoader,
         text,
         seq_len=config.seq_len,
         tokenizer=config.data.tokenizer,
         seed=config.seed,
-        rank=context.data_rank,
-        world_size=context.data_size,
+        rank=rank,
+        world_size=world_size,
     )
     train_data = load(split="train", sequences_per_step=config.tokens_per_step // config.seq_len)
-    sequences_at_once = config.microbatch * context.data_size
+    sequences_at_once = config.microbatch * world_size
     val_data = load(split="val", sequences_per_step=sequences_at_once, shuffle=False)
     wanted = max(1, config.evaluation.tokens // config.seq_len)
     return train_data, val_data, min(wanted, val_data.sequences_per_epoch)

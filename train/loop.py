@@ -77,6 +77,8 @@ def train(config: Config) -> float:
             raise ValueError(
                 f"{text} holds other tokens on some hosts: copy rank 0's folder there, or share it"
             )
+        # too little text is told before the run has a folder
+        open_text(config, text)
         with (
             lock_run(folder, processes),
             Interruption() as interruption,
@@ -140,7 +142,7 @@ def _train(
     if is_main and processes.step:
         # only a spike leads here from a step
         print(f"goes back to {saved_path or 'the start: no checkpoint was saved yet'}", flush=True)
-    train_data, val_data, val_sequences = open_text(config, text, context)
+    train_data, val_data, val_sequences = open_text(config, text, context.data_rank, context.data_size)
     set_arithmetic(config)
     start = None
     if config.start.weights and not saved_path:

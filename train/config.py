@@ -17,6 +17,7 @@ from train.bad_steps import BAD_STEP_ACTIONS, SpikeConfig
 from train.c_compiler import check_c_compiler
 from train.checkpoint import CheckpointConfig
 from train.evaluate import EvaluationConfig
+from train.free_name import first_free
 from train.logger import LoggingConfig, WandbConfig, counted
 from train.lora import LoraConfig
 from train.optim import OptimConfig
@@ -369,10 +370,7 @@ def write_config(config: Config, folder: Path, first_step: int) -> Path:
 
 def _set_aside(path: Path) -> None:
     """Renames config_from_step_9.yaml to config_from_step_9_undone_1.yaml, or the next that is free."""
-    number = 1
-    while (aside := path.with_stem(f"{path.stem}_undone_{number}")).exists():
-        number += 1
-    path.rename(aside)
+    path.rename(first_free(lambda number: path.with_stem(f"{path.stem}_undone_{number}")))
 
 
 def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -18,6 +18,7 @@ from train.config import Config, write_config
 from train.distributed import Processes
 from train.documents import document_ids
 from train.export import EXPORT, export_run
+from train.free_name import first_free
 from train.logger import RunLogger, counted, duration, read_metrics, readable
 from train.optim import learning_rate
 from train.profiler import MEMORY, TRACE
@@ -43,9 +44,7 @@ def set_aside(folder: Path) -> None:
     left = [path for pattern in OF_AN_ATTEMPT for path in sorted(folder.glob(pattern))]
     if not left:
         return
-    number = 1
-    while (aside := folder / f"attempt_{number}").exists():
-        number += 1
+    aside = first_free(lambda number: folder / f"attempt_{number}")
     aside.mkdir()
     for path in left:
         path.rename(aside / path.name)

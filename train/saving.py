@@ -32,6 +32,7 @@ from train.checkpoint import (
     readable_checkpoints,
 )
 from train.distributed import Processes
+from train.free_name import first_free
 from train.page_locked import lock_pages, unlock_pages
 from train.strict_json import to_json
 
@@ -317,8 +318,6 @@ def _write(file, data, checksum: int) -> int:
 
 def _set_aside(path: Path) -> None:
     """Renames a finished checkpoint that is damaged, or whose step is saved again."""
-    number = 1
-    while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
-        number += 1
+    aside = first_free(lambda number: path.with_name(f"{path.name}.damaged-{number}"))
     path.rename(aside)
     print(f"{path} is kept as {aside.name}", file=sys.stderr, flush=True)

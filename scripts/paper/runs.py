@@ -2,11 +2,11 @@
 
 import sys
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 
 from scripts.paper.memory import free_memory
 from scripts.side_by_side import places, run_side_by_side
+from train.free_name import first_free
 from train.logger import read_metrics
 
 
@@ -36,8 +36,7 @@ def train(runs: dict[str, list[str]]) -> Iterator[tuple[str, Path]]:
 
 def set_aside(folder: Path) -> None:
     """Renames a run's folder to NAME.before-1, or the next that is free, and says so."""
-    names = (folder.with_name(f"{folder.name}.before-{number}") for number in count(1))
-    aside = next(path for path in names if not path.exists())
+    aside = first_free(lambda number: folder.with_name(f"{folder.name}.before-{number}"))
     folder.rename(aside)
     print(f"{folder} is kept as {aside.name}", flush=True)
 

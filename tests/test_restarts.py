@@ -64,6 +64,7 @@ def output_of(process: subprocess.Popen) -> str:
     ("given", "words"),
     [
         ("lr=3", "lr is no key; did you mean optim.learning_rate?"),
+        ("seq_len=0", "seq_len must be"),
         # found by rank 0, when all have joined
         ("data.paths=[missing]", "data.paths names 'missing', which does not exist"),
     ],
@@ -103,12 +104,21 @@ def listens(address: tuple[str, int]) -> bool:
         return client.connect_ex(address) == 0
 
 
-def test_a_run_that_was_ended_by_what_may_pass_is_started_again():
+def disk_away() -> None:
+    Path("runs").write_text("no folder")
+
+
+def lock_held() -> None:
     Path("runs/run").mkdir(parents=True)
     # until this process, of the tests, ends
     fcntl.lockf(os.open("runs/run/lock", os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
+
+
+@pytest.mark.parametrize(("fault", "words"), [(disk_away, "[Errno "), (lock_held, "runs/run is in use by")])
+def test_a_run_that_was_ended_by_what_may_pass_is_started_again(fault, words):
+    fault()
     output = output_of(launch())
-    assert output.count("error: ") == output.count("error: runs/run is in use by") == 2, output
+    assert output.count("error: ") == output.count(f"error: {words}") == 2, output
     assert ENDS_AT_ONCE not in output
 
 

@@ -4,6 +4,7 @@ import math
 import threading
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -83,11 +84,11 @@ def test_every_dtype_and_a_scalar_and_a_transposed_tensor_come_back(tmp_path, dt
 def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(tmp_path, monkeypatch):
     write = train.saving._write
 
-    goes_on = threading.Event()
+    goes_on = {f"step_0000000{step}": threading.Event() for step in (1, 2)}
 
-    def slowly(*arguments):
-        assert goes_on.wait(60), "training waits for what waits for it"
-        return write(*arguments)
+    def slowly(file, *arguments):
+        assert goes_on[Path(file.name).parent.name].wait(60), "training waits for what waits for it"
+        return write(file, *arguments)
 
     monkeypatch.setattr(train.saving, "_write", slowly)
     weight = torch.zeros(4)
@@ -96,10 +97,10 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(t
         weight += 1
         assert list_checkpoints(tmp_path) == []
         # the next save waits for this one
-        threading.Timer(0.1, goes_on.set).start()
+        threading.Timer(0.1, goes_on["step_00000001"].set).start()
         saver.save({"weight": weight}, {"step": 2, "val_loss": None})
-        # and may be written by now itself
-        assert tmp_path / "step_00000001" in list_checkpoints(tmp_path)
+        assert len(list_checkpoints(tmp_path)) == 1
+        goes_on["step_00000002"].set()
     values = [load_file(path / "shard-00000.safetensors")["weight"][0] for path in list_checkpoints(tmp_path)]
     assert values == [0, 1]
 

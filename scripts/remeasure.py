@@ -132,12 +132,11 @@ def comparison(old: Path, new: Path) -> str:
     before, after = (json.loads(path.read_text(encoding="utf-8"))["rows"] for path in (old, new))
     if len(before) != len(after):
         return f"  {len(after)} rows where {old} has {len(before)}: not compared"
-    ratios, fractions = {}, set()
+    ratios, fractions = {}, {key for row in before for key, value in row.items() if isinstance(value, float)}
     for was, is_now in zip(before, after, strict=True):
         for key, value in was.items():
             if is_number(value) and value and is_number(is_now.get(key)):
                 ratios.setdefault(key, []).append(is_now[key] / value)
-                fractions |= {key} if isinstance(value, float) else set()
     # whole numbers are sizes that were given, or bytes, which differ
     ratios = {key: found for key, found in ratios.items() if key in fractions or set(found) != {1.0}}
     return "\n".join(

@@ -46,6 +46,7 @@ class Descriptor(NamedTuple):
     def for_triton(self):
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+        enter_context(self.tensor)
         shape, strides, block = map(list, self[1:4])
         return TensorDescriptor(self.tensor, shape, strides, block, self.layout)
 
@@ -152,6 +153,21 @@ def kind_of(
 
 def for_triton(argument):
     return argument.for_triton() if isinstance(argument, Descriptor) else argument
+
+
+def enter_context(x: Tensor) -> None:
+    """Gives this thread the context of x's GPU, if it has none: a thread in which nothing has run yet.
+
+    A descriptor needs it, and Triton enters one behind the descriptors, where it launches.
+    """
+    if not x.is_cuda:
+        return
+    cuda, context, device = driver(), ctypes.c_void_p(), ctypes.c_int()
+    if cuda.cuCtxGetCurrent(ctypes.byref(context)) or context:
+        return
+    cuda.cuDeviceGet(ctypes.byref(device), x.get_device())
+    cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+    cuda.cuCtxSetCurrent(context)
 
 
 def is_watched() -> bool:

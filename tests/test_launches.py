@@ -1,6 +1,7 @@
 """Launches that lie ready give what Triton's own give, whatever tensors come next."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -135,23 +136,31 @@ def test_threads_with_streams_of_their_own_launch_the_same_kind_at_once():
     expected = [by_triton(*tensors) for tensors in sets]
     for tensors in sets[:2]:
         gradients(*tensors)
-    wrong = []
 
     def work(tensors, those):
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(50):
                 results = gradients(*tensors)
                 torch.cuda.current_stream().synchronize()
-                if not all(map(torch.equal, results, those)):
-                    wrong.append(results)
+                assert_same(results, those)
 
     torch.cuda.synchronize()
-    threads = [threading.Thread(target=work, args=each) for each in zip(sets, expected, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(len(sets)) as pool:
+        for done in [pool.submit(work, *each) for each in zip(sets, expected, strict=True)]:
+            done.result()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 256], ids=["hopper", "portable"])
+def test_attention_may_be_the_first_that_a_thread_asks_of_the_gpu(head_dim):
+    q, k, v = some((2, 300, 4, head_dim), n=3)
+    expected = flash_attention(q, k, v)
+    launches.launches.clear()
+    torch.cuda.synchronize()
+    for _ in range(3):
+        # a new thread each time, and memory that is there already
+        with ThreadPoolExecutor(1) as pool:
+            assert_same([pool.submit(flash_attention, q, k, v).result()], [expected])
 
 
 @pytest.mark.gpu

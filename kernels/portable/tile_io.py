@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.launches import enter_context
 from kernels.layouts import bulk_strides
 
 # of a tile: rows, and channels of one
@@ -97,6 +98,7 @@ def in_reach(x: Tensor) -> Tensor:
 
 def head_descriptor(x: Tensor, rows: int, block_d: int) -> TensorDescriptor:
     """(B, T, H, D) as (B, H, T, D) in tiles of `rows` rows of one head."""
+    enter_context(x)
     batch, seq, n_head, head_dim = x.shape
     stride_b, stride_t, stride_h = bulk_strides(x)
     return TensorDescriptor(

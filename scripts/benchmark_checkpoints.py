@@ -18,6 +18,7 @@ from train.checkpoint import CheckpointConfig, list_checkpoints, run_tensors
 from train.config import DEVICES, one_of
 from train.distributed import join_processes
 from train.optim import build_optimizer
+from train.passes import Passes
 from train.results import write_result
 from train.saving import CheckpointSaver
 from train.step import autocast_context, forward_backward, update
@@ -72,12 +73,12 @@ def measure(arguments: Arguments, name: str):
         weights = GPT(config, AttentionConfig(implementation="sdpa"))
         optimizer = build_optimizer(weights, OPTIM)
         scaler = torch.amp.GradScaler(processes.device.type, enabled=False)
-        autocast = partial(autocast_context, processes.device.type, "bf16")
+        passes = Passes(weights, 1, partial(autocast_context, processes.device.type, "bf16"), scaler)
         text = torch.randint(config.vocab_size, (arguments.tokens_per_step // seq_len, seq_len + 1))
 
         def step() -> float:
             started = time.perf_counter()
-            forward_backward(weights, text[:, :-1], text[:, 1:], 1, processes, autocast, scaler)
+            forward_backward(passes, text[:, :-1], text[:, 1:], processes)
             update(optimizer, scaler, OPTIM.learning_rate, OPTIM.gradient_clip, float("inf"))
             _synchronize(processes.device)
             return time.perf_counter() - started

@@ -32,6 +32,7 @@ from train.distributed import join_processes
 from train.logger import readable
 from train.optim import OptimConfig, build_optimizer
 from train.out_of_memory import is_out_of_memory
+from train.passes import EAGER_STEPS, GraphedPasses, Passes
 from train.plot import draw_bars
 from train.results import write_result
 from train.step import autocast_context, forward_backward, update
@@ -67,6 +68,7 @@ class Arguments:
     warmup_steps: int = argument(5, "steps before these, the first of which compiles")
     precision: str = argument("bf16", "bf16, fp16 or fp32")
     compile: bool = argument(True, "torch.compile the model")
+    cuda_graphs: bool = argument(True, "the passes of a micro-batch as CUDA graphs")
     fused_loss: bool = argument(True, "the head and its loss by our kernel")
     fused_gelu: bool = argument(True, "GELU inside of the products beside it")
     low_precision_residual: bool = argument(True, "the residual stream in `precision`, not in float32")
@@ -88,6 +90,7 @@ class Step:
     implementation: str
     precision: str
     compile: bool
+    cuda_graphs: bool
     fused_loss: bool
     fused_gelu: bool
     low_precision_residual: bool
@@ -121,6 +124,7 @@ PLAIN = Step(
     "reference",
     "fp32",
     compile=False,
+    cuda_graphs=False,
     fused_loss=False,
     fused_gelu=False,
     low_precision_residual=False,
@@ -135,6 +139,7 @@ LADDER = (
     ("fused head and loss", {"fused_loss": True}),
     ("bf16 residual stream", {"low_precision_residual": True}),
     ("GELU inside of products", {"fused_gelu": True}),
+    ("CUDA graphs", {"cuda_graphs": True}),
 )
 # what a CPU needs in place of the defaults
 ON_A_CPU = "implementations=[sdpa] fused_loss=false"
@@ -143,6 +148,7 @@ RUNGS = (
     "implementations",
     "precision",
     "compile",
+    "cuda_graphs",
     "fused_loss",
     "fused_gelu",
     "low_precision_residual",
@@ -202,6 +208,14 @@ def check_counts(arguments: Arguments) -> None:
     for key, least in (("steps", 1), ("warmup_steps", 0)):
         if getattr(arguments, key) < least:
             raise ValueError(f"{key} must be at least {least}, got {getattr(arguments, key)}")
+    # a ladder has a row of graphs
+    is_graphed = arguments.device == "cuda" and (arguments.cuda_graphs or arguments.ladder)
+    if is_graphed and arguments.warmup_steps <= EAGER_STEPS:
+        raise ValueError(
+            f"warmup_steps={arguments.warmup_steps}: with cuda_graphs=true graphs are captured in step "
+            f"{EAGER_STEPS + 1}, which is not to be timed: use warmup_steps={EAGER_STEPS + 1}, or "
+            "cuda_graphs=false"
+        )
     if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise ValueError(f"one process is timed, got {processes}: start it without torchrun")
     if not arguments.ladder:
@@ -268,6 +282,7 @@ def jobs(arguments: Arguments):
                     implementation,
                     arguments.precision,
                     arguments.compile,
+                    arguments.cuda_graphs,
                     arguments.fused_loss,
                     arguments.fused_gelu,
                     arguments.low_precision_residual,
@@ -315,14 +330,15 @@ def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
         optimizer = build_optimizer(weights, OPTIM)
         scaler = torch.amp.GradScaler(device.type, enabled=step.precision == "fp16")
         autocast = partial(autocast_context, device.type, step.precision)
-        accumulation = tokens_per_step // tokens_per_microbatch
+        kind = GraphedPasses if step.cuda_graphs and device.type == "cuda" else Passes
+        passes = kind(model, tokens_per_step // tokens_per_microbatch, autocast, scaler)
         inputs, targets = text[:, :-1], text[:, 1:]
         first, watch = Stopwatch(device), Stopwatch(device)
         try:
             for index in range(arguments.warmup_steps + arguments.steps):
                 if index == arguments.warmup_steps:
                     watch.start()
-                _, loss = forward_backward(model, inputs, targets, accumulation, processes, autocast, scaler)
+                _, loss = forward_backward(passes, inputs, targets, processes)
                 update(optimizer, scaler, OPTIM.learning_rate, OPTIM.gradient_clip, float("inf"))
                 if index == 0:
                     first_seconds = first.seconds()
@@ -335,6 +351,7 @@ def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
         flops = flops_ledger(config, weights.attention, seq_len, recompute=step.recompute)
         return {
             **row,
+            "cuda_graphs": passes.is_graphed,
             "tokens_per_second": per_second,
             **{
                 f"mfu_{name}": flop_utilization(count, per_second, step.precision, device)

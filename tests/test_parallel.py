@@ -21,6 +21,7 @@ from train.context_parallel import ContextGroups
 from train.distributed import Processes, join_processes
 from train.optim import build_optimizer
 from train.parallel import gather, set_gradient_sync, shard, whole
+from train.passes import Passes
 from train.step import forward_backward, update
 from train.weights import load_model
 
@@ -90,12 +91,13 @@ def train(
     optimizer = build_optimizer(weights, config.optim)
     context = ContextGroups(1, processes.rank, processes.world_size, None)
     model = build_step_model(weights, config, processes, context, is_sharded=is_sharded)
+    passes = Passes(model, 2, nullcontext, scaler)
     text = torch.randint(100, (8, 9), generator=torch.Generator().manual_seed(1))
     text = text.unflatten(0, (2, processes.world_size, -1))[:, processes.rank].flatten(0, 1)
     norms = []
     for step in range(steps):
         with watch():
-            forward_backward(model, text[:, :-1], text[:, 1:], 2, processes, nullcontext, scaler)
+            forward_backward(passes, text[:, :-1], text[:, 1:], processes)
         if step == overflow and processes.rank % (config.shard_processes or processes.world_size) == 1:
             weights.blocks[0].mlp.expand.weight.grad.to_local()[0, 0] = float("inf")
         # far below the norm: the clipping shows

@@ -18,6 +18,7 @@ from train.context_parallel import ContextGroups, SharedSequences
 from train.distributed import Processes
 from train.documents import SeparateDocuments
 from train.lora import add_adapters
+from train.passes import GraphedPasses, Passes
 from train.skipped_positions import SkippedPositions
 from train.weights import load_start
 
@@ -95,3 +96,12 @@ def build_step_model(
         torch._dynamo.config.optimize_ddp = config.accumulation(processes.world_size) == 1
         model = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     return model
+
+
+def build_passes(model: nn.Module, config: Config, processes: Processes, autocast, scaler) -> Passes:
+    """How the loop runs that model on a micro-batch."""
+    # several processes exchange gradients in between; a profile names operators and what they allocate
+    is_graphed = config.cuda_graphs and not config.profile
+    is_graphed &= processes.device.type == "cuda" and processes.world_size == 1
+    kind = GraphedPasses if is_graphed else Passes
+    return kind(model, config.accumulation(processes.world_size), autocast, scaler)

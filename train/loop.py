@@ -15,7 +15,7 @@ from data.prepare import prepare
 from data.tokenizer import load_tokenizer, shard_mark
 from train.agreement import refuse_other_code, refuse_other_settings
 from train.bad_steps import RollBack, Rollbacks, StepGuard, take_over_left_out, write_left_out
-from train.build import build_step_model, build_weights, open_text, set_arithmetic
+from train.build import build_passes, build_step_model, build_weights, open_text, set_arithmetic
 from train.checkpoint import (
     check_fits,
     load_tensors,
@@ -35,6 +35,7 @@ from train.lora import merge_adapters
 from train.optim import build_optimizer, learning_rate
 from train.out_of_memory import end_out_of_memory, is_out_of_memory
 from train.parallel import gather, shard
+from train.passes import Passes
 from train.profiler import Profiler
 from train.report import finish_run, open_run, run_flops, set_aside, step_metrics, tell_other_steps
 from train.run_lock import lock_run
@@ -133,7 +134,6 @@ def _train(
     the checkpoint. clock: of all attempts.
     """
     device, is_main = processes.device, processes.is_main
-    accumulation = config.accumulation(processes.world_size)
     corpus, tokenizer = corpus_digest(text), shard_mark(config.data.tokenizer)
     end_of_text = load_tokenizer(config.data.tokenizer).end_of_text
     checkpoints = folder / "checkpoints"
@@ -184,6 +184,7 @@ def _train(
             tell_other_steps(config, info, first_step, corpus)
     model = build_step_model(weights, config, processes, context, is_sharded=is_sharded)
     autocast = partial(autocast_context, device.type, config.precision)
+    passes = build_passes(model, config, processes, autocast, scaler)
     timer, flops = StepTimer(device), run_flops(config, train_data)
 
     def validate() -> float:
@@ -218,9 +219,7 @@ def _train(
             batch = train_data.batch(guard.batch_number(step))
             tokens, targets = (_to_device(part, device) for part in batch)
             timer.finish("data")
-            own_loss, loss = forward_backward(
-                model, tokens, targets, accumulation, processes, autocast, scaler
-            )
+            own_loss, loss = forward_backward(passes, tokens, targets, processes)
             # the backward is still running on the GPU: this check does not make it wait
             limit = guard.norm_limit(step, own_loss, loss)
             timer.finish("forward_backward")
@@ -271,6 +270,7 @@ def _train(
         )
     # saved, and its room may be what the whole weights need
     optimizer.state.clear()
+    del passes
     weights = gather(weights, lambda: build_weights(config, device), is_main=is_main)
     if is_main:
         if config.lora.rank:
@@ -300,7 +300,7 @@ def _settle_buckets(model, config: Config, processes: Processes, autocast, scale
     After its first one DDP orders its buckets anew, which changes the order of sums.
     """
     nothing = torch.zeros((config.microbatch, config.seq_len), dtype=torch.int64, device=processes.device)
-    forward_backward(model, nothing, nothing, 1, processes, autocast, scaler)
+    forward_backward(Passes(model, 1, autocast, scaler), nothing, nothing, processes)
     optimizer.zero_grad(set_to_none=True)
 
 

@@ -5,30 +5,28 @@ from contextlib import nullcontext
 import torch
 
 from train.parallel import set_gradient_sync, whole
+from train.passes import Passes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def forward_backward(
-    model, tokens, targets, accumulation, processes, autocast, scaler
-) -> tuple[float, float]:
+def forward_backward(passes: Passes, tokens, targets, processes) -> tuple[float, float]:
     """Adds the gradients of one step's loss; returns that loss on this rank and its mean over the ranks.
 
-    tokens, targets: this rank's rows of the step, (accumulation * microbatch, T) int64.
+    tokens, targets: this rank's rows of the step, (passes.accumulation * microbatch, T) int64.
     """
+    accumulation = passes.accumulation
     total = torch.zeros((), device=tokens.device)
     microbatches = list(zip(tokens.chunk(accumulation), targets.chunk(accumulation), strict=True))
     for index, (inputs, labels) in enumerate(microbatches):
         is_last = index == accumulation - 1
-        set_gradient_sync(model, is_last)
-        with autocast():
-            loss = model(inputs, labels) / accumulation
-        total += loss.detach()
+        set_gradient_sync(passes.model, is_last)
+        total += passes.forward(inputs, labels)
         if is_last:
             losses = torch.stack((total, processes.mean(total.clone())))
             losses = losses.to("cpu", non_blocking=True)
             losses_arrived = _record_event(tokens.device)
-        scaler.scale(loss).backward()
+        passes.backward()
         # a step of many may take longer than the watchdog waits
         processes.mark()
     losses_arrived()

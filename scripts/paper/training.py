@@ -22,6 +22,7 @@ from scripts.paper.memory import free_memory
 from train.config import Config, parse
 from train.distributed import join_processes
 from train.optim import build_optimizer
+from train.passes import Passes
 from train.step import autocast_context, forward_backward, update
 from train.throughput import peak_memory_bytes
 
@@ -175,11 +176,10 @@ def time_training(name: str, config: Config, warmup_steps: int, steps: int) -> d
         optimizer = build_optimizer(model, config.optim)
         scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
         autocast = partial(autocast_context, device.type, config.precision)
-        accumulation = config.accumulation(1)
+        passes = Passes(model, config.accumulation(1), autocast, scaler)
 
         def step() -> float:
-            batch = text[:, :-1], text[:, 1:]
-            _, loss = forward_backward(model, *batch, accumulation, processes, autocast, scaler)
+            _, loss = forward_backward(passes, text[:, :-1], text[:, 1:], processes)
             update(optimizer, scaler, config.optim.learning_rate, config.optim.gradient_clip, float("inf"))
             return loss
 

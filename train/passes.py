@@ -1,0 +1,118 @@
+"""What one micro-batch runs, forward and backward; on a GPU replayed as CUDA graphs."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+# before a graph is captured: what compiles, loads or chooses at its first call has done so
+EAGER_STEPS = 2
+
+
+class Passes:
+    """The forward and the backward pass of a micro-batch, one after the other.
+
+    model: tokens, targets (B, T) int64 -> their mean loss, (). accumulation: micro-batches in a step.
+    """
+
+    def __init__(self, model: nn.Module, accumulation: int, autocast: Callable, scaler):
+        self.model = model
+        self.accumulation = accumulation
+        self._autocast = autocast
+        self._scaler = scaler
+        self._loss = None
+        # None: not known yet
+        self.is_graphed: bool | None = False
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The micro-batch's part of the step's loss, (), which the next call may write over."""
+        with self._autocast():
+            self._loss = self.model(tokens, targets) / self.accumulation
+        return self._loss.detach()
+
+    def backward(self) -> None:
+        """Adds that part's gradients to those that are there."""
+        loss, self._loss = self._loss, None
+        self._scaler.scale(loss).backward()
+
+
+class GraphedPasses(Passes):
+    """The same on one GPU, from the third step on by CUDA graphs: one launch in place of some thousand.
+
+    In steps of few tokens the GPU would wait for Python most of the time (docs/training_speed.md). Every
+    micro-batch must have the same shape, and its work may not depend on numbers that Python reads. Draws of
+    PyTorch's generator of the GPU are those that they would be without.
+
+    The activations of a graph keep their memory between steps, so evaluation, which had it otherwise, needs
+    memory of its own: where the GPU has not that much, all steps are as Passes makes them, which is told.
+    """
+
+    def __init__(self, model: nn.Module, accumulation: int, autocast: Callable, scaler):
+        super().__init__(model, accumulation, autocast, scaler)
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        # what a graph reads
+        self._inputs: tuple[Tensor, Tensor] | None = None
+        # by whether a step's gradients have begun: forward, backward, and the loss that forward writes
+        self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph, Tensor]] = {}
+        self._backward: torch.cuda.CUDAGraph | None = None
+        # those that the first micro-batch of a step writes
+        self._gradients: list[Tensor | None] = []
+        self._pool = None
+        self._steps = 0
+        self.is_graphed = None
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        adds = any(p.grad is not None for p in self._parameters)
+        self._steps += not adds
+        if self._inputs is None:
+            self._inputs = tokens.clone(), targets.clone()
+        for mine, given in zip(self._inputs, (tokens, targets), strict=True):
+            mine.copy_(given)
+        if self.is_graphed is None and self._steps > EAGER_STEPS:
+            self.is_graphed = self._has_room()
+        if not self.is_graphed:
+            return super().forward(*self._inputs)
+        if adds not in self._graphs:
+            self._capture(adds)
+        forward, self._backward, loss = self._graphs[adds]
+        forward.replay()
+        return loss
+
+    def backward(self) -> None:
+        if self._backward is None:
+            super().backward()
+            return
+        self._backward.replay()
+        self._backward = None
+        # an update takes them off
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+
+    def _has_room(self) -> bool:
+        free, _ = torch.cuda.mem_get_info()
+        most, kept = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+        needed, there = 2 * most - kept, free + torch.cuda.memory_reserved()
+        if needed > there:
+            print(
+                f"cuda_graphs: with graphs, which keep their activations, up to {needed / 2**30:.1f} GiB of "
+                f"memory would be in use, and there are {there / 2**30:.1f}: steps go on without",
+                flush=True,
+            )
+        return needed <= there
+
+    def _capture(self, adds: bool) -> None:
+        """Nothing runs here: both passes are only recorded."""
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        # "thread_local": other threads, which write checkpoints, may use the GPU meanwhile
+        options = {"pool": self._pool, "capture_error_mode": "thread_local"}
+        with torch.cuda.graph(graphs[0], **options):
+            loss = super().forward(*self._inputs)
+        with torch.cuda.graph(graphs[1], **options):
+            super().backward()
+        self._graphs[adds] = *graphs, loss
+        if not adds:
+            self._gradients = [p.grad for p in self._parameters]
+            # they hold nothing yet
+            for parameter in self._parameters:
+                parameter.grad = None

@@ -239,6 +239,19 @@ def test_curves_that_differ_more_than_rounding_does_are_told():
     assert figure4.judge(rows)[-1].note == "PyTorch's two attentions end 0.0080 nats apart"
 
 
+def test_curves_that_end_before_they_are_compared_are_refused_before_anything_is_trained(monkeypatch):
+    def train(runs):
+        raise AssertionError("started")
+
+    monkeypatch.setattr(figure4, "train", train)
+    sizes = choose_sizes("figure4", figure4, Arguments(quick=True, sizes={"first_step": 6}))
+    with pytest.raises(ValueError, match="first_step must be at most the 5 steps that a run has, got 6: low"):
+        list(figure4.measure(sizes, CPU))
+    sizes.first_step = 5
+    with pytest.raises(AssertionError, match="started"):
+        list(figure4.measure(sizes, CPU))
+
+
 def test_sizes_that_are_not_the_papers_give_no_verdict_on_speed():
     for other in ({"batch": 1}, {"dropout_p": 0.0}):
         rows = [{**row, **other} for row in paper_figure1()]

@@ -10,7 +10,9 @@ import torch
 
 from scripts.paper.report import rows_table
 from scripts.paper.runs import train, train_losses, validation_loss
+from scripts.paper.training import configure
 from scripts.paper.verdict import Verdict, value
+from train.logger import counted
 
 TITLE = "Figure 4: the curves of training coincide"
 PAPER = """
@@ -54,10 +56,21 @@ QUICK = {
 
 
 def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
-    """A row for each run with its curve, and one for each pair of runs with their difference."""
+    """A row for each run with its curve, and one for each pair of runs with their difference.
+
+    Raises ValueError, before any run, for runs that end before the step from which they are compared.
+    """
     curves = {}
     runs = {f"paper-figure4-{name}": name for name in sizes.implementations}
     overrides = {run: [*sizes.overrides, f"attention={name}"] for run, name in runs.items()}
+    for words in overrides.values():
+        steps = configure(*words).steps
+        # the last step has its line in metrics.jsonl, whichever others have one
+        if steps < sizes.first_step:
+            raise ValueError(
+                f"sizes.first_step must be at most the {counted(steps, 'step')} that a run has, got "
+                f"{sizes.first_step}: lower it, or raise total_tokens in sizes.overrides"
+            )
     for run, folder in train(overrides):
         curves[runs[run]] = train_losses(folder)
         yield {"run": runs[run], "val_loss": validation_loss(folder), "losses": curves[runs[run]]}

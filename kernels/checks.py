@@ -204,8 +204,7 @@ def check_document_ids(document_ids: Tensor, q: Tensor, k: Tensor) -> float | No
             f"document_ids must have shape (B, Tk) = {expected}, got {tuple(document_ids.shape)}"
         )
     check_index_tensor("document_ids", document_ids, q)
-    if q.shape[1] > k.shape[1]:
-        raise ValueError(f"document_ids need Tq <= Tk, got Tq {q.shape[1]} and Tk {k.shape[1]}")
+    check_document_lengths(q.shape[1], k.shape[1])
 
     def read() -> float | None:
         check_order(document_ids)
@@ -213,6 +212,12 @@ def check_document_ids(document_ids: Tensor, q: Tensor, k: Tensor) -> float | No
         return mean_length(document_ids) if torch.is_grad_enabled() else None
 
     return read_once(document_ids, k.shape[1], read)
+
+
+def check_document_lengths(seq_q: int, seq_k: int) -> None:
+    """Whether every query has a document: they are the last seq_q of the seq_k tokens."""
+    if seq_q > seq_k:
+        raise ValueError(f"document_ids need Tq <= Tk, got Tq {seq_q} and Tk {seq_k}")
 
 
 def check_order(document_ids: Tensor) -> None:

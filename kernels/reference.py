@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels.block_mask import BlockMask
-from kernels.checks import check_dropout, check_window
+from kernels.checks import check_document_lengths, check_dropout, check_window
 from kernels.dropout import dropout_keep_mask, keep_scale
 
 
@@ -27,12 +27,14 @@ def attention_reference(
 
     Computes in q's dtype: pass float64 for the truth. lse is at least float32. `deterministic` changes
     nothing here. Raises ValueError for dropout without a seed, only a given seed makes the mask of the
-    kernels, and for a window without causal.
+    kernels, for a window without causal, and for documents of fewer keys than queries.
     """
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
     check_window(window, causal)
     check_dropout(dropout_p)
+    if document_ids is not None:
+        check_document_lengths(seq_q, seq_k)
     if dropout_p > 0.0 and dropout_seed is None:
         raise ValueError(
             f"dropout_seed must be given when dropout_p is {dropout_p}: pass an int or an int64 tensor"

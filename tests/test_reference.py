@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kernels.flash_attention import flash_attention
 from kernels.reference import attention_reference, visible_keys
 
 
@@ -54,3 +55,13 @@ def test_a_window_looks_back_only():
     x = torch.randn(1, 4, 1, 8)
     with pytest.raises(ValueError, match="window looks back only, got window=3 with causal=False"):
         attention_reference(x, x, x, window=3, causal=False)
+
+
+# with one query too many the last document would be taken for everyone's
+@pytest.mark.parametrize("seq_q", [5, 6])
+def test_documents_of_fewer_keys_than_queries_are_refused_as_the_kernels_refuse_them(seq_q):
+    q, k = (torch.randn(1, n, 1, 8) for n in (seq_q, 4))
+    ids = torch.tensor([[0, 0, 1, 1]], dtype=torch.int32)
+    for attend in (attention_reference, flash_attention):
+        with pytest.raises(ValueError, match=f"^document_ids need Tq <= Tk, got Tq {seq_q} and Tk 4$"):
+            attend(q, k, k, document_ids=ids)

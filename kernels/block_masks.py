@@ -45,6 +45,9 @@ __all__ = [
     "window",
 ]
 
+# of random blocks for a row where a sequence has fewer: 2^31 would not fit in memory
+MOST_DRAWS = 1024
+
 
 def causal(seq_len: int, *, block_size: int = 128, device="cpu") -> BlockMask:
     """Every key up to the query itself.
@@ -169,7 +172,8 @@ def bigbird(
 ) -> BlockMask:
     """The last n_window blocks, the first n_global, and n_random earlier ones (BigBird, arXiv:2007.14062).
 
-    The random ones are drawn with repetition, from `seed`; 2, 1 and 1:
+    The random ones are drawn with repetition, from `seed`; a sequence has those that a longer one begins
+    with, unless n_random exceeds both its blocks and MOST_DRAWS. 2, 1 and 1:
 
     +.......
     #+......
@@ -184,7 +188,8 @@ def bigbird(
     check_count("n_random", n_random, least=0)
     n = n_blocks(seq_len, block_size)
     # a row has no more blocks than these
-    n_window, n_global, n_random = min(n_window, n), min(n_global, n), min(n_random, n)
+    n_window, n_global = min(n_window, n), min(n_global, n)
+    n_random = min(n_random, max(n, MOST_DRAWS))
     row = torch.arange(n, device=device)[:, None]
     generator = torch.Generator().manual_seed(seed)
     draw = torch.rand(n, n_random, generator=generator, device="cpu").to(device)

@@ -70,6 +70,14 @@ def test_a_pattern_is_what_its_docstring_draws(name):
     assert drawn(DRAWN[name]())[: len(picture)] == picture
 
 
+@pytest.mark.parametrize("n_random", [1, 8, 100, block_masks.MOST_DRAWS])
+def test_a_short_sequence_draws_the_blocks_of_a_longer_one(n_random):
+    whole = block_masks.bigbird(12 * SIZE, 1, 0, n_random, block_size=SIZE).to_dense()
+    for n_blocks in (1, 2, 4, 7):
+        short = block_masks.bigbird(n_blocks * SIZE, 1, 0, n_random, block_size=SIZE).to_dense()
+        assert torch.equal(short, whole[..., : n_blocks * SIZE, : n_blocks * SIZE])
+
+
 @pytest.mark.parametrize(
     "pattern", ["window(100) | bigbird(2, 1, 1)", "fixed(2) & strided(2)", "butterfly()"]
 )

@@ -186,9 +186,9 @@ def _read_config(folder: Path) -> tuple[Family, ModelConfig]:
         return family, family.read_config(theirs)
     except KeyError as error:
         raise ValueError(f"{path}: {error.args[0]} is missing") from None
-    except TypeError as error:
+    except (TypeError, OverflowError) as error:
         raise ValueError(
-            f"{path}: a value has a type that no model has ({error}): copy it anew from its model"
+            f"{path}: no model has such a value ({error}): copy it anew from its model"
         ) from error
 
 

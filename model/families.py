@@ -170,7 +170,8 @@ def read_rotary(theirs: dict) -> RotaryConfig:
             "rope_scaling out"
         )
     rope = new or old
-    base = float(rope.get("rope_theta", theirs.get("rope_theta", 10_000.0)))
+    base = rope.get("rope_theta", theirs.get("rope_theta", 10_000.0))
+    base = _number("rope_theta", base, "write the model's, or leave it out for 10000")
     _require(rope, partial_rotary_factor=(1.0,), truncate=(True,))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
@@ -179,7 +180,8 @@ def read_rotary(theirs: dict) -> RotaryConfig:
         raise ValueError(
             f"config.json: rope_type={kind!r} is not supported: default, linear, yarn and llama3 are"
         )
-    scaling = {"base": base, "scaling": kind, "factor": float(rope["factor"])}
+    way_out = f"rope_type={kind!r} needs how many times longer than in pretraining sequences may be"
+    scaling = {"base": base, "scaling": kind, "factor": _number("factor", rope["factor"], way_out)}
     if kind != "linear":
         name = "original_max_position_embeddings"
         # for transformers too the first of these counts
@@ -275,6 +277,13 @@ def _require(theirs: dict, **allowed: tuple) -> None:
                 f"config.json: {name}={theirs[name]!r} is not supported: "
                 f"{' or '.join(repr(value) for value in values)} is"
             )
+
+
+def _number(name: str, value: float | None, way_out: str) -> float:
+    """A number of config.json, which may be null where nothing reads it. Raises ValueError if it is."""
+    if value is None:
+        raise ValueError(f"config.json: {name} must be a number, got {value}: {way_out}")
+    return float(value)
 
 
 def _rotary_family(read_config: Callable[[dict], ModelConfig]) -> Family:

@@ -312,6 +312,20 @@ def test_a_value_of_another_type_is_refused_by_file_and_key(folder, changes, mes
             read(folder)
 
 
+@pytest.mark.parametrize("rope_type", ["linear", "yarn", "llama3"])
+def test_null_is_refused_by_key_and_way_out_where_a_number_is_read(rope_type):
+    scaling = {**YARN, "rope_type": rope_type}
+    assert read_rotary({"rope_parameters": {**scaling, "rope_type": "default", "factor": None}}).factor == 1.0
+    for key, way_out in (
+        ("factor", f"rope_type='{rope_type}' needs how many times longer than in pretraining"),
+        ("rope_theta", "write the model's, or leave it out for 10000"),
+    ):
+        with pytest.raises(ValueError, match=f"config.json: {key} must be a number, got None: {way_out}"):
+            read_rotary({"rope_parameters": scaling | {key: None}})
+    with pytest.raises(ValueError, match="config.json: rope_theta must be a number, got None: write the"):
+        read_rotary({"rope_theta": None})
+
+
 @pytest.mark.parametrize("kind", ["gpt2"], indirect=True)
 def test_json_of_another_kind_is_named_with_its_file(folder, tmp_path):
     export_pretrained(load_pretrained(folder, REFERENCE), tmp_path / "out", max_shard_bytes=20_000)

@@ -59,15 +59,16 @@ def load_pretrained(folder: Path | str, attention: AttentionConfig) -> GPT:
     """
     folder = Path(folder)
     family, config = _read_config(folder)
+    files = _find_tensors(folder, family)
     model = GPT(config, attention)
     state = model.state_dict()
-    for part, tensor in _matched(folder, family, config, state):
+    for part, tensor in _matched(folder, family, config, files, state):
         part.copy_(tensor[:])
     for ours in PADDED:
         if ours in state:
             state[ours][config.vocab_size :].zero_()
     if config.tied_head:
-        _check_tied(folder, family, model.head_weight[: config.vocab_size])
+        _check_tied(folder, family, files, model.head_weight[: config.vocab_size])
     return model
 
 
@@ -78,9 +79,10 @@ def check_pretrained(folder: Path | str) -> None:
     """
     folder = Path(folder)
     family, config = _read_config(folder)
+    files = _find_tensors(folder, family)
     with torch.device("meta"):
         model = GPT(config, AttentionConfig(implementation="reference"))
-    for _ in _matched(folder, family, config, model.state_dict()):
+    for _ in _matched(folder, family, config, files, model.state_dict()):
         pass
 
 
@@ -155,10 +157,12 @@ def named_parts(
 
 
 def _matched(
-    folder: Path, family: Family, config: ModelConfig, state: dict[str, Tensor]
+    folder: Path, family: Family, config: ModelConfig, files: dict[str, Path], state: dict[str, Tensor]
 ) -> Iterator[tuple[Tensor, object]]:
-    """Each part of ours with the slice of a file, not read yet, that belongs there. Raises ValueError."""
-    files = _find_tensors(folder, family)
+    """Each part of ours with the slice of a file, not read yet, that belongs there. Raises ValueError.
+
+    files: of `_find_tensors`.
+    """
     _check_names(folder, family, config, files)
     for name, part in named_parts(state, family, config):
         with _open(files[name]) as file:
@@ -249,9 +253,8 @@ def _check_names(folder: Path, family: Family, config: ModelConfig, files: dict[
         )
 
 
-def _check_tied(folder: Path, family: Family, embedding: Tensor) -> None:
+def _check_tied(folder: Path, family: Family, files: dict[str, Path], embedding: Tensor) -> None:
     """Raises ValueError if a head that is to be the embedding (V, C) is there too, and differs."""
-    files = _find_tensors(folder, family)
     if HEAD not in files:
         return
     with _open(files[HEAD]) as file:

@@ -12,6 +12,7 @@ from kernels.decode import can_overlap
 from model.attention import layer_masks, window_of
 from model.cache import LayerCache
 from model.gpt import GPT
+from model.modes import evaluating
 from model.rope import rotation
 
 # float32 ends at 3e38: divided by less, logits could be infinite; the likeliest token has all the probability
@@ -58,10 +59,7 @@ def stream(
         lengths.shape != (batch,) or bool(((lengths < 1) | (lengths > prompt_len)).any())
     ):
         raise ValueError(f"lengths must be ({batch},), each from 1 to {prompt_len}, got {lengths.tolist()}")
-    # a part may have another mode than the whole
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with evaluating(model):
         is_greedy = temperature < LEAST_TEMPERATURE
         if is_greedy:
             draw = likeliest if compiled else partial(torch.argmax, dim=-1)
@@ -101,9 +99,6 @@ def stream(
                 stopped |= torch.isin(new, stops)
                 if stopped.all():
                     return
-    finally:
-        for module, was_training in modes.items():
-            module.training = was_training
 
 
 class Arrivals:

@@ -43,3 +43,19 @@ def test_each_sequence_counts_once_in_micro_batches_of_one_shape(folder, rows, w
     assert len(calls) == 1
     numbers = torch.arange(sequences * SEQ_LEN, dtype=torch.float64)
     assert sum(means) / world_size == pytest.approx((numbers * (numbers + 1)).mean().item(), rel=1e-12)
+
+
+def test_evaluation_leaves_each_part_in_the_mode_it_was_in(folder):
+    model = Squares().train()
+    # as of a part that is not trained
+    model.frozen = torch.nn.Dropout().eval()
+    loader = load(folder, split="val", shuffle=False)
+    alone = Processes(0, 1, torch.device("cpu"), dist.HashStore(), None)
+    evaluate(model, loader, 1, alone, nullcontext)
+    assert (model.training, model.frozen.training) == (True, False)
+
+    # the loss of an evaluation that fails is none, but who catches it may go on training
+    model.forward = lambda tokens, targets: tokens.unknown
+    with pytest.raises(AttributeError):
+        evaluate(model, loader, 1, alone, nullcontext)
+    assert (model.training, model.frozen.training) == (True, False)

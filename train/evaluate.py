@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from data.loader import TokenLoader
+from model.modes import evaluating
 from train.distributed import Processes
 
 
@@ -32,11 +33,9 @@ def evaluate(model, loader: TokenLoader, sequences: int, processes: Processes, a
     Every micro-batch has the loader's shape, so that a compiled model meets no other: one that goes beyond
     the last sequence is filled up with copies of that, whose loss is then taken off. Every rank calls the
     model as often, also without a sequence of its own, since sharded weights are gathered by all.
-    autocast: a context manager factory, the training step's own.
+    autocast: a context manager factory, the training step's own. The model's mode is left as it was found.
     """
     device = processes.device
-    was_training = model.training
-    model.eval()
 
     def total_loss(tokens: Tensor, targets: Tensor) -> Tensor:
         with autocast():
@@ -46,19 +45,19 @@ def evaluate(model, loader: TokenLoader, sequences: int, processes: Processes, a
 
     rows = loader.sequences_per_step // loader.world_size
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for index in range(math.ceil(sequences / loader.sequences_per_step)):
-        tokens, targets = loader.batch(index)
-        left = sequences - index * loader.sequences_per_step - loader.rank * rows
-        if 0 < left < rows:
-            tokens[left:], targets[left:] = tokens[left - 1], targets[left - 1]
-        loss = total_loss(tokens, targets)
-        if left > 0:
-            total += loss
-    if sequences % rows:
-        # of the last round
-        copies = total_loss(tokens[-1:].repeat(rows, 1), targets[-1:].repeat(rows, 1))
-        if 0 < left < rows:
-            total -= copies * (rows - left) / rows
-    model.train(was_training)
+    with evaluating(model):
+        for index in range(math.ceil(sequences / loader.sequences_per_step)):
+            tokens, targets = loader.batch(index)
+            left = sequences - index * loader.sequences_per_step - loader.rank * rows
+            if 0 < left < rows:
+                tokens[left:], targets[left:] = tokens[left - 1], targets[left - 1]
+            loss = total_loss(tokens, targets)
+            if left > 0:
+                total += loss
+        if sequences % rows:
+            # of the last round
+            copies = total_loss(tokens[-1:].repeat(rows, 1), targets[-1:].repeat(rows, 1))
+            if 0 < left < rows:
+                total -= copies * (rows - left) / rows
     # ranks that share a sequence add the losses of its parts, each a mean over as many tokens
     return processes.mean(total).item() * loader.world_size / sequences

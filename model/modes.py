@@ -1,0 +1,19 @@
+"""The mode of a model, training or not, of which each of its parts has its own."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """While entered, no part of the model is in training mode; behind it each is as it was found."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        # not by train(): a part may have another mode than the whole
+        for module, was_training in modes.items():
+            module.training = was_training

@@ -45,6 +45,8 @@ class Arguments:
 def main(arguments: Arguments) -> None:
     one_of("device", arguments.device, DEVICES)
     check_some(arguments, "head_dims")
+    if not arguments.windows and not arguments.patterns:
+        raise ValueError("nothing to measure: windows and patterns must not both be empty, name one")
     check_least(arguments, "tokens_per_gpu", "n_head", "n_kv_head", "head_dims", "repeats")
     with join_processes(arguments.device) as processes:
         if processes.world_size < 2:

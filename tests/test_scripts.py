@@ -1013,6 +1013,13 @@ def test_a_benchmark_refuses_a_list_that_leaves_nothing_to_measure(script, key, 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_ring_benchmark_of_neither_windows_nor_patterns_is_refused(tmp_path):
+    out = tmp_path / "rows.json"
+    with pytest.raises(ValueError, match="^nothing to measure: windows and patterns must not both be empty"):
+        benchmark_ring.main(benchmark_ring.Arguments(windows=[], patterns=[], out=str(out)))
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("script", [benchmark_attention, benchmark_block_sparse, benchmark_host])
 def test_a_benchmark_of_a_package_alone_that_is_missing_is_refused(script, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

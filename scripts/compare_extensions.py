@@ -22,7 +22,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from scripts import evaluate_context
-from scripts.arguments import argument, command_line, run_script
+from scripts.arguments import argument, check_some, command_line, run_script
 from scripts.side_by_side import places, run_side_by_side
 from train.checkpoint import newest_checkpoint, read_checkpoint
 from train.config import Config
@@ -60,9 +60,7 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
-    for key in ("stages", "methods", "seq_lens"):
-        if not getattr(arguments, key):
-            raise ValueError(f"{key} is empty, and nothing would be compared: name one, or leave it out")
+    check_some(arguments, "stages", "methods", "seq_lens")
     unknown = set(arguments.stages) - set(STAGES)
     if unknown:
         raise ValueError(f"stages must be of {', '.join(STAGES)}, got {', '.join(sorted(unknown))}")

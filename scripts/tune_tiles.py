@@ -28,7 +28,7 @@ from kernels.block_mask import BlockMask
 from kernels.portable import backward, forward
 from kernels.problem import Problem
 from kernels.tiles import Tile, choose_tile
-from scripts.arguments import OVERWRITE, argument, result_file, run_script
+from scripts.arguments import OVERWRITE, argument, check_some, result_file, run_script
 from scripts.benchmark_attention import visible_share
 from train.results import write_result
 
@@ -88,9 +88,7 @@ def main(arguments: Arguments) -> None:
 
 def check(arguments: Arguments) -> None:
     """Raises ValueError for what would fail in the middle, or measure nothing."""
-    for key in ("kernels", "head_dims", "seq_lens", "causal", "tma"):
-        if not getattr(arguments, key):
-            raise ValueError(f"{key} is empty: nothing would be measured")
+    check_some(arguments, "kernels", "head_dims", "seq_lens", "causal", "tma")
     unknown = [name for name in arguments.kernels if name not in PRODUCTS]
     if unknown:
         raise ValueError(f"kernels must be of {', '.join(PRODUCTS)}, got {', '.join(unknown)}")

@@ -21,7 +21,7 @@ def test_a_candidate_names_registers_and_form_or_leaves_them_to_the_compiler():
     ("given", "message"),
     [
         ({"kernels": ["dv"]}, "kernels must be of forward, dq, dkdv, got dv"),
-        ({"causal": []}, "causal is empty: nothing would be measured"),
+        ({"causal": []}, "^nothing to measure: causal must not be empty, name one"),
         ({"candidates": [[64, 64, 4]]}, r"candidates must be lists of 4 to 6 numbers, got \[64, 64, 4\]"),
         ({"seq_lens": [1024, 3000]}, "seq_lens must divide tokens=16384, got 3000"),
         ({"tokens": 0}, "seq_lens must divide tokens=0, got 1024"),

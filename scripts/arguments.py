@@ -104,12 +104,7 @@ def run_script(
         check_results(complete)
         main(complete)
     except ConfigKeyError as error:
-        names = [item.name for item in fields(arguments)]
-        near = get_close_matches(error.full_key, names, 1)
-        guess = f"did you mean {near[0]}? " if near else ""
-        if not near and len(names) <= FEW:
-            guess = f"there are {', '.join(names)}, and "
-        refuse(f"{error.full_key} is no argument: {guess}--help lists them")
+        refuse(f"{unknown_argument(error.full_key, arguments)}--help lists them")
     except OmegaConfBaseException as error:
         refuse(f"{wrong_value(error, given)}: --help lists the arguments")
     except YAMLError as error:
@@ -118,6 +113,16 @@ def run_script(
         refuse(error)
     except KeyboardInterrupt:
         stop("stopped by Ctrl-C")
+
+
+def unknown_argument(name: str, arguments: type) -> str:
+    """That there is none of that name, and which may be meant; what lists them all is to follow."""
+    names = [item.name for item in fields(arguments)]
+    near = get_close_matches(name, names, 1)
+    guess = f"did you mean {near[0]}? " if near else ""
+    if not near and len(names) <= FEW:
+        guess = f"there are {', '.join(names)}, and "
+    return f"{name} is no argument: {guess}"
 
 
 def without_tildes(arguments: Arguments) -> Arguments:

@@ -13,7 +13,7 @@ steps too small to share, then each takes a method.
 import json
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from scripts import evaluate_context
-from scripts.arguments import argument, check_some, command_line, run_script
+from scripts.arguments import argument, check_some, command_line, run_script, unknown_argument
 from scripts.side_by_side import places, run_side_by_side
 from train.checkpoint import newest_checkpoint, read_checkpoint
 from train.config import Config
@@ -219,6 +219,14 @@ def evaluation(arguments: Arguments) -> evaluate_context.Arguments:
     for key in ("model", "out", "window"):
         if key in given:
             raise ValueError(f"evaluation.{key} differs from run to run, got {given[key]}: leave it out")
+    names = [item.name for item in fields(evaluate_context.Arguments)]
+    for key in given:
+        if key not in names:
+            reason = unknown_argument(str(key), evaluate_context.Arguments)
+            raise ValueError(
+                f"evaluation={given} is not of scripts.evaluate_context: {reason}"
+                "python -m scripts.evaluate_context --help lists them"
+            )
     try:
         return checked(OmegaConf.create({"model": "", "data": "", **given}), evaluate_context.Arguments)
     except ValueError as error:

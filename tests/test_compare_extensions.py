@@ -195,7 +195,14 @@ def test_a_loss_that_was_not_finite_is_left_open_and_out_of_the_means(started, c
 @pytest.mark.parametrize(
     ("evaluation", "message"),
     [
-        ({"prompt": 5}, "evaluation={'prompt': 5} is not .*: prompt is no key; did you mean prompts"),
+        (
+            {"prompt": 5},
+            "evaluation={'prompt': 5} is not of scripts.evaluate_context: prompt is no argument: did you "
+            "mean prompts. python -m scripts.evaluate_context --help lists them$",
+        ),
+        # train has one of these names, and none like the other
+        ({"optim": 1}, "optim is no argument: python -m scripts.evaluate_context --help lists them$"),
+        ({"foo": 1}, "foo is no argument: python -m scripts.evaluate_context --help lists them$"),
         ({"prompts": "many"}, "is not of scripts.evaluate_context: prompts: Value 'many' .* Integer"),
         ({"prompts": 0}, "prompts must be at least 1, got 0"),
         ({"model": "mine"}, "evaluation.model differs from run to run, got mine: leave it out"),

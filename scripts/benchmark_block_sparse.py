@@ -83,6 +83,10 @@ DIRECTIONS = ("forward", "backward")
 def main(arguments: Arguments) -> None:
     check_some(arguments, "head_dims", "seq_lens", "patterns")
     check_least(arguments, "head_dims", "seq_lens", "repeats")
+    # a wrong one would end the benchmark in the middle
+    for pattern in arguments.patterns:
+        if pattern != "dense":
+            block_masks.parse(pattern, 1, block_size=arguments.block_size)
     unable = [name for name in arguments.implementations if name in PEERS]
     for key in ("dropout_p", "document_tokens"):
         given = getattr(arguments, key)

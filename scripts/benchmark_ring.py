@@ -48,6 +48,12 @@ def main(arguments: Arguments) -> None:
     if not arguments.windows and not arguments.patterns:
         raise ValueError("nothing to measure: windows and patterns must not both be empty, name one")
     check_least(arguments, "tokens_per_gpu", "n_head", "n_kv_head", "head_dims", "repeats")
+    # one found wrong later would take the rows of the others with it
+    if any(window < 0 for window in arguments.windows):
+        raise ValueError(f"windows must be at least 0, for all keys before a query, got {arguments.windows}")
+    for pattern in arguments.patterns:
+        if not block_masks.parse(pattern, 1).causal:
+            raise ValueError(f"patterns: {pattern} sees keys behind the query: add & causal()")
     with join_processes(arguments.device) as processes:
         if processes.world_size < 2:
             raise ValueError("one process shares nothing: start several with torchrun --nproc-per-node")

@@ -1020,6 +1020,26 @@ def test_a_ring_benchmark_of_neither_windows_nor_patterns_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("script", "given", "message"),
+    [
+        (benchmark_ring, {"patterns": ["windw(64)"]}, "^'windw.64.' in 'windw.64.' is no pattern: combine"),
+        (benchmark_ring, {"patterns": ["butterfly()"]}, "^patterns: butterfly.. sees keys behind the query"),
+        (benchmark_ring, {"windows": [0, -1]}, r"^windows must be at least 0, .* got \[0, -1\]"),
+        (
+            benchmark_block_sparse,
+            {"patterns": ["dense", "windw(64)"]},
+            "in 'windw.64.' is no pattern: combine",
+        ),
+        (benchmark_block_sparse, {"block_size": 32}, r"^block_size must be one of \(64, 128\), got 32"),
+    ],
+)
+def test_a_benchmark_refuses_a_mask_that_there_is_not_before_it_measures(script, given, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        script.main(script.Arguments(**given, out=str(tmp_path / "rows.json")))
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("script", [benchmark_attention, benchmark_block_sparse, benchmark_host])
 def test_a_benchmark_of_a_package_alone_that_is_missing_is_refused(script, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from scripts.plan import composed
+from tests.together import run_together
 from train.build import build_passes, build_step_model, build_weights, set_arithmetic
 from train.config import Config
 from train.context_parallel import ContextGroups
@@ -30,28 +31,31 @@ def processes_of(device: str, world_size: int = 1) -> Processes:
 class Training:
     """Steps of the model of a configuration, as the loop takes them, on random tokens."""
 
-    def __init__(self, kind: type[Passes], config: Config):
+    def __init__(self, kind: type[Passes], config: Config, rank: int = 0, world_size: int = 1):
         torch.compiler.reset()
         set_arithmetic(config)
-        self.config, self.processes = config, processes_of("cuda")
+        self.config = config
+        self.processes = Processes(rank, world_size, torch.device("cuda", rank), None, None)
         self.weights = build_weights(config, self.processes.device)
-        context = ContextGroups(1, 0, 1, None)
+        context = ContextGroups(1, rank, world_size, None)
         self.model = build_step_model(self.weights, config, self.processes, context, is_sharded=False)
         self.optimizer = build_optimizer(self.weights, config.optim)
         self.scaler = torch.amp.GradScaler("cuda", enabled=config.precision == "fp16")
         self.autocast = partial(autocast_context, "cuda", config.precision)
-        self.passes = kind(self.model, config.accumulation(1), self.autocast, self.scaler)
+        self.passes = kind(self.model, config.accumulation(world_size), self.autocast, self.scaler)
         self.done = 0
 
     def text(self) -> tuple[torch.Tensor, torch.Tensor]:
         config, generator = self.config, torch.Generator().manual_seed(self.done)
         shape = config.tokens_per_step // config.seq_len, config.seq_len + 1
         # the last of which ends documents
-        text = torch.randint(257, shape, generator=generator).cuda()
+        text = torch.randint(257, shape, generator=generator).to(self.processes.device)
+        # this process' part
+        text = text.chunk(self.processes.world_size)[self.processes.rank]
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
     def step(self) -> tuple[float, torch.Tensor]:
-        torch.manual_seed(seed_of(1, self.done, 0))
+        torch.manual_seed(seed_of(1, self.done, self.processes.rank))
         loss, _ = forward_backward(self.passes, *self.text(), self.processes)
         self.done += 1
         return loss, update(self.optimizer, self.scaler, 1e-2, 1.0, float("inf"))
@@ -145,6 +149,27 @@ def test_where_memory_has_no_room_for_graphs_steps_go_on_without_and_say_so(monk
     assert capsys.readouterr().out.count("cuda_graphs: with graphs, which keep their activations") == 1
 
 
+def two_train_the_same(rank: int, given: list[str]) -> None:
+    found = []
+    for kind in (Passes, GraphedPasses):
+        words = [*SMALL, "tokens_per_step=6144", f"cuda_graphs={kind is GraphedPasses}", *given]
+        training = Training(kind, composed(words), rank, 2)
+        numbers = [training.step() for _ in range(STEPS)]
+        assert training.passes.is_graphed is (kind is GraphedPasses)
+        found.append((numbers, training.result()))
+    (numbers, weights), (graphed_numbers, graphed) = found
+    assert numbers == graphed_numbers
+    for one, other in zip(weights, graphed, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("given", [[], ["compile=false", "model.dropout=0.1"]], ids=["compiled", "eager"])
+def test_gpus_that_average_gradients_train_the_same_with_graphs_before_the_last_micro_batch(given, tmp_path):
+    run_together(two_train_the_same, 2, tmp_path / "meeting", given, on_gpus=True)
+
+
 @pytest.mark.parametrize(
     ("device", "world_size", "given", "kind"),
     [
@@ -152,14 +177,17 @@ def test_where_memory_has_no_room_for_graphs_steps_go_on_without_and_say_so(monk
         ("cuda", 1, ["cuda_graphs=false"], Passes),
         # a profile names operators, and what they allocate
         ("cuda", 1, ["profile=true"], Passes),
-        # they exchange gradients in the backward pass
+        # gradients travel in the backward pass of the last micro-batch, before which there is another or not
+        ("cuda", 2, ["tokens_per_step=131072"], GraphedPasses),
         ("cuda", 2, [], Passes),
+        ("cuda", 2, ["tokens_per_step=131072", "distributed=fsdp"], Passes),
+        ("cuda", 2, ["tokens_per_step=131072", "context_parallel=2"], Passes),
         ("cpu", 1, [], Passes),
     ],
 )
-def test_one_gpu_has_graphs_unless_they_are_not_wanted(device, world_size, given, kind):
+def test_there_are_graphs_where_gpus_exchange_nothing_and_they_are_wanted(device, world_size, given, kind):
     config = composed(["tokens_per_step=65536", *given])
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     passes = build_passes(torch.nn.Linear(1, 1), config, processes_of(device, world_size), None, scaler)
     assert type(passes) is kind
-    assert passes.accumulation == 2 // world_size
+    assert passes.accumulation == config.tokens_per_step // 32768 // world_size

@@ -1,6 +1,7 @@
 """What a training loop calls: the text as batches, and the model in the form that this launch asks for."""
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from train.context_parallel import ContextGroups, SharedSequences
 from train.distributed import Processes
 from train.documents import SeparateDocuments
 from train.lora import add_adapters
-from train.passes import GraphedPasses, Passes
+from train.passes import GraphedPasses, Passes, on_capture_stream
 from train.skipped_positions import SkippedPositions
 from train.weights import load_start
 
@@ -94,14 +95,23 @@ def build_step_model(
         # cut at DDP's buckets, a graph lets gradients travel during the backward pass, but every micro-batch
         # pays for the cuts, and gradients travel in the last one only
         torch._dynamo.config.optimize_ddp = config.accumulation(processes.world_size) == 1
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+        with on_capture_stream() if has_graphs(config, processes) else nullcontext():
+            model = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     return model
 
 
 def build_passes(model: nn.Module, config: Config, processes: Processes, autocast, scaler) -> Passes:
     """How the loop runs that model on a micro-batch."""
-    # several processes exchange gradients in between; a profile names operators and what they allocate
-    is_graphed = config.cuda_graphs and not config.profile
-    is_graphed &= processes.device.type == "cuda" and processes.world_size == 1
-    kind = GraphedPasses if is_graphed else Passes
-    return kind(model, config.accumulation(processes.world_size), autocast, scaler)
+    given = model, config.accumulation(processes.world_size), autocast, scaler
+    return GraphedPasses(*given, tells=processes.is_main) if has_graphs(config, processes) else Passes(*given)
+
+
+def has_graphs(config: Config, processes: Processes) -> bool:
+    """Whether micro-batches are replayed as CUDA graphs: those in which processes exchange nothing."""
+    # a profile names operators, and what they allocate
+    if not config.cuda_graphs or config.profile or processes.device.type != "cuda":
+        return False
+    if processes.world_size == 1:
+        return True
+    shares = config.distributed == "fsdp" or config.context_parallel > 1
+    return not shares and config.accumulation(processes.world_size) > 1

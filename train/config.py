@@ -47,7 +47,8 @@ class Config:
     precision: str
     # torch.compile of the model: a first step of 12 s (124M) to 42 s (1558M), then about 1.4 times the speed
     compile: bool
-    # on one GPU, the passes of a micro-batch as CUDA graphs, where its memory is enough (train/passes.py)
+    # the passes of a micro-batch as CUDA graphs where GPUs exchange nothing: with one, or before the last
+    # micro-batch of a step with ddp; and where memory is enough (train/passes.py)
     cuda_graphs: bool
     # the head and its loss by our kernel, which never holds all logits; false: by PyTorch
     fused_loss: bool

@@ -1,9 +1,12 @@
 """What one micro-batch runs, forward and backward; on a GPU replayed as CUDA graphs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 # before a graph is captured: what compiles, loads or chooses at its first call has done so
 EAGER_STEPS = 2
@@ -37,18 +40,23 @@ class Passes:
 
 
 class GraphedPasses(Passes):
-    """The same on one GPU, from the third step on by CUDA graphs: one launch in place of some thousand.
+    """The same on a GPU, from the third step on by CUDA graphs: one launch in place of some thousand.
 
     In steps of few tokens the GPU would wait for Python most of the time (docs/training_speed.md). Every
     micro-batch must have the same shape, and its work may not depend on numbers that Python reads. Draws of
-    PyTorch's generator of the GPU are those that they would be without.
+    PyTorch's generator of the GPU are those that they would be without. Under DDP, in whose last micro-batch
+    of a step gradients travel while others are made, that one is as Passes makes it; the model must be
+    wrapped while on_capture_stream.
 
     The activations of a graph keep their memory between steps, so evaluation, which had it otherwise, needs
     memory of its own: where the GPU has not that much, all steps are as Passes makes them, which is told.
     """
 
-    def __init__(self, model: nn.Module, accumulation: int, autocast: Callable, scaler):
+    def __init__(
+        self, model: nn.Module, accumulation: int, autocast: Callable, scaler, *, tells: bool = True
+    ):
         super().__init__(model, accumulation, autocast, scaler)
+        self._tells = tells
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         # what a graph reads
         self._inputs: tuple[Tensor, Tensor] | None = None
@@ -70,7 +78,7 @@ class GraphedPasses(Passes):
             mine.copy_(given)
         if self.is_graphed is None and self._steps > EAGER_STEPS:
             self.is_graphed = self._has_room()
-        if not self.is_graphed:
+        if not self.is_graphed or exchanges(self.model):
             return super().forward(*self._inputs)
         if adds not in self._graphs:
             self._capture(adds)
@@ -92,7 +100,7 @@ class GraphedPasses(Passes):
         free, _ = torch.cuda.mem_get_info()
         most, kept = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
         needed, there = 2 * most - kept, free + torch.cuda.memory_reserved()
-        if needed > there:
+        if needed > there and self._tells:
             print(
                 f"cuda_graphs: with graphs, which keep their activations, up to {needed / 2**30:.1f} GiB of "
                 f"memory would be in use, and there are {there / 2**30:.1f}: steps go on without",
@@ -104,8 +112,8 @@ class GraphedPasses(Passes):
         """Nothing runs here: both passes are only recorded."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # "thread_local": other threads, which write checkpoints, may use the GPU meanwhile
-        options = {"pool": self._pool, "capture_error_mode": "thread_local"}
+        # "thread_local": other threads, which write checkpoints or watch NCCL, may use the GPU meanwhile
+        options = {"pool": self._pool, "stream": capture_stream(), "capture_error_mode": "thread_local"}
         with torch.cuda.graph(graphs[0], **options):
             loss = super().forward(*self._inputs)
         with torch.cuda.graph(graphs[1], **options):
@@ -116,3 +124,28 @@ class GraphedPasses(Passes):
             # they hold nothing yet
             for parameter in self._parameters:
                 parameter.grad = None
+
+
+def exchanges(model: nn.Module) -> bool:
+    """Whether DDP averages gradients in the next backward pass (train/parallel.py, set_gradient_sync)."""
+    return isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
+
+
+@cache
+def capture_stream() -> torch.cuda.Stream:
+    """The stream on which graphs are captured, of this process' GPU."""
+    return torch.cuda.Stream()
+
+
+@contextmanager
+def on_capture_stream() -> Iterator[None]:
+    """Runs what is inside on that stream, behind what came before and ahead of what comes after.
+
+    DDP keeps the nodes of autograd that add gradients up, and each such node works on the stream on which it
+    was made. One of the default stream could not be captured.
+    """
+    stream = capture_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)

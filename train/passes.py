@@ -142,8 +142,10 @@ def on_capture_stream() -> Iterator[None]:
     """Runs what is inside on that stream, behind what came before and ahead of what comes after.
 
     DDP keeps the nodes of autograd that add gradients up, and each such node works on the stream on which it
-    was made. One of the default stream could not be captured.
+    was made. One of the default stream could not be captured. Passes that are not captured wait for these
+    nodes, and these for them, of which PyTorch would warn.
     """
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     stream = capture_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

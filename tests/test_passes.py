@@ -1,5 +1,6 @@
 """Passes that CUDA graphs replay give what the same passes give without."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -135,6 +136,37 @@ def test_an_evaluation_between_steps_by_graphs_changes_none_of_them():
                     training.model(*training.text())
                 training.model.train()
     assert losses[0] == losses[1]
+
+
+def test_passes_that_cannot_be_captured_are_refused_with_the_way_out(monkeypatch):
+    # as a model does that waits for the GPU: the capture breaks, and its end says so
+    def broken(*given, **options):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    for name in ("CUDAGraph", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, object)
+    monkeypatch.setattr(torch.cuda, "graph", broken)
+    monkeypatch.setattr("train.passes.capture_stream", object)
+    monkeypatch.setattr(GraphedPasses, "_has_room", lambda self: True)
+    model = WithLoss()
+    passes = GraphedPasses(model, 1, nullcontext, torch.amp.GradScaler("cpu", enabled=False))
+    inputs = torch.ones(2, 3), torch.ones(2, 1)
+    for _ in range(EAGER_STEPS):
+        passes.forward(*inputs)
+        passes.backward()
+        assert model.weight.grad.abs().sum() > 0
+        model.zero_grad()
+    message = r"cuda_graphs=true: .* when stream is capturing\): use cuda_graphs=false, or a smaller"
+    with pytest.raises(ValueError, match=message):
+        passes.forward(*inputs)
+
+
+class WithLoss(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(3, 1)
+
+    def forward(self, x, y):
+        return (super().forward(x) - y).square().mean()
 
 
 @pytest.mark.gpu

@@ -109,15 +109,22 @@ class GraphedPasses(Passes):
         return needed <= there
 
     def _capture(self, adds: bool) -> None:
-        """Nothing runs here: both passes are only recorded."""
+        """Nothing runs here: both passes are only recorded. Raises ValueError where they cannot be."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # "thread_local": other threads, which write checkpoints or watch NCCL, may use the GPU meanwhile
         options = {"pool": self._pool, "stream": capture_stream(), "capture_error_mode": "thread_local"}
-        with torch.cuda.graph(graphs[0], **options):
-            loss = super().forward(*self._inputs)
-        with torch.cuda.graph(graphs[1], **options):
-            super().backward()
+        try:
+            with torch.cuda.graph(graphs[0], **options):
+                loss = super().forward(*self._inputs)
+            with torch.cuda.graph(graphs[1], **options):
+                super().backward()
+        except RuntimeError as error:
+            # also one for want of memory, which comes as a broken capture
+            raise ValueError(
+                f"cuda_graphs=true: the passes of a micro-batch cannot be captured here ({error}): use "
+                "cuda_graphs=false, or a smaller tokens_per_microbatch if memory ran out"
+            ) from error
         self._graphs[adds] = *graphs, loss
         if not adds:
             self._gradients = [p.grad for p in self._parameters]

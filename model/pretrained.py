@@ -38,6 +38,7 @@ KINDS = {
     "a number": (int | float, "layer_norm_epsilon rms_norm_eps"),
     "a number or null": (int | float | None, NUMBERS_IF_ANY),
     "an object or null": (dict | None, "rope_parameters rope_scaling"),
+    "true or false": (bool, "tie_word_embeddings"),
 }
 # theirs that may lie beside an embedding that is the head as well
 HEAD = "lm_head.weight"
@@ -202,7 +203,7 @@ def _check_types(path: Path, theirs: dict, group: str = "") -> None:
         for key in theirs.keys() & set(keys.split()):
             value = theirs[key]
             # a bool is an int to Python
-            if not isinstance(value, types) or isinstance(value, bool):
+            if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
                 raise ValueError(
                     f"{path}: {group}{key} must be {kind}, got {value!r}: copy it anew from its model"
                 )

@@ -292,6 +292,8 @@ def test_json_that_is_damaged_or_wrong_is_named_with_its_file(folder, tmp_path):
         ("gpt2", {"n_head": 2.0}, r"n_head must be a whole number, got 2\.0"),
         ("gpt2", {"n_inner": "wide"}, "n_inner must be a whole number or null, got 'wide'"),
         ("gpt2", {"layer_norm_epsilon": "1e-5"}, "layer_norm_epsilon must be a number, got '1e-5'"),
+        ("gpt2", {"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'"),
+        ("gpt2", {"tie_word_embeddings": 0}, "tie_word_embeddings must be true or false, got 0"),
         ("gpt2", {"architectures": 3}, "architecture 3 is not supported"),
         ("gpt2", {"architectures": [["a"]]}, r"architecture \['a'\] is not supported"),
         ("llama3", {"rope_parameters": [1]}, r"rope_parameters must be an object or null, got \[1\]"),

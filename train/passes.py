@@ -1,5 +1,6 @@
 """What one micro-batch runs, forward and backward; on a GPU replayed as CUDA graphs."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -111,6 +112,8 @@ class GraphedPasses(Passes):
     def _capture(self, adds: bool) -> None:
         """Nothing runs here: both passes are only recorded. Raises ValueError where they cannot be."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
+        # dead cycles may hold nodes of autograd that belong to the stream of eager passes
+        gc.collect()
         graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # "thread_local": other threads, which write checkpoints or watch NCCL, may use the GPU meanwhile
         options = {"pool": self._pool, "stream": capture_stream(), "capture_error_mode": "thread_local"}

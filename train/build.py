@@ -103,13 +103,19 @@ def build_step_model(
 def build_passes(model: nn.Module, config: Config, processes: Processes, autocast, scaler) -> Passes:
     """How the loop runs that model on a micro-batch."""
     given = model, config.accumulation(processes.world_size), autocast, scaler
-    return GraphedPasses(*given, tells=processes.is_main) if has_graphs(config, processes) else Passes(*given)
+    return GraphedPasses(*given, rank=processes.rank) if has_graphs(config, processes) else Passes(*given)
 
 
 def has_graphs(config: Config, processes: Processes) -> bool:
     """Whether micro-batches are replayed as CUDA graphs: those in which processes exchange nothing."""
-    # a profile names operators, and what they allocate
-    if not config.cuda_graphs or config.profile or processes.device.type != "cuda":
+    # a profile names operators, and what they allocate; on AMD's GPUs no graph has run yet
+    on_nvidia = processes.device.type == "cuda" and torch.version.hip is None
+    if not config.cuda_graphs or config.profile or not on_nvidia:
+        return False
+    # a graph of a backward pass alone does not set the generator back to where the forward pass began, as
+    # layers that are made again do; and the reference reads its seed on the host
+    draws_again = config.recompute != "none" or config.attention.implementation == "reference"
+    if config.model.dropout > 0.0 and draws_again:
         return False
     if processes.world_size == 1:
         return True

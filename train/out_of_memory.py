@@ -70,4 +70,7 @@ def way_out(config: Config, memory: int | None, world_size: int) -> str:
             f"{given}{predicted}: use recompute=full, distributed=fsdp or "
             "context_parallel on more GPUs, or a shorter seq_len"
         )
+    if config.cuda_graphs and memory is not None:
+        # from the third step on graphs keep their activations
+        found.append("cuda_graphs=false if the first two steps fitted")
     return f"{given}. For the same steps in less memory use {', or '.join(found)}{more}"

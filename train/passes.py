@@ -11,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 # before a graph is captured: what compiles, loads or chooses at its first call has done so
 EAGER_STEPS = 2
+# of the memory that graphs are expected to need
+SPARE = 1.05
 
 
 class Passes:
@@ -51,13 +53,12 @@ class GraphedPasses(Passes):
 
     The activations of a graph keep their memory between steps, so evaluation, which had it otherwise, needs
     memory of its own: where the GPU has not that much, all steps are as Passes makes them, which is told.
+    A graph reads tensors where they lay when it was captured: block masks and buffers must not be replaced.
     """
 
-    def __init__(
-        self, model: nn.Module, accumulation: int, autocast: Callable, scaler, *, tells: bool = True
-    ):
+    def __init__(self, model: nn.Module, accumulation: int, autocast: Callable, scaler, *, rank: int = 0):
         super().__init__(model, accumulation, autocast, scaler)
-        self._tells = tells
+        self._rank = rank
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         # what a graph reads
         self._inputs: tuple[Tensor, Tensor] | None = None
@@ -100,17 +101,22 @@ class GraphedPasses(Passes):
     def _has_room(self) -> bool:
         free, _ = torch.cuda.mem_get_info()
         most, kept = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-        needed, there = 2 * most - kept, free + torch.cuda.memory_reserved()
-        if needed > there and self._tells:
+        # and what cuBLAS and the graphs themselves need
+        needed, there = SPARE * (2 * most - kept), free + torch.cuda.memory_reserved()
+        if needed > there:
+            gib, there_gib = (n_bytes / 2**30 for n_bytes in (needed, there))
             print(
-                f"cuda_graphs: with graphs, which keep their activations, up to {needed / 2**30:.1f} GiB of "
-                f"memory would be in use, and there are {there / 2**30:.1f}: steps go on without",
+                f"cuda_graphs on rank {self._rank}: with graphs, which keep their activations, up to "
+                f"{gib:.1f} GiB of memory would be in use, of {there_gib:.1f} there are: steps go on without",
                 flush=True,
             )
         return needed <= there
 
     def _capture(self, adds: bool) -> None:
-        """Nothing runs here: both passes are only recorded. Raises ValueError where they cannot be."""
+        """Nothing runs here: both passes are only recorded.
+
+        Raises ValueError where they cannot be, and OutOfMemoryError for what that is.
+        """
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         # dead cycles may hold nodes of autograd that belong to the stream of eager passes
         gc.collect()
@@ -123,10 +129,11 @@ class GraphedPasses(Passes):
             with torch.cuda.graph(graphs[1], **options):
                 super().backward()
         except RuntimeError as error:
-            # also one for want of memory, which comes as a broken capture
+            if ran_out_of_memory(error):
+                raise torch.OutOfMemoryError("while graphs were captured") from error
             raise ValueError(
                 f"cuda_graphs=true: the passes of a micro-batch cannot be captured here ({error}): use "
-                "cuda_graphs=false, or a smaller tokens_per_microbatch if memory ran out"
+                "cuda_graphs=false"
             ) from error
         self._graphs[adds] = *graphs, loss
         if not adds:
@@ -134,6 +141,13 @@ class GraphedPasses(Passes):
             # they hold nothing yet
             for parameter in self._parameters:
                 parameter.grad = None
+
+
+def ran_out_of_memory(error: BaseException | None) -> bool:
+    """Whether that is this error, or the one behind it: the end of a broken capture hides what broke it."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def exchanges(model: nn.Module) -> bool:

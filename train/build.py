@@ -19,7 +19,7 @@ from train.context_parallel import ContextGroups, SharedSequences
 from train.distributed import Processes
 from train.documents import SeparateDocuments
 from train.lora import add_adapters
-from train.passes import GraphedPasses, Passes, on_capture_stream
+from train.passes import GraphedPasses, Passes, has_cuda, on_capture_stream
 from train.skipped_positions import SkippedPositions
 from train.weights import load_start
 
@@ -108,9 +108,8 @@ def build_passes(model: nn.Module, config: Config, processes: Processes, autocas
 
 def has_graphs(config: Config, processes: Processes) -> bool:
     """Whether micro-batches are replayed as CUDA graphs: those in which processes exchange nothing."""
-    # a profile names operators, and what they allocate; on AMD's GPUs no graph has run yet
-    on_nvidia = processes.device.type == "cuda" and torch.version.hip is None
-    if not config.cuda_graphs or config.profile or not on_nvidia:
+    # a profile names operators, and what they allocate
+    if not config.cuda_graphs or config.profile or not has_cuda(processes.device):
         return False
     # a graph of a backward pass alone does not set the generator back to where the forward pass began, as
     # layers that are made again do; and the reference reads its seed on the host

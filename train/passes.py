@@ -150,6 +150,11 @@ def ran_out_of_memory(error: BaseException | None) -> bool:
     return error is not None
 
 
+def has_cuda(device: torch.device) -> bool:
+    """Whether there are CUDA graphs on it: on AMD's GPUs, which PyTorch calls cuda too, none has run yet."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
 def exchanges(model: nn.Module) -> bool:
     """Whether DDP averages gradients in the next backward pass (train/parallel.py, set_gradient_sync)."""
     return isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync

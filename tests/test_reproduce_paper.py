@@ -180,6 +180,12 @@ def test_of_several_lengths_the_worst_one_counts():
     assert figure3.farthest([2.0, 1.8, 2.1]) == pytest.approx(10.0)
     assert figure3.farthest([2.0, 1.9, 2.2]) == pytest.approx(10.0)
     assert figure3.farthest([2.0, None]) is None
+
+
+def test_memory_that_less_than_doubles_is_linear_and_what_exceeds_the_double_is_told():
+    assert figure3.beyond_double([1.7, 2.0]) == 0.0
+    assert figure3.beyond_double([1.7, 2.1, 2.0]) == pytest.approx(5.0)
+    assert figure3.beyond_double([2.0, None]) is None
     rows = [
         {"group": group, "batch": shape.batch, "seq_len": seq_len, "implementation": name}
         | {"forward_ms": 0.0, "backward_ms": 4.0 if name != "ours" else 8.0 if seq_len == 256 else 1.0}

@@ -141,20 +141,28 @@ def test_an_evaluation_between_steps_by_graphs_changes_none_of_them():
 
 @pytest.fixture
 def captured(monkeypatch):
-    """Passes about to be captured, on a machine where the end of a capture raises what `broken` gives."""
+    """Passes about to be captured, on a machine where the end of a capture raises what `broken` gives.
+
+    Behind it the stream of before is current again.
+    """
+    current = ["the run's"]
 
     def capture(broken) -> None:
         @contextmanager
         def graph(*given, **options):
+            current.append("of captures")
             try:
                 yield
             finally:
                 broken()
+                current.pop()
 
         for name in ("CUDAGraph", "graph_pool_handle"):
             monkeypatch.setattr(torch.cuda, name, object)
         monkeypatch.setattr(torch.cuda, "graph", graph)
         monkeypatch.setattr("train.passes.capture_stream", object)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+        monkeypatch.setattr(torch.cuda, "set_stream", current.append)
         monkeypatch.setattr(GraphedPasses, "_has_room", lambda self: True)
         model, inputs = WithLoss(), (torch.ones(2, 3), torch.ones(2, 1))
         passes = GraphedPasses(model, 1, nullcontext, torch.amp.GradScaler("cpu", enabled=False))
@@ -165,7 +173,8 @@ def captured(monkeypatch):
             model.zero_grad()
         passes.forward(*inputs)
 
-    return capture
+    yield capture
+    assert current[-1] == "the run's"
 
 
 def test_passes_that_cannot_be_captured_are_refused_with_the_way_out(captured):

@@ -121,6 +121,7 @@ class GraphedPasses(Passes):
         # dead cycles may hold nodes of autograd that belong to the stream of eager passes
         gc.collect()
         graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream()
         # "thread_local": other threads, which write checkpoints or watch NCCL, may use the GPU meanwhile
         options = {"pool": self._pool, "stream": capture_stream(), "capture_error_mode": "thread_local"}
         try:
@@ -129,6 +130,8 @@ class GraphedPasses(Passes):
             with torch.cuda.graph(graphs[1], **options):
                 super().backward()
         except RuntimeError as error:
+            # PyTorch leaves that of a broken capture current, on which the process' next run would go on
+            torch.cuda.set_stream(stream)
             if ran_out_of_memory(error):
                 raise torch.OutOfMemoryError("while graphs were captured") from error
             raise ValueError(

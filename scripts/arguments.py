@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
+from train.interruption import answer_ctrl_c
 from train.overrides import EXIT_CTRL_C, EXIT_REFUSED, wrong_value
 
 Arguments = TypeVar("Arguments")
@@ -79,6 +80,7 @@ def run_script(
         return
     given = OmegaConf.create()
     try:
+        answer_ctrl_c()
         bare = [word for word in sys.argv[1:] if "=" not in word]
         if bare and words is None:
             raise ValueError(f"arguments are key=value, got {bare[0]!r}: --help lists them")

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from data.manifest import read_manifest
 from data.prepare import DataConfig, prepare
 from scripts.arguments import refuse, stop
+from train.interruption import answer_ctrl_c
 from train.logger import counted
 from train.overrides import CONF, checked, explain, refuse_numbers_for_texts
 
@@ -33,6 +34,7 @@ def main(overrides: list[str]) -> None:
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler())
     try:
+        answer_ctrl_c()
         config = parse(overrides)
         folder = prepare(config)
     except HydraException as error:

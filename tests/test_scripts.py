@@ -412,6 +412,29 @@ def test_ctrl_c_ends_a_script_in_one_line():
     assert (first, rest, process.returncode) == ("under way\n", "stopped by Ctrl-C\n", 130)
 
 
+@pytest.mark.parametrize("command", ["train", "scripts.sample", "scripts.prepare_data"])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback_unless_it_is_ignored(
+    command, ignored, tmp_path
+):
+    # what all of them import
+    seconds = 1 if ignored else 60
+    (tmp_path / "omegaconf.py").write_text(
+        f"import sys, time\nprint('under way', flush=True)\ntime.sleep({seconds})\nsys.exit(3)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", command],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))},
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_IGN if ignored else signal.SIG_DFL),
+    )  # fmt: skip
+    first = process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    rest = process.communicate(timeout=50)[0]
+    code = 3 if ignored else -signal.SIGINT
+    assert (first, rest, process.returncode) == ("under way\n", "", code)
+
+
 def test_a_missing_file_is_told_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["words", "prompt=missing.txt"])
     with pytest.raises(SystemExit, match="2"):

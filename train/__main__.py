@@ -18,7 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from train.config import Config, parse
-from train.interruption import EXIT_INTERRUPTED, Interrupted
+from train.interruption import EXIT_INTERRUPTED, Interrupted, answer_ctrl_c
 from train.overrides import (
     CONF,
     EXIT_CTRL_C,
@@ -57,6 +57,7 @@ def _run(cfg: DictConfig) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("data").setLevel(logging.INFO if rank == 0 else logging.ERROR)
     try:
+        answer_ctrl_c()
         config = parse(cfg)
         words = HydraConfig.get().overrides.task
         refuse_model_overrides(words, config.start.weights)

@@ -14,6 +14,23 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ECHO_SECONDS = 2.0
 
 
+def end_at_ctrl_c() -> None:
+    """Has Ctrl-C end a command, python -m NAME, at once: Python, still importing, would show where it was.
+
+    One that is ignored, as a shell's background has it, stays so.
+    """
+    # until the module of that name is found
+    is_command = sys.argv[:1] == ["-m"]
+    if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def answer_ctrl_c() -> None:
+    """Undoes end_at_ctrl_c: from here on there is somebody who takes a KeyboardInterrupt."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class Interrupted(Exception):  # noqa: N818, no error
     """The run stopped before its end because a signal asked it to; its state is saved."""
 

@@ -15,7 +15,13 @@ from safetensors.torch import load_file
 import train.saving
 from train.checkpoint import CheckpointConfig, list_checkpoints, load_tensors, run_tensors, verify_checkpoint
 from train.distributed import Processes
-from train.saving import CheckpointSaver, _own_share, superfluous_checkpoints, take_checkpoint
+from train.saving import (
+    CheckpointSaver,
+    _own_share,
+    remove_unfinished,
+    superfluous_checkpoints,
+    take_checkpoint,
+)
 
 PROCESSES = Processes(0, 1, torch.device("cpu"), dist.HashStore(), None)
 
@@ -190,6 +196,29 @@ def test_a_checkpoint_whose_removal_is_cut_off_is_none_any_more(tmp_path, monkey
     save(tmp_path, 2, keep_last=1)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000002"]
     assert "step_00000001 was not removed ([Errno 5] cut off)" in capsys.readouterr().err
+
+
+def test_of_a_checkpoint_that_was_moved_and_linked_the_link_alone_is_removed(tmp_path):
+    folder, disk = tmp_path / "checkpoints", tmp_path / "disk"
+    path, elsewhere = save(folder, 1), disk / "step_00000001"
+    disk.mkdir()
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    assert take_checkpoint(folder, "auto") == path
+    save(folder, 2, keep_last=1)
+    assert [path.name for path in folder.iterdir()] == ["step_00000002"]
+    verify_checkpoint(elsewhere)
+
+
+def test_a_link_to_a_checkpoint_that_is_away_stays_and_its_step_is_saved_beside_it(tmp_path):
+    path = save(tmp_path, 1)
+    away = tmp_path / "step_00000002"
+    away.symlink_to(tmp_path / "disk" / "step_00000002")
+    remove_unfinished(tmp_path)
+    assert away.is_symlink()
+    assert take_checkpoint(tmp_path, "auto") == path
+    verify_checkpoint(save(tmp_path, 2))
+    assert (tmp_path / "step_00000002.damaged-1").is_symlink()
 
 
 def test_the_best_is_the_lowest_of_the_finite_losses(tmp_path):

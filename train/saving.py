@@ -153,6 +153,10 @@ class CheckpointSaver:
         if self._processes.is_main:
             for old in superfluous_checkpoints(self._folder, self._settings, info["step"]):
                 try:
+                    if old.is_symlink():
+                        # somebody has moved it: what lies there is theirs
+                        old.unlink()
+                        continue
                     # without its marker it is no checkpoint any more, however far the removal gets
                     (old / MARKER).unlink()
                     shutil.rmtree(old)
@@ -184,7 +188,8 @@ class ShardWriter(StorageWriter):
 
     def prepare_global_plan(self, plans):
         # on one process, before any of them writes
-        if (self._path / MARKER).exists():
+        # a link may lead to a disk that is away
+        if (self._path / MARKER).exists() or self._path.is_symlink():
             _set_aside(self._path)
         elif self._path.exists():
             print(f"{self._path} was never finished: writing it anew", file=sys.stderr, flush=True)
@@ -281,7 +286,8 @@ def superfluous_checkpoints(folder: Path, settings: CheckpointConfig, step: int)
 def remove_unfinished(folder: Path) -> None:
     """Removes what saves that were cut off have left of checkpoints, and names it; no save is under way."""
     for path in sorted(folder.glob(STEP_FOLDERS)):
-        if not (path / MARKER).exists():
+        # no save has made a link, which may lead to a disk that is away
+        if not (path / MARKER).exists() and not path.is_symlink():
             shutil.rmtree(path)
             print(f"{path} was never finished: removed", file=sys.stderr, flush=True)
 
@@ -317,7 +323,7 @@ def _write(file, data, checksum: int) -> int:
 
 
 def _set_aside(path: Path) -> None:
-    """Renames a finished checkpoint that is damaged, or whose step is saved again."""
+    """Renames a finished checkpoint that is damaged, or whose step is saved again, or a link to one."""
     aside = first_free(lambda number: path.with_name(f"{path.name}.damaged-{number}"))
     path.rename(aside)
     print(f"{path} is kept as {aside.name}", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@ import gzip
 import json
 import os
 import pickle
+import resource
 import shutil
 import socket
 import subprocess
@@ -708,6 +709,18 @@ def test_a_wrong_command_ends_with_one_clear_error_and_no_traceback(corpus, argu
     assert message in errors
     assert "Traceback" not in errors
     assert not Path("runs").exists()
+
+
+def test_a_full_disk_is_told_with_the_folder_of_the_run_and_the_way_out(corpus):
+    run("total_tokens=512")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # less than the settings have
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1000, limits[1]))
+    process = start(*SMALL, "name=full", preexec_fn=limit)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "File too large, most likely in runs/full: make room there; the same command goes on" in errors
+    assert "Traceback" not in errors
 
 
 @pytest.mark.gpu

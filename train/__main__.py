@@ -6,6 +6,7 @@ training began. With --multirun a run that would end with 2 is told, and the oth
 What torchrun starts again after 2 ends with 2 at once, if it would end so again (train/restarts.py).
 """
 
+import errno
 import logging
 import os
 import sys
@@ -32,6 +33,8 @@ from train.restarts import comes_again, is_first_here, tell, was_refused
 from train.terminal import words_may_fail
 
 WANTS_TRACEBACK = "HYDRA_FULL_ERROR" in os.environ
+# of a write: the disk, the user's share of it, or what a file may have
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class RunFailed(Exception):  # noqa: N818, as Interrupted
@@ -56,6 +59,7 @@ def _run(cfg: DictConfig) -> int:
     # data preparation says what it does; once, not once a process
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("data").setLevel(logging.INFO if rank == 0 else logging.ERROR)
+    config = None
     try:
         answer_ctrl_c()
         config = parse(cfg)
@@ -86,7 +90,11 @@ def _run(cfg: DictConfig) -> int:
         # a mistake in the configuration or in a host's files is found by every process of the host; other
         # errors have a rank of their own
         is_ours = is_first_here() or not isinstance(error, ValueError)
-        text = f"error: {error}\n(HYDRA_FULL_ERROR=1 shows the traceback)"
+        reason = str(error)
+        if config and isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is None:
+            # Python does not tell which file a write was to
+            reason += f", most likely in {config.folder}: make room there; the same command goes on"
+        text = f"error: {reason}\n(HYDRA_FULL_ERROR=1 shows the traceback)"
         tell(text, is_ours=is_ours, again=comes_again(error))
         return EXIT_REFUSED
     return 0

@@ -69,6 +69,13 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
         read_metrics(path)
 
 
+def test_bytes_that_are_no_text_are_named_by_their_line(tmp_path):
+    path = write(tmp_path, [1, 2])
+    path.write_bytes(path.read_bytes() + b"\xff\x00\n" + path.read_bytes())
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 3 is not JSON: .*; take the line out"):
+        read_metrics(path)
+
+
 @pytest.mark.parametrize("broken", ["null", "[1]", '{"tokens": 5}', '{"step": "2"}'])
 def test_a_line_that_is_of_no_step_is_named(tmp_path, broken):
     path = write(tmp_path, [1, 2])

@@ -166,7 +166,8 @@ def read_metrics(path: Path) -> list[dict]:
     of a step.
     """
     metrics = []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    # what is no text is named by its line too
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             found = from_json(line)

@@ -47,7 +47,8 @@ def main(arguments: Arguments) -> None:
     if not arguments.files:
         raise ValueError("files is empty: name result files, such as docs/results/h200/attention.json")
     files = [Path(name) for name in arguments.files]
-    together = Path(os.path.commonpath([path.parent for path in files]))
+    # some may be given from / on
+    together = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in files])
     out = Path(arguments.out)
     repetitions = {
         str(path): repetition(path, out / os.path.relpath(path, together)) for path in dict.fromkeys(files)

@@ -187,6 +187,31 @@ def test_more_gpus_than_there_are_are_refused_before_anything_runs(tmp_path, mon
     assert not Path("remeasured").exists()
 
 
+def test_results_that_are_named_in_several_ways_are_made_again_inside_of_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b"):
+        Path(folder).mkdir()
+        write(Path(folder, "result.json"))
+    made = {}
+
+    def run(commands, places, needed):
+        made.update(commands)
+        return iter(())
+
+    monkeypatch.setattr(remeasure, "run_side_by_side", run)
+    remeasure.main(remeasure.Arguments(files=["a/result.json", str(tmp_path / "b" / "result.json")]))
+    assert [command[-1] for command in made.values()] == [
+        "out=remeasured/a/result.json",
+        "out=remeasured/b/result.json",
+    ]
+    made.clear()
+    remeasure.main(remeasure.Arguments(files=["a/../b/result.json", "a/result.json"]))
+    assert [command[-1] for command in made.values()] == [
+        "out=remeasured/b/result.json",
+        "out=remeasured/a/result.json",
+    ]
+
+
 def test_no_files_are_refused():
     with pytest.raises(ValueError, match="files is empty: name result files"):
         remeasure.main(remeasure.Arguments())

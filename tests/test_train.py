@@ -558,6 +558,15 @@ def test_each_run_of_a_sweep_over_sizes_is_compiled(corpus, monkeypatch):
             assert counter.frame_count > before
 
 
+def test_a_sweep_that_has_no_place_for_its_runs_ends_with_one_line(corpus):
+    Path("runs").touch()
+    process = start("--multirun", *SMALL, "seed=1,2", "name=seed${seed}")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert errors.startswith("error: [Errno 17] File exists: ")
+    assert errors.count("\n") == 1
+
+
 def test_a_run_of_a_sweep_that_fails_is_told_and_the_others_are_trained(corpus):
     steps = ["total_tokens=512", "tokens_per_step=512,500,1024", "name=${tokens_per_step}"]
     process = start("--multirun", *SMALL, *steps)

@@ -122,11 +122,13 @@ def command() -> None:
         main()
     except RunFailed:
         sys.exit(EXIT_REFUSED)
-    except (HydraException, ValueError) as error:
+    # of the last where --multirun finds no place for its multirun.yaml
+    except (HydraException, ValueError, OSError) as error:
         if WANTS_TRACEBACK:
             raise
         # every host finds it in its own conf/
-        tell(f"error: {explain(error, Config)}", is_ours=is_first_here(), again=True)
+        again = not isinstance(error, OSError)
+        tell(f"error: {explain(error, Config)}", is_ours=is_first_here(), again=again)
         sys.exit(EXIT_REFUSED)
 
 

@@ -78,6 +78,9 @@ def run_script(
             value = "(required)" if default == "???" else f"[{default}]"
             print(f"  {item.name:<16} {item.metadata['meaning']} {value}")
         return
+    if hasattr(sys.stdout, "reconfigure"):
+        # what the terminal's encoding lacks is escaped, as python -m train has it
+        sys.stdout.reconfigure(errors="backslashreplace")
     given = OmegaConf.create()
     try:
         answer_ctrl_c()

@@ -435,6 +435,16 @@ def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback_unless_i
     assert (first, rest, process.returncode) == ("under way\n", "", code)
 
 
+def test_a_text_that_the_terminal_has_no_letters_for_is_printed_with_escapes():
+    program = (
+        "from dataclasses import make_dataclass; from scripts.arguments import run_script\n"
+        "run_script(lambda arguments: print('caf\\xe9'), make_dataclass('Arguments', []), '')"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr, done.returncode) == ("caf\\xe9\n", "", 0)
+
+
 def test_a_missing_file_is_told_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["words", "prompt=missing.txt"])
     with pytest.raises(SystemExit, match="2"):

@@ -132,6 +132,9 @@ def _backward(ctx, dout, dlse):
     q, k, v, out, lse, key_bounds, query_bounds, dropout_seed, *blocks = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
+    if dlse is not None:
+        # of a row that sees nothing it may be nan, as -inf * 0 behind a mask is: no other row may hear of it
+        dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
     gradients = backward(
         dout, dlse, q, k, v, out, lse, key_bounds, query_bounds, dropout_seed, blocks, *ctx.options
     )

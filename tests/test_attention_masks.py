@@ -96,6 +96,18 @@ def test_rows_that_see_nothing_give_exactly_zero_and_no_gradient(mask, dropout_p
     assert not dv[:, unseen].any()
 
 
+@pytest.mark.parametrize("mask", MASKS)
+def test_an_lse_of_rows_that_see_nothing_may_be_masked_behind_any_function(mask, device):
+    attention, q, k, v, visible = masked(mask, device)
+    gradients = []
+    for rows in (slice(None), visible.any(1)):
+        # of -inf its square has the gradient 2 * -inf * 0, which is nan
+        square = attention(q, k, v)[1][..., rows] ** 2
+        gradients.append(torch.autograd.grad(square.masked_fill(square == torch.inf, 0.0).sum(), (q, k)))
+    for masked_behind, cut_out in zip(*gradients, strict=True):
+        torch.testing.assert_close(masked_behind, cut_out, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("mask", [*MASKS, "full", "blocks"])
 @pytest.mark.usefixtures("fresh_memory_is_nan")

@@ -84,12 +84,19 @@ def differentiate(operator: torch._ops.OpOverload, setup_context: Callable, back
     the outputs) needs, which returns a gradient or None for each input.
     """
 
+    def refuse(*_):
+        raise NotImplementedError(
+            f"nanoflash::{operator._opname} has no forward derivative, and no transform of torch.func (grad, "
+            "vjp, jvp) reaches through it: use torch.autograd.grad for gradients, and for the others plain "
+            "PyTorch (attention_reference, or fused_gelu=false)"
+        )
+
     def with_gradient_of(run: Callable) -> Callable:
         def below_autograd(*inputs):
             with torch._C._AutoDispatchBelowAutograd():
                 return run(*inputs)
 
-        # one level: transforms of torch.func have their own, and refuse it
+        # one level: transforms of torch.func have their own
         class Gradient(torch.autograd.function._SingleLevelFunction):
             @staticmethod
             def forward(ctx, *inputs):
@@ -101,6 +108,8 @@ def differentiate(operator: torch._ops.OpOverload, setup_context: Callable, back
             def backward(ctx, *gradients):
                 return backward(ctx, *gradients)
 
+            jvp = staticmethod(refuse)
+
         # named in profiles, and in the graphs that debuggers print, whose nodes are of a class of their own
         Gradient.__name__ = Gradient.__qualname__ = f"GradientOf_{operator._opname}"
         Gradient._backward_cls.__name__ = f"{Gradient.__name__}Backward"
@@ -109,6 +118,9 @@ def differentiate(operator: torch._ops.OpOverload, setup_context: Callable, back
             # as inside of backward passes; forward derivatives, which no_grad leaves on, Gradient refuses
             if not torch.is_grad_enabled() and forward_ad._current_level < 0:
                 return below_autograd(*inputs)
+            # else PyTorch asks to report a bug of its own
+            if torch._C._are_functorch_transforms_active():
+                refuse()
             return Gradient.apply(*inputs)
 
         return with_gradient

@@ -98,6 +98,12 @@ def linear_cross_entropy_forward(
     multiplied: who reads the gradient next can do so for nothing.
     """
     n_rows = hidden.shape[0]
+    # a kernel would read another address, and the loss look like one: as PyTorch's own, without a wait
+    torch._assert_async(
+        ((targets >= 0) & (targets < vocab_size)).all(),
+        f"targets must be from 0 to {vocab_size - 1}, got others: leave out rows that are not to count, "
+        "whose targets may be -100 in PyTorch, or use F.cross_entropy of the logits",
+    )
     cast, targets = weight.to(hidden.dtype), targets.contiguous()
     losses = torch.empty(n_rows, dtype=torch.float32, device=hidden.device)
     dhidden, dweight, factors = _gradients(hidden, weight, of_hidden, of_weight)
@@ -197,9 +203,9 @@ def linear_cross_entropy(
     """The mean cross-entropy in nats, () float32, of targets (N,) int64 under logits hidden weight^T.
 
     hidden: (N, C), N at least 1; weight: (V', C), usually float32, rows from vocab_size on pad it; the
-    products run in hidden's dtype, the gradient of weight is summed in weight's. Targets must be from 0 to
-    vocab_size - 1, which is not checked. Raises ValueError for other shapes, for several devices, and without
-    a GPU.
+    products run in hidden's dtype, the gradient of weight is summed in weight's. Raises ValueError for other
+    shapes, for several devices, and without a GPU, and RuntimeError for targets that are not from 0 to
+    vocab_size - 1, on a GPU where it is next waited for.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or hidden.shape[0] == 0:
         raise ValueError(

@@ -126,6 +126,16 @@ def test_what_does_not_fit_is_refused(change, message):
         linear_cross_entropy(**arguments)
 
 
+@pytest.mark.parametrize("target", [-100, -1, 300])
+def test_a_target_that_is_no_token_is_refused_with_a_way_out(device, target):
+    if device.type == "cuda":
+        pytest.skip("ends the GPU's context, as a bad target of PyTorch's own does")
+    hidden, weight, targets = inputs(device)
+    targets[3] = target
+    with pytest.raises(RuntimeError, match=r"targets must be from 0 to 299, .*use F\.cross_entropy"):
+        linear_cross_entropy(hidden, weight, targets, 300)
+
+
 def test_no_gradient_of_the_loss_is_none_of_hidden_and_weight(device):
     hidden, weight, targets = inputs(device)
     x, loss = (

@@ -54,6 +54,13 @@ def autocast(**tensors: Tensor) -> tuple[Tensor, ...]:
 def check_is_tensor(name: str, x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(x).__name__}: torch.as_tensor makes one")
+    # a nested one may say that it is strided
+    if x.is_nested or x.layout != torch.strided:
+        kind = "nested" if x.is_nested else x.layout
+        raise ValueError(
+            f"{name} must be dense, got a {kind} tensor: call to_dense(), or pack sequences of different "
+            "lengths for flash_attention_varlen"
+        )
 
 
 def has_kernels(device: torch.device) -> bool:

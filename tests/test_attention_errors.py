@@ -84,6 +84,23 @@ def test_flash_attention_names_what_is_wrong(change, message):
         flash_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("kind", ["nested", "jagged", "sparse"])
+def test_every_form_of_the_call_names_a_tensor_that_is_not_dense_and_what_takes_its_sequences(kind):
+    parts = [X[0, :3], X[1]]
+    if kind == "sparse":
+        x = X.to_sparse()
+    else:
+        layout = torch.jagged if kind == "jagged" else torch.strided
+        x = torch.nested.nested_tensor(parts, layout=layout)
+    with pytest.raises(ValueError, match="q must be dense.*flash_attention_varlen"):
+        flash_attention(x, x, x)
+    with pytest.raises(ValueError, match="k must be dense.*flash_attention_varlen"):
+        flash_attention_varlen(X[0], x, x, torch.tensor([0, 8], dtype=torch.int32, device=DEVICE))
+    with pytest.raises(ValueError, match="qkv must be dense"):
+        flash_attention_packed(x)
+
+
 def test_a_device_without_autocast_is_refused_as_any_that_is_no_gpu():
     q, qkv = X.to("meta"), X.to("meta")[:, :, None].expand(-1, -1, 3, -1, -1)
     for name, call in (

@@ -139,8 +139,13 @@ def _(hidden, weight, targets, vocab_size, chunk, of_hidden, of_weight):
 
 def _gradients(hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: bool) -> tuple[Tensor, ...]:
     """What the operator returns beside the loss, to be filled."""
-    asked = ((hidden, of_hidden), (weight, of_weight))
-    gradients = (torch.empty_like(x) if wanted else x.new_empty(0) for x, wanted in asked)
+    # a sum over many rows, which only the backward pass makes a mean: float16 ends at 65504
+    summed = torch.float32 if weight.dtype == torch.float16 else weight.dtype
+    asked = ((hidden, hidden.dtype, of_hidden), (weight, summed, of_weight))
+    gradients = (
+        torch.empty_like(x, dtype=dtype) if wanted else x.new_empty(0, dtype=dtype)
+        for x, dtype, wanted in asked
+    )
     in_epilogue = (of_hidden or of_weight) and cross_entropy_epilogue.fits(hidden, weight)
     factors = hidden.new_empty(hidden.shape[0] if in_epilogue else 0, dtype=torch.float32)
     return *gradients, factors
@@ -169,6 +174,7 @@ def _sums_in_float32(a: Tensor, out: Tensor) -> bool:
 
 def _save_for_backward(ctx, inputs, output):
     ctx.n_rows, (ctx.of_hidden, ctx.of_weight) = inputs[0].shape[0], inputs[-2:]
+    ctx.weight_dtype = inputs[1].dtype
     ctx.save_for_backward(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -190,7 +196,7 @@ def _backward(ctx, dloss, *_):
         dhidden = (dhidden * (scale * factors)[:, None]).to(dhidden.dtype)
     else:
         dhidden = dhidden * scale
-    dweight = dweight * scale if ctx.of_weight else None
+    dweight = (dweight * scale).to(ctx.weight_dtype) if ctx.of_weight else None
     return dhidden, dweight, None, None, None, None, None
 
 
@@ -203,9 +209,9 @@ def linear_cross_entropy(
     """The mean cross-entropy in nats, () float32, of targets (N,) int64 under logits hidden weight^T.
 
     hidden: (N, C), N at least 1; weight: (V', C), usually float32, rows from vocab_size on pad it; the
-    products run in hidden's dtype, the gradient of weight is summed in weight's. Raises ValueError for other
-    shapes, for several devices, and without a GPU, and RuntimeError for targets that are not from 0 to
-    vocab_size - 1, on a GPU where it is next waited for.
+    products run in hidden's dtype, the gradient of weight is summed in weight's, if that is float16 in
+    float32. Raises ValueError for other shapes, for several devices, and without a GPU, and RuntimeError for
+    targets that are not from 0 to vocab_size - 1, on a GPU where it is next waited for.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or hidden.shape[0] == 0:
         raise ValueError(

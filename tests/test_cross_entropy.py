@@ -84,6 +84,16 @@ def test_hidden_and_weight_may_have_any_two_dtypes(device, of_hidden, of_weight)
         assert (ours - theirs).norm() <= 0.02 * theirs.norm()
 
 
+def test_a_gradient_is_finite_in_float16_where_its_sum_over_rows_is_not(device):
+    hidden = torch.full((100, 16), 1000.0, device=device, requires_grad=True)
+    weight = torch.zeros(32, 16, dtype=torch.float16, device=device, requires_grad=True)
+    targets = torch.zeros(100, dtype=torch.int64, device=device)
+    (gradient,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets, 32), weight)
+    assert gradient.dtype == torch.float16
+    # a hundred times as much is beyond 65504
+    torch.testing.assert_close(gradient[0], torch.full_like(gradient[0], -1000.0 * 31 / 32))
+
+
 def test_autocast_lowers_no_product(device):
     hidden, weight, targets = inputs(device)
     results = []

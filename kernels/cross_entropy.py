@@ -189,13 +189,10 @@ def _backward(ctx, dloss, *_):
     if dloss is None:
         return (None,) * 7
     dhidden, dweight, factors = ctx.saved_tensors
-    scale = dloss / ctx.n_rows
-    if not ctx.of_hidden:
-        dhidden = None
-    elif factors.shape[0]:
-        dhidden = (dhidden * (scale * factors)[:, None]).to(dhidden.dtype)
-    else:
-        dhidden = dhidden * scale
+    # with dimensions of its own: of a number alone a GPU would round it to the gradient's 16 bits first
+    scale = (dloss / ctx.n_rows)[None, None]
+    of_rows = scale * factors[:, None] if factors.shape[0] else scale
+    dhidden = (dhidden * of_rows).to(dhidden.dtype) if ctx.of_hidden else None
     dweight = (dweight * scale).to(ctx.weight_dtype) if ctx.of_weight else None
     return dhidden, dweight, None, None, None, None, None
 
@@ -227,6 +224,8 @@ def linear_cross_entropy(
     for name, x in (("weight", weight), ("targets", targets)):
         if x.device != hidden.device:
             raise ValueError(f"{name} must be on {hidden.device}, as hidden, got {x.device}: move it")
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1 row, got {chunk}: leave it out for {CHUNK}")
     if not 0 < vocab_size <= weight.shape[0]:
         raise ValueError(
             f"vocab_size must be from 1 to the {weight.shape[0]} rows of weight, got {vocab_size}"

@@ -94,6 +94,19 @@ def test_a_gradient_is_finite_in_float16_where_its_sum_over_rows_is_not(device):
     torch.testing.assert_close(gradient[0], torch.full_like(gradient[0], -1000.0 * 31 / 32))
 
 
+def test_what_the_loss_is_multiplied_by_is_not_rounded_to_16_bits(device):
+    hidden, weight, targets = inputs(device)
+    hidden = hidden.detach().half().requires_grad_()
+    # to 16 bits one half would round it to 1
+    n_rows, factor = hidden.shape[0], 1.0004
+    losses = [times * n_rows * linear_cross_entropy(hidden, weight, targets, 300) for times in (1.0, factor)]
+    once, scaled = (torch.autograd.grad(loss, hidden)[0] for loss in losses)
+    truth = (once.double() * factor).half()
+    assert (scaled != once).any()
+    # the factor itself is a float32
+    assert (scaled == truth).float().mean() > 0.99
+
+
 def test_autocast_lowers_no_product(device):
     hidden, weight, targets = inputs(device)
     results = []
@@ -127,6 +140,7 @@ def test_targets_may_be_a_view(device):
         ({"targets": torch.zeros(37, device="meta").long()}, "targets must be on cpu, as hidden, got meta"),
         ({"weight": torch.zeros(384, 16, device="meta")}, "weight must be on cpu, as hidden, got meta"),
         ({"vocab_size": 385}, "from 1 to the 384 rows of weight, got 385"),
+        ({"chunk": 0}, "chunk must be at least 1 row, got 0: leave it out for 11264"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):

@@ -582,6 +582,28 @@ def test_a_run_of_a_sweep_that_fails_is_told_and_the_others_are_trained(corpus):
     assert later < first, "importing torch is in the first alone"
 
 
+def test_runs_of_a_sweep_under_one_name_are_refused_but_for_the_first(corpus):
+    process = start("--multirun", *SMALL, "total_tokens=512", "name=one", "seed=1,2")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert errors.count("error: ") == errors.count("error: name=one is that of an earlier run") == 1
+    assert "Traceback" not in errors
+    assert "\nseed: 1\n" in Path("runs/one/config.yaml").read_text()
+
+
+@pytest.mark.parametrize("kind", ["a file", "a link that leads nowhere"])
+def test_a_run_whose_checkpoints_have_no_place_is_refused(corpus, kind):
+    folder = Path("runs/blocked/checkpoints")
+    folder.parent.mkdir(parents=True)
+    if kind == "a file":
+        folder.touch()
+    else:
+        folder.symlink_to("/nowhere/checkpoints")
+    with pytest.raises(ValueError, match="runs/blocked/checkpoints is a file, or a link that leads nowhere"):
+        run("name=blocked")
+    assert [path.name for path in folder.parent.iterdir()] == ["checkpoints"]
+
+
 @pytest.mark.parametrize("ends_well", [True, False])
 def test_after_the_first_step_garbage_is_collected_at_log_lines_alone_until_the_run_ends(
     corpus, monkeypatch, ends_well

@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 import hydra
@@ -35,6 +36,10 @@ from train.terminal import words_may_fail
 WANTS_TRACEBACK = "HYDRA_FULL_ERROR" in os.environ
 # of a write: the disk, the user's share of it, or what a file may have
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+# of the runs of this process, of which --multirun has several
+_folders: set[Path] = set()
 
 
 class RunFailed(Exception):  # noqa: N818, as Interrupted
@@ -73,6 +78,12 @@ def _run(cfg: DictConfig) -> int:
             schedule=config.optim.schedule,
             algorithm=config.optim.algorithm,
         )
+        if config.folder in _folders:
+            raise ValueError(
+                f"name={config.name} is that of an earlier run of this --multirun, from whose end this one "
+                "would go on: give each a name of its own, as 'name=seed${seed}' does"
+            )
+        _folders.add(config.folder)
         # takes two seconds, for which a refused command need not wait
         from train.loop import train
 

@@ -120,6 +120,11 @@ def find_checkpoint(folder: Path, resume: str, skipped: list[Path] | None = None
 
 def refuse_other_run(folder: Path, resume: str, config: dict) -> None:
     """Raises ValueError, before any long work, if a run in this folder would be another run's, or undo it."""
+    if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
+        raise ValueError(
+            f"{folder} is a file, or a link that leads nowhere, and checkpoints would have no place: move it "
+            "away, or mount the disk that it leads to"
+        )
     finished = list_checkpoints(folder)
     if resume == "never" and finished:
         raise ValueError(

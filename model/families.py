@@ -42,7 +42,15 @@ def family_of(config: ModelConfig) -> str:
     if config.qk_norm:
         _check_all("Qwen3ForCausalLM", config, {"bias": "none"})
         return "Qwen3ForCausalLM"
-    return "Qwen2ForCausalLM" if config.bias == "qkv" else "LlamaForCausalLM"
+    if config.bias == "qkv":
+        return "Qwen2ForCausalLM"
+    # transformers 5 refuses such a config.json, of this family alone
+    if config.n_embd % config.n_head:
+        raise ValueError(
+            "no Hugging Face family that we know holds this model: LlamaForCausalLM needs model.n_embd to be "
+            f"a multiple of model.n_head={config.n_head}, it is {config.n_embd}"
+        )
+    return "LlamaForCausalLM"
 
 
 def _check_all(family: str, config: ModelConfig, needed: dict) -> None:

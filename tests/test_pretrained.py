@@ -360,6 +360,18 @@ def test_heads_that_do_not_add_up_to_the_channels_fit_no_gpt2():
         family_of(ModelConfig(n_head=3, n_embd=100, head_dim=33, **size))
 
 
+def test_channels_that_no_heads_divide_are_refused_for_llama_alone(tmp_path):
+    size = {"n_layer": 1, "n_head": 3, "n_embd": 32, "head_dim": 16, "vocab_size": 64, "max_seq_len": 8}
+    kind = {"dropout": 0.0, "rotary": {"base": 1e4}, "norm": "rms", "mlp": "swiglu"}
+    with pytest.raises(ValueError, match="Llama.* model.n_embd to be a multiple of model.n_head=3, it is 32"):
+        family_of(ModelConfig(**size, **kind, bias="none"))
+    for out, options in (("qwen2", {"bias": "qkv"}), ("qwen3", {"bias": "none", "qk_norm": True})):
+        model, tokens = GPT(ModelConfig(**size, **kind, **options), REFERENCE), torch.arange(8)[None]
+        export_pretrained(model, tmp_path / out)
+        read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / out)
+        torch.testing.assert_close(read(tokens).logits, model(tokens), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["gpt2"], indirect=True)
 @pytest.mark.parametrize(
     ("max_shard_bytes", "room"),

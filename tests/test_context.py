@@ -3,6 +3,7 @@ import math
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
 
@@ -103,6 +104,32 @@ def test_a_key_value_prompt_asks_for_one_of_its_lines(depth):
     *lines, question = tokenizer.decode(prompt.tokens).split("\n")
     assert lines.count(question) == 1
     assert lines.index(question) == pytest.approx(depth * (len(lines) - 1), abs=1)
+
+
+@pytest.mark.parametrize("kind", ["passkey", "key_value"])
+def test_an_answer_has_the_tokens_of_what_is_hidden_where_a_tokenizer_begins_texts_with_a_space(
+    kind, tmp_path
+):
+    # Llama 2's does so
+    tokens = ["<unk>", "</s>", "\u2581", "\u2581\u2581", "\n", *map(chr, range(33, 127))]
+    vocabulary = tokenizers.Tokenizer(
+        tokenizers.models.BPE({token: i for i, token in enumerate(tokens)}, [("\u2581", "\u2581")])
+    )
+    vocabulary.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")]
+    )
+    vocabulary.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    tokenizer, rng = load_tokenizer(str(tmp_path)), np.random.default_rng(0)
+    draws = {
+        "passkey": lambda: passkey(tokenizer, tokenizer.encode("filler" * 50), 200, 0.5, rng),
+        "key_value": lambda: key_value(tokenizer, 200, 0.5, rng),
+    }
+    prompt = draws[kind]()
+    text, answer = prompt.tokens.tolist(), prompt.tokens[-prompt.n_answer :].tolist()
+    n = len(answer)
+    assert n == {"passkey": 1 + 7, "key_value": 1 + 6}[kind]
+    assert sum(text[i : i + n] == answer for i in range(len(text))) == 2
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -88,14 +89,14 @@ def passkey(
 ) -> Recall:
     """`length` tokens of filler with a number hidden at `depth`, from 0, the start, to 1, and asked for."""
     number = f" {rng.integers(10**6, 10**7)}"
-    needle, question = tokenizer.encode(PASSKEY[0].format(number.strip())), tokenizer.encode(PASSKEY[1])
-    answer = tokenizer.encode(number)
-    room = length - len(needle) - len(question) - len(answer)
+    needle = tokenizer.encode(PASSKEY[0].format(number.strip()))
+    asked, n_answer = question_and_answer(tokenizer, PASSKEY[1], number)
+    room = length - len(needle) - len(asked)
     if not 0 < room <= len(filler):
         raise ValueError(f"length={length} leaves {room} tokens of filler, there are {len(filler)}")
     start = rng.integers(len(filler) - room + 1)
     text, place = filler[start : start + room], round(depth * room)
-    return Recall(np.concatenate([text[:place], needle, text[place:], question, answer]), len(answer))
+    return Recall(np.concatenate([text[:place], needle, text[place:], asked]), n_answer)
 
 
 def key_value(tokenizer: Tokenizer, length: int, depth: float, rng: np.random.Generator) -> Recall:
@@ -113,8 +114,16 @@ def key_value(tokenizer: Tokenizer, length: int, depth: float, rng: np.random.Ge
     if not lines:
         raise ValueError(f"length={length} has no room for a line and a question: raise it")
     key, number, _ = lines[min(int(depth * len(lines)), len(lines) - 1)]
-    question, answer = tokenizer.encode(f"value_{key} ="), tokenizer.encode(f" {number}")
-    return Recall(np.concatenate([*(line for _, _, line in lines), question, answer]), len(answer))
+    asked, n_answer = question_and_answer(tokenizer, f"value_{key} =", f" {number}")
+    return Recall(np.concatenate([*(line for _, _, line in lines), asked]), n_answer)
+
+
+def question_and_answer(tokenizer: Tokenizer, question: str, answer: str) -> tuple[np.ndarray, int]:
+    """The tokens of both as one text, as the prompt has told them, and how many of them the answer has."""
+    # Llama 2's tokenizer puts a space before a text: an answer by itself would begin with two
+    asked, whole = tokenizer.encode(question), tokenizer.encode(question + answer)
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(asked, whole, strict=False))
+    return whole, len(whole) - len(list(same))
 
 
 def begun(recall: Recall, begin: list[int]) -> Recall:

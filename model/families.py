@@ -70,6 +70,7 @@ def read_gpt2_config(theirs: dict) -> ModelConfig:
         scale_attn_by_inverse_layer_idx=(False,),
         reorder_and_upcast_attn=(False,),
         add_cross_attention=(False,),
+        is_causal=(True,),
     )
     return ModelConfig(
         n_layer=theirs["n_layer"],
@@ -147,7 +148,8 @@ def read_qwen3_config(theirs: dict) -> ModelConfig:
 
 
 def _read_rotary_family(theirs: dict, *, bias: str, default_eps: float, qk_norm: bool = False) -> ModelConfig:
-    _require(theirs, hidden_act=("silu",), pretraining_tp=(1,))
+    # models that embed texts see what follows too: "is_causal": false
+    _require(theirs, hidden_act=("silu",), pretraining_tp=(1,), is_causal=(True,))
     return ModelConfig(
         n_layer=theirs["num_hidden_layers"],
         n_head=theirs["num_attention_heads"],

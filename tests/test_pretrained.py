@@ -191,6 +191,18 @@ def test_what_we_lack_is_refused_by_key(folder, changes, message):
         load_pretrained(folder, REFERENCE)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama2", "qwen2.5", "qwen3"], indirect=True)
+def test_a_model_that_sees_what_follows_is_refused(folder):
+    path = folder / "config.json"
+    causal = json.loads(path.read_text())
+    for read in (load_pretrained, lambda folder, _: check_pretrained(folder)):
+        path.write_text(json.dumps(causal | {"is_causal": False}))
+        with pytest.raises(ValueError, match="is_causal=False is not supported: True is"):
+            read(folder, REFERENCE)
+        path.write_text(json.dumps(causal | {"is_causal": True}))
+        read(folder, REFERENCE)
+
+
 @pytest.mark.parametrize(
     "scaling",
     [

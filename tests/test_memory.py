@@ -96,6 +96,23 @@ def test_layers_take_the_time_of_their_patterns_in_turn():
     assert attention("window(1024)", "window(1024)", "dense") == pytest.approx((2 * window + dense) / 3)
 
 
+@pytest.mark.parametrize(
+    ("given", "share"), [([], 1), (["distributed=fsdp"], 8), (["distributed=fsdp", "shard_processes=2"], 2)]
+)
+def test_a_process_is_planned_to_update_its_own_share_of_the_weights_alone(given, share):
+    planned = config("tokens_per_step=262144", *given)
+
+    def update(processes: int) -> float:
+        # what does not grow with the tokens of a process
+        once, twice = (
+            step_work(replace(planned, tokens_per_step=tokens), processes)["memory"]
+            for tokens in (262144, 524288)
+        )
+        return 2 * once - twice
+
+    assert update(8) == pytest.approx(update(1) / share)
+
+
 def test_a_probe_of_small_models_predicts_a_large_one():
     probe = [(row, config) for row, config in known() if row["source"] in PROBE]
     rates = fit_rates([config for _, config in probe], [row["step_ms"] / 1000 for row, _ in probe], 3.3e12)

@@ -40,7 +40,7 @@ def peak_bytes(config: Config, world_size: int = 1, chunk: int = LOGIT_ROWS) -> 
     n_weights = count_weights(model)
 
     is_sharded = config.distributed == "fsdp" and world_size > 1
-    shards = (config.shard_processes or world_size) if is_sharded else 1
+    shards = shard_count(config, world_size)
     moments = 8 * n_weights - (4 * layers * matrices if config.optim.algorithm == "muon" else 0)
     persistent = (4 * n_weights + moments) / shards
     gradients = 4 * n_weights / shards
@@ -107,6 +107,12 @@ def count_weights(model: ModelConfig) -> int:
     tables = model.padded_vocab_size * (1 if model.tied_head else 2) - model.vocab_size
     positions = 0 if model.rotary is not None else model.max_seq_len
     return in_products + (tables + positions) * model.n_embd
+
+
+def shard_count(config: Config, world_size: int) -> int:
+    """In how many shares the processes hold weights, gradients and optimizer state."""
+    is_sharded = config.distributed == "fsdp" and world_size > 1
+    return (config.shard_processes or world_size) if is_sharded else 1
 
 
 def microbatches(config: Config, world_size: int = 1) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 from model.config import layer_matrices
 from model.flops import attended_pairs
 from train.config import Config
-from train.memory import count_weights
+from train.memory import count_weights, shard_count
 
 # bytes that move for each logit beside its products, which write its exponential and read it twice, fitted;
 # PyTorch's loss reads them a few times more
@@ -88,7 +88,7 @@ def step_work(config: Config, world_size: int) -> dict[str, float]:
         "attention": attention * 12 * model.n_head * model.head_dim * pairs * tokens,
         "layer": small * model.n_layer * model.n_embd * tokens,
         "memory": LOGIT_BYTES[config.fused_loss] * model.padded_vocab_size * tokens
-        + WEIGHT_BYTES * count_weights(model),
+        + WEIGHT_BYTES * count_weights(model) / shard_count(config, world_size),
     }
 
 

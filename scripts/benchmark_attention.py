@@ -242,6 +242,8 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
     """Bars of TFLOP/s, forward above backward; columns: GPT-2's shape, and each head_dim and mask."""
     import matplotlib.pyplot as plt
 
+    from train.plot import length_label
+
     columns = {}
     for row in rows:
         mask = "causal" if row["causal"] else "full"
@@ -268,7 +270,7 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
                     for length in speeds
                 ]
                 axis.bar(x, list(speeds.values()), 0.8 / len(names), label=name)
-            axis.set_xticks(range(len(lengths)), [f"{length // 1024}K" for length in lengths])
+            axis.set_xticks(range(len(lengths)), list(map(length_label, lengths)))
             axis.set_title(f"{direction}\n{title}" if line == 0 else direction)
     axes[0, 0].set_ylabel("TFLOP/s")
     axes[1, 0].set_ylabel("TFLOP/s")

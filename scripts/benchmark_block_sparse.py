@@ -288,6 +288,8 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
     """Time over density, and what is allowed; columns: head_dim and length, forward above backward."""
     import matplotlib.pyplot as plt
 
+    from train.plot import length_label
+
     shapes = list(dict.fromkeys((row["head_dim"], row["seq_len"]) for row in rows))
     names = list(dict.fromkeys(map(label, rows)))
     # wide enough for what is above and below the axes
@@ -313,7 +315,9 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
                 allowed = [row[f"allowed_{direction}_ms"] for row in chosen]
                 if None not in allowed:
                     axis.plot(density, allowed, c=f"C{index}", label=f"1.15 of {name}, dense, and 20 us")
-            axis.set(xscale="log", yscale="log", title=f"{direction}, D {shape[0]}, T {shape[1] // 1024}K")
+            axis.set(
+                xscale="log", yscale="log", title=f"{direction}, D {shape[0]}, T {length_label(shape[1])}"
+            )
             axis.grid(alpha=0.3)
     for axis in axes[1]:
         axis.set_xlabel("kept blocks of the causal ones, %")

@@ -19,6 +19,7 @@ import pytest
 import tokenizers
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 
 from data.shards import write_shard
 from data.sources import read_plain
@@ -634,6 +635,26 @@ def test_speed_counts_the_scores_that_a_causal_mask_keeps():
     # of 16 one, and three times two
     assert benchmark_attention.visible_share(4, 2) == 7 / 16
     assert benchmark_attention.visible_share(4, None) == benchmark_attention.visible_share(4, 4) == 0.5
+
+
+def test_pictures_of_attention_name_each_length_as_it_is(tmp_path, monkeypatch):
+    lengths = [512, 1024, 1536, 16384]
+    times = {f"{direction}_{unit}": 1.0 for direction in ("forward", "backward") for unit in ("ms", "tflops")}
+    times |= {"allowed_forward_ms": 1.0, "allowed_backward_ms": 1.0}
+    rows = [
+        {"implementation": "ours", "seq_len": length, "head_dim": 64, "causal": True, "packed": False}
+        | {"deterministic": False, "density": 1.0, "pattern": "dense", **times}
+        for length in lengths
+    ]
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure))
+    result = {"gpu": None, "torch": "2", "triton": "3"}
+    benchmark_attention.plot(rows, result, tmp_path / "a.png")
+    benchmark_block_sparse.plot(rows, result, tmp_path / "b.png")
+    names = ["512", "1K", "1536", "16K"]
+    for axis in figures[0].axes:
+        assert [label.get_text() for label in axis.get_xticklabels()] == names
+    assert [axis.get_title() for axis in figures[1].axes[:4]] == [f"forward, D 64, T {x}" for x in names]
 
 
 def test_flash_attention_4_is_left_out_where_it_is_missing_and_asked_for_the_same_masks(monkeypatch, capsys):

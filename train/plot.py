@@ -59,3 +59,8 @@ def draw_bars(values: dict[str, float], picture: Path, title: str, unit: str) ->
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=150)
     plt.close(figure)
+
+
+def length_label(tokens: int) -> str:
+    """A length in tokens, as pictures name it: 16K, and those between two of them in full."""
+    return str(tokens) if tokens % 1024 else f"{tokens // 1024}K"

@@ -885,6 +885,24 @@ def test_benchmark_training_writes_a_row_for_each_combination(tmp_path):
     assert rows[0]["final_loss"] == pytest.approx(rows[1]["final_loss"], abs=1e-4)
 
 
+def test_benchmark_training_says_of_each_row_whether_gelu_was_inside_of_the_products(monkeypatch):
+    # as on Hopper
+    monkeypatch.setattr(benchmark_training, "has_fused_gelu", lambda device: True)
+    usual = benchmark_training.Arguments(
+        models=["tiny"], seq_lens=[32], implementations=["sdpa"], tokens_per_step=64, steps=1,
+        tokens_per_microbatch=64, warmup_steps=0, device="cpu", compile=False, fused_loss=False,
+    )  # fmt: skip
+    for given, had in (
+        ({}, True),
+        ({"fused_gelu": False}, False),
+        ({"recompute": ["full"]}, False),
+        ({"precision": "fp32"}, False),
+    ):
+        arguments = replace(usual, **given)
+        [(*_, step)] = benchmark_training.jobs(arguments)
+        assert benchmark_training.measure(arguments, "tiny", 32, step)["fused_gelu"] is had, given
+
+
 def test_benchmark_training_writes_each_job_with_its_aim_as_json_and_as_a_table(tmp_path, monkeypatch):
     made = [
         benchmark_training.Job("tiny", 32, "a lot", tokens_per_microbatch=64, tokens_per_step=128),

@@ -70,6 +70,11 @@ def main(arguments: Arguments) -> None:
         return
     config, memory = composed(arguments.train), card_memory(arguments)
     print(rates)
+    probe = measured("probe", arguments.probe) if arguments.probe and config.fused_gelu else []
+    # older cards have none, whatever is asked for, and rows say what they had
+    if probe and not any(of_row.fused_gelu for _, of_row in probe):
+        print("fused_gelu=true: no row of the probe had it, planned as if GELU were apart")
+        config = replace(config, fused_gelu=False)
     plan(config, rates, memory, arguments.processes)
 
 

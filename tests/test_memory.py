@@ -122,6 +122,29 @@ def test_a_probe_of_small_models_predicts_a_large_one():
         assert step_seconds(config, rates) == pytest.approx(row["step_ms"] / 1000, rel=0.1)
 
 
+def test_a_card_whose_probe_had_no_gelu_inside_of_products_is_planned_without(tmp_path, capsys):
+    def speeds(*, had: bool, asked: bool) -> str:
+        rows = []
+        for name, seq_len in (("gpt2", 1024), ("gpt2", 8192), ("gpt2_medium", 1024)):
+            given = {"model": name, "seq_len": seq_len, "tokens_per_step": 32768, "fused_gelu": had}
+            of_row = config(*(f"{key}={value}" for key, value in given.items()))
+            row = {"compile": True, "implementation": "flash", "tokens_per_second": 1.0, "precision": "bf16"}
+            row |= {"fused_loss": True, "low_precision_residual": True, "batch": 32768 // seq_len, **given}
+            rows.append(row | {"step_ms": 1000 * step_seconds(of_row, RATES["H200"])})
+        (tmp_path / "probe.json").write_text(json.dumps({"rows": rows}))
+        train = ["tokens_per_step=32768", f"fused_gelu={asked}"]
+        plan.main(Arguments(probe=[str(tmp_path / "probe.json")], memory_gib=140.0, train=train))
+        return capsys.readouterr().out
+
+    told = "fused_gelu=true: no row of the probe had it, planned as if GELU were apart\n"
+    apart = speeds(had=False, asked=False)
+    assert told not in apart
+    assert speeds(had=False, asked=True).replace(told, "") == apart
+    inside = speeds(had=True, asked=True)
+    assert told not in inside
+    assert inside.split("tokens/s")[0] != apart.split("tokens/s")[0]
+
+
 def test_a_probe_that_cannot_tell_the_rates_apart_is_refused():
     with pytest.raises(ValueError, match="the probe must hold at least two lengths and two models"):
         fit_rates([config()] * 3, [0.1, 0.1, 0.1], 3.3e12)

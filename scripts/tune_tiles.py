@@ -65,12 +65,7 @@ def main(arguments: Arguments) -> None:
     check(arguments)
     if not torch.cuda.is_available():
         raise ValueError("tune_tiles needs a CUDA GPU; none was found")
-    grid = [
-        (*blocks, warps, stages, 0, form)
-        for blocks, warps, stages, form in product(BLOCKS, WARPS, STAGES, FORMS)
-    ]
-    shapes = arguments.candidates or grid
-    tiles = [make_tile(*shape, tma=tma) for shape, tma in product(shapes, arguments.tma)]
+    tiles = choose_candidates(arguments)
     cases = list(product(arguments.kernels, arguments.head_dims, arguments.causal))
     jobs = [(arguments, *case, tile) for case in cases for tile in tiles]
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
@@ -111,6 +106,18 @@ def check(arguments: Arguments) -> None:
             )
         for seq_len in arguments.seq_lens:
             block_masks.parse(arguments.pattern, seq_len, block_size=arguments.block_size)
+
+
+def choose_candidates(arguments: Arguments) -> list[Tile]:
+    grid = [
+        (*blocks, warps, stages, 0, form)
+        for blocks, warps, stages, form in product(BLOCKS, WARPS, STAGES, FORMS)
+    ]
+    shapes = arguments.candidates or grid
+    tiles = (make_tile(*shape, tma=tma) for shape, tma in product(shapes, arguments.tma))
+    # a kernel skips the blocks of a mask that are smaller than its tile, and would look fast; each tile once
+    block_size = 0 if arguments.pattern is None else arguments.block_size
+    return list(dict.fromkeys(tile.within(block_size) for tile in tiles))
 
 
 def make_tile(block_m, block_n, num_warps, num_stages, registers=0, form=0, *, tma: bool) -> Tile:

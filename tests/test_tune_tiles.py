@@ -35,6 +35,21 @@ def test_what_could_not_be_measured_is_refused_before_anything_is_compiled(given
         tune_tiles.main(tune_tiles.Arguments(**given))
 
 
+def test_no_candidate_is_larger_than_a_block_of_the_mask_whose_keys_it_would_pass_over():
+    sizes = [
+        max(max(tile.block_m, tile.block_n) for tile in tune_tiles.choose_candidates(arguments))
+        for arguments in (
+            tune_tiles.Arguments(block_size=64),
+            tune_tiles.Arguments(pattern="window(64)"),
+            tune_tiles.Arguments(pattern="window(64)", block_size=64),
+        )
+    ]
+    assert sizes == [128, 128, 64]
+    given = [[64, 64, 4, 2], [128, 128, 4, 2], [128, 32, 8, 3]]
+    arguments = tune_tiles.Arguments(pattern="window(64)", block_size=64, candidates=given, tma=[False])
+    assert tune_tiles.choose_candidates(arguments) == [Tile(64, 64, 4, 2), Tile(64, 32, 8, 3)]
+
+
 def test_candidates_are_measured_in_turns_and_a_card_that_slows_down_favours_none(monkeypatch):
     """Each turn takes 1% longer than the one before, whoever has it."""
     turns = []

@@ -1,10 +1,17 @@
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from tests.conftest import pytest_collection_modifyitems
 from tests.report import read_cases, table
+from tests.test_config import composed
+from train import report
+from train.config import parse
+from train.distributed import Processes
+from train.throughput import PEAK_FLOPS, RunClock
 
 JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.test_a" name="test_holds_a_promise[1-2]"/>
@@ -38,3 +45,55 @@ def test_with_a_gpu_every_test_that_takes_a_device_is_one_of_the_gpus(monkeypatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     pytest_collection_modifyitems(items)
     assert marks == {"test_a.py": ["gpu"], "test_b.py": []}
+
+
+FLOPS = {"palm": 8e8, "causal": 6e8, "mask": 5e8, "kept": 7e8, "executed": 9e8}
+PEAK = PEAK_FLOPS["H200"]["bf16"]
+
+
+@pytest.fixture
+def four_gpus(monkeypatch) -> Processes:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(report, "peak_memory_bytes", lambda device: (3, 4))
+    return Processes(0, 4, torch.device("cuda"), None, None)
+
+
+def test_speed_is_that_of_all_gpus_and_utilization_that_of_each(four_gpus):
+    seconds = {"step_seconds": 0.25, "data_seconds": 0.05}
+    timer = SimpleNamespace(seconds=lambda: seconds)
+    config = parse(composed("tokens_per_step=131072"))
+    given = config, four_gpus, timer, FLOPS, 10, 3.0, None, 1e-3, torch.tensor(0.5), 2
+    metrics = report.step_metrics(*given)
+    assert metrics["tokens"] == 10 * 131072
+    assert metrics["tokens_per_second"] == 4 * 131072
+    assert metrics["tokens_per_second_per_gpu"] == 131072
+    # of the pairs that patterns and documents keep
+    assert metrics["mfu"] == pytest.approx(131072 * 7e8 / PEAK)
+    assert seconds.items() <= metrics.items()
+
+
+# with four windows the mean of the two in the middle
+@pytest.mark.parametrize(("first_step", "per_second"), [(0, 1150.0), (20, 1300.0)])
+def test_a_summary_is_of_its_launch_without_the_first_line_which_compiles(
+    four_gpus, tmp_path, first_step, per_second
+):
+    def line(step: int, speed: float, memory: int) -> dict:
+        metrics = {"step": step, "tokens": step, "train_loss": 3.0, "tokens_per_second": speed}
+        metrics |= {"step_seconds": 1 / speed, "data_seconds": 0.1 / speed}
+        return metrics | {"peak_memory_allocated_bytes": memory}
+
+    speeds = {1: 10.0, 10: 1100.0, 20: 900.0, 30: 1200.0, 40: 1300.0}
+    lines = [{"step": 0, "tokens": 0, "val_loss": 9.0}]
+    lines += [line(step, speed, step) for step, speed in speeds.items()]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(found) + "\n" for found in lines))
+    config = parse(composed("total_tokens=1310720", "tokens_per_step=32768", "sample.tokens=0"))
+    clock = RunClock(torch.device("cpu"), 0.0)
+    report.finish_run(config, tmp_path, None, 2.0, clock, four_gpus, FLOPS, first_step=first_step)
+    [row] = json.loads((tmp_path / "summary.json").read_text())["rows"]
+    assert row["tokens_per_second"] == per_second
+    assert row["step_ms"] == pytest.approx(1000 / per_second, rel=0.01)
+    assert row["data_ms"] == pytest.approx(100 / per_second, rel=0.01)
+    for name, count in FLOPS.items():
+        assert row[f"mfu_{name}"] == pytest.approx(per_second / 4 * count / PEAK)
+    assert (row["peak_memory_bytes"], row["final_loss"]) == (40, 2.0)
+    assert (row["n_gpus"], row["tokens"]) == (4, 1310720)

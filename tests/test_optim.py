@@ -130,11 +130,11 @@ def train_step(gpt: GPT, optimizer, limit: float = float("inf")) -> float:
 def test_muon_is_torch_s_own_on_each_matrix():
     gpt, other = small(), small()
     other.load_state_dict(gpt.state_dict())
-    optimizer = build_optimizer(gpt, config(algorithm="muon"))
+    # other than torch's own defaults
+    options = {"weight_decay": 0.3, "momentum": 0.8}
+    optimizer = build_optimizer(gpt, config(algorithm="muon", **options))
     matrices = [p for p in other.blocks.parameters() if p.ndim == 2]
-    torchs = torch.optim.Muon(
-        matrices, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-    )
+    torchs = torch.optim.Muon(matrices, lr=0.02, adjust_lr_fn="match_rms_adamw", **options)
     for _ in range(2):
         train_step(gpt, optimizer)
         tokens = torch.arange(72).view(8, 9) % 7

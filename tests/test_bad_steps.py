@@ -1,4 +1,5 @@
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -108,6 +109,21 @@ def test_log_changes_nothing_but_the_log(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("spike at step 5, batch 4: loss 9, the limit is")
     assert lines[1].startswith("spike at step 5, batch 4: gradient norm 50, the limit is")
+
+
+def test_a_norm_at_the_limit_of_its_step_is_a_spike_and_one_below_it_is_not(capsys):
+    # from deviations of 1/4 no sum is rounded
+    limit = 1.0 + 3.0 * 0.25
+    for norm, told in ((math.nextafter(limit, 0.0), 0), (limit, 1)):
+        judge = guard(action="rollback")
+        for step, before in enumerate((1.25, 0.75, 1.25, 0.75)):
+            take(judge, step, 3.0 - 0.01 * step, before)
+        judge.norm_limit(4, 2.95, 2.95)
+        judge.add_norm(4, torch.tensor(norm, dtype=torch.float64), limit)
+        with pytest.raises(RollBack) if told else nullcontext():
+            judge.settle()
+        assert capsys.readouterr().out.count("spike at step 5, batch 4: gradient norm") == told
+        assert judge.skipped_steps == told
 
 
 def test_roll_back_names_the_batch_that_the_step_really_took():

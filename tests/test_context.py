@@ -132,6 +132,16 @@ def test_an_answer_has_the_tokens_of_what_is_hidden_where_a_tokenizer_begins_tex
     assert sum(text[i : i + n] == answer for i in range(len(text))) == 2
 
 
+@pytest.mark.parametrize(("seed", "depth"), [(72, 0.5), (1269, 0.0), (2316, 0.5)])
+def test_a_key_value_prompt_is_no_longer_than_asked_however_long_the_number_asked_for_is(seed, depth):
+    tokenizer = load_tokenizer("gpt2")
+    # of one or two tokens more than that of the last line
+    prompt = key_value(tokenizer, 64, depth, np.random.default_rng(seed))
+    assert len(prompt.tokens) <= 64
+    *lines, question = tokenizer.decode(prompt.tokens).split("\n")
+    assert lines.count(question) == 1
+
+
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
 def test_the_least_length_has_room_for_needle_and_question(name):
     tokenizer, rng = load_tokenizer(name), np.random.default_rng(0)

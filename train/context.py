@@ -113,8 +113,12 @@ def key_value(tokenizer: Tokenizer, length: int, depth: float, rng: np.random.Ge
         used += len(line)
     if not lines:
         raise ValueError(f"length={length} has no room for a line and a question: raise it")
-    key, number, _ = lines[min(int(depth * len(lines)), len(lines) - 1)]
+    chosen = min(int(depth * len(lines)), len(lines) - 1)
+    key, number, _ = lines[chosen]
     asked, n_answer = question_and_answer(tokenizer, f"value_{key} =", f" {number}")
+    # of a number of more tokens than the last line's, which had room for its own
+    while used + len(asked) > length and len(lines) > chosen + 1:
+        used -= len(lines.pop()[2])
     return Recall(np.concatenate([*(line for _, _, line in lines), asked]), n_answer)
 
 

@@ -12,8 +12,10 @@ from kernels.reference import attention_reference, visible_keys
 from model.block_attention import BLOCK_ATTENTION
 from model.ring import Ring, tokens_of_blocks
 from model.ring_attention import merge, ring_attention
+from scripts import benchmark_ring
 from tests.accuracy import assert_within_rule, random_qkv, run
 from tests.together import run_together
+from train.distributed import Processes
 
 # (window, whether the sequences are cut into documents)
 MASKS = list(product((None, 1, 10, 40), (False, True)))
@@ -424,3 +426,24 @@ def compare_with_one_process(rank: int) -> None:
         torch.testing.assert_close(actual, ring.split(expected), rtol=1e-12, atol=1e-12)
         for part, x in zip(parts, whole, strict=True):
             torch.testing.assert_close(part.grad, ring.split(x.grad), rtol=1e-12, atol=1e-12)
+
+
+def count_operations(rank: int) -> None:
+    together = Processes(rank, 2, torch.device("cpu"), None, None)
+    arguments = benchmark_ring.Arguments(
+        tokens_per_gpu=256, n_head=4, n_kv_head=2, repeats=1, implementation="reference", device="cpu"
+    )
+    rows = benchmark_ring.measure(arguments, together, 16)
+    for mask in ({"window": 100}, {"pattern": "window(128)"}):
+        rows += benchmark_ring.measure(arguments, together, 16, **mask)
+    assert [row["seq_len"] for row in rows] == [256, 512, 512, 512]
+    # of 512 tokens each of two computes half; of four rows of blocks the first sees one
+    pairs = [256 * 257 / 2, 512 * 513 / 4, sum(min(i, 100) for i in range(1, 513)) / 2, 7 * 128**2 / 2]
+    for row, seen in zip(rows, pairs, strict=True):
+        for direction, products in (("forward", 2), ("backward", 5)):
+            flop = row[f"{direction}_tflops"] * row[f"{direction}_ms"] * 1e9
+            assert flop == pytest.approx(products * 2 * 4 * 16 * seen)
+
+
+def test_the_benchmark_counts_what_the_mask_keeps_for_each_gpu(tmp_path):
+    run_together(count_operations, 2, tmp_path / "meeting")

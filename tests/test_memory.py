@@ -20,7 +20,7 @@ from scripts.plan import Arguments, choose_rates, compare, measured
 from tests.test_config import composed
 from train.config import Config, parse
 from train.lora import LoraConfig
-from train.memory import count_weights, largest_microbatch, microbatches, peak_bytes
+from train.memory import count_weights, kept_bytes, largest_microbatch, microbatches, peak_bytes
 from train.out_of_memory import EXIT_OUT_OF_MEMORY, way_out
 from train.speed import RATES, fit_rates, step_seconds, step_work
 
@@ -287,6 +287,23 @@ def test_recomputation_fsdp_and_smaller_micro_batches_take_less():
     assert peak_bytes(gathered_in_turn, 4) < peak_bytes(gathered_at_once, 4) < none
     wide = replace(xl, tokens_per_microbatch=65536)
     assert peak_bytes(wide) < peak_bytes(replace(wide, fused_loss=False))
+
+
+def test_muon_is_planned_with_one_moment_of_its_matrices_and_the_products_of_its_update():
+    adamw, muon = config(), config("optim=muon")
+    layers, short, longs = 12, 768, (2304, 768, 3072, 3072)
+    assert peak_bytes(adamw) - peak_bytes(muon) == layers * 4 * short * sum(longs)
+    update = step_work(muon, 1)["products"] - step_work(adamw, 1)["products"]
+    # five times x x^T, its square, and their product with x
+    once = sum(2 * short**2 * long + 2 * short**3 + 2 * short**2 * long for long in longs)
+    assert update == pytest.approx(layers * 5 * once)
+
+
+def test_turned_queries_and_keys_are_planned_to_be_kept_beside_those_before():
+    llama = config("model=llama")
+    learned = replace(llama, model=replace(llama.model, rotary=None))
+    # 12 heads of queries and 4 of keys, of 64 channels in bf16
+    assert kept_bytes(llama, 2, 2) - kept_bytes(learned, 2, 2) == 2 * (12 + 4) * 64
 
 
 def test_memory_of_shards_on_four_gpus_is_predicted_within_five_percent():

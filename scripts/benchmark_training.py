@@ -176,7 +176,7 @@ def main(arguments: Arguments) -> None:
                 write_result(Path(arguments.out), rows)
                 write_whole(Path(arguments.out).with_suffix(".md"), table(rows))
     if arguments.ladder and arguments.out:
-        bars = {row["label"]: row["tokens_per_second"] or 0.0 for row in rows}
+        bars = {row["label"]: row["tokens_per_second"] for row in rows}
         title = f"{rows[0]['model']}, {rows[0]['seq_len']} tokens a sequence: what each switch adds"
         draw_bars(bars, Path(arguments.out).with_suffix(".png"), title, "tokens/s")
 

@@ -51,6 +51,7 @@ from train.checkpoint import run_tensors
 from train.config import parse
 from train.distributed import Processes
 from train.logger import readable
+from train.plot import draw_bars
 from train.saving import CheckpointSaver
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -883,6 +884,15 @@ def test_benchmark_training_writes_a_row_for_each_combination(tmp_path):
     assert all(r["tokens_per_second"] > 0 and r["mfu_palm"] is None for r in rows)
     assert {r["bias"] for r in rows} == {"none"}
     assert rows[0]["final_loss"] == pytest.approx(rows[1]["final_loss"], abs=1e-4)
+
+
+def test_the_picture_of_a_ladder_says_which_rung_found_no_memory(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure))
+    draw_bars({"a": 90421.6, "b": None, "c": 0.4}, tmp_path / "ladder.png", "ladder", "tokens/s")
+    [axis] = figures[0].axes
+    assert [text.get_text() for text in axis.texts] == ["90,422", "out of memory", "0"]
+    assert [bar.get_width() for bar in axis.patches] == [90421.6, 0.0, 0.4]
 
 
 def test_benchmark_training_says_of_each_row_whether_gelu_was_inside_of_the_products(monkeypatch):

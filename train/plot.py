@@ -44,11 +44,12 @@ def draw_loss(runs: dict[str, Path], picture: Path, title: str) -> None:
     plt.close(figure)
 
 
-def draw_bars(values: dict[str, float], picture: Path, title: str, unit: str) -> None:
-    """Draws one horizontal bar a label, the first on top, with its value beside it."""
+def draw_bars(values: dict[str, float | None], picture: Path, title: str, unit: str) -> None:
+    """Draws one horizontal bar a label, the first on top, with its value beside it; None: out of memory."""
     figure, axes = plt.subplots(figsize=(8, 0.45 * len(values) + 1.2), layout="constrained")
-    bars = axes.barh(list(values), list(values.values()))
-    axes.bar_label(bars, [f"{value:,.0f}" for value in values.values()], padding=3)
+    bars = axes.barh(list(values), [value or 0.0 for value in values.values()])
+    names = ["out of memory" if value is None else f"{value:,.0f}" for value in values.values()]
+    axes.bar_label(bars, names, padding=3)
     axes.invert_yaxis()
     axes.set_xmargin(0.15)
     axes.set_axisbelow(True)

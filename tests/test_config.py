@@ -93,11 +93,11 @@ def test_processes_that_share_sequences_take_more_of_them_at_once():
 
 def test_a_run_from_weights_has_their_shape_with_room_for_its_sequences(tmp_path):
     llama = parse(composed("model=llama", "seq_len=64")).model
-    config = replace(llama, n_layer=1, n_embd=64, mlp_width=64, vocab_size=500)
+    config = replace(llama, n_layer=1, n_embd=96, mlp_width=64, vocab_size=500)
     export_pretrained(GPT(config, AttentionConfig(implementation="sdpa")), tmp_path / "weights")
     overrides = ["seq_len=256", f"start.weights={tmp_path / 'weights'}", "start.positions=yarn"]
     model = parse(composed(*overrides)).model
-    assert (model.n_layer, model.n_embd, model.vocab_size, model.max_seq_len) == (1, 64, 500, 256)
+    assert (model.n_layer, model.n_embd, model.vocab_size, model.max_seq_len) == (1, 96, 500, 256)
     assert (model.rotary.scaling, model.rotary.factor, model.rotary.original_seq_len) == ("yarn", 4.0, 64)
 
 

@@ -583,10 +583,14 @@ def test_a_run_of_a_sweep_that_fails_is_told_and_the_others_are_trained(corpus):
 
 
 def test_runs_of_a_sweep_under_one_name_are_refused_but_for_the_first(corpus):
-    process = start("--multirun", *SMALL, "total_tokens=512", "name=one", "seed=1,2")
+    # of which the first two are refused for something else, when they begin
+    paths = "data.paths=[nowhere],[corpus]"
+    process = start("--multirun", *SMALL, "total_tokens=512", "name=one", paths, "seed=1,2")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert errors.count("error: ") == errors.count("error: name=one is that of an earlier run") == 1
+    assert errors.count("error: data.paths names 'nowhere'") == 2
+    assert errors.count("error: name=one is that of an earlier run") == 1
+    assert errors.count("error: ") == 3
     assert "Traceback" not in errors
     assert "\nseed: 1\n" in Path("runs/one/config.yaml").read_text()
 

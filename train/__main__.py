@@ -83,11 +83,16 @@ def _run(cfg: DictConfig) -> int:
                 f"name={config.name} is that of an earlier run of this --multirun, from whose end this one "
                 "would go on: give each a name of its own, as 'name=seed${seed}' does"
             )
-        _folders.add(config.folder)
         # takes two seconds, for which a refused command need not wait
         from train.loop import train
 
-        train(config)
+        _folders.add(config.folder)
+        try:
+            train(config)
+        except ValueError:
+            # it has not begun
+            _folders.remove(config.folder)
+            raise
     except Interrupted as interrupted:
         if rank == 0:
             print(f"{interrupted} (exit code {EXIT_INTERRUPTED})", file=sys.stderr, flush=True)

@@ -12,6 +12,7 @@ fitted to a short probe, and predictions are set beside measured rows, by
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -56,7 +57,8 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     check(arguments)
-    rates = choose_rates(arguments)
+    probe = measured("probe", arguments.probe) if arguments.probe else []
+    rates = choose_rates(arguments, probe)
     if arguments.compare:
         print(rates)
         found = measured("compare", arguments.compare)
@@ -70,9 +72,8 @@ def main(arguments: Arguments) -> None:
         return
     config, memory = composed(arguments.train), card_memory(arguments)
     print(rates)
-    probe = measured("probe", arguments.probe) if arguments.probe and config.fused_gelu else []
     # older cards have none, whatever is asked for, and rows say what they had
-    if probe and not any(of_row.fused_gelu for _, of_row in probe):
+    if config.fused_gelu and probe and not any(of_row.fused_gelu for _, of_row in probe):
         print("fused_gelu=true: no row of the probe had it, planned as if GELU were apart")
         config = replace(config, fused_gelu=False)
     plan(config, rates, memory, arguments.processes)
@@ -160,10 +161,10 @@ def line(config: Config, rates: Rates, processes: int, remark: str) -> str:
     )
 
 
-def choose_rates(arguments: Arguments) -> Rates:
-    if arguments.probe:
-        rows = measured("probe", arguments.probe)
-        configs, seconds = [config for _, config in rows], [row["step_ms"] / 1000 for row, _ in rows]
+def choose_rates(arguments: Arguments, probe: Sequence[tuple[dict, Config]] = ()) -> Rates:
+    """Those fitted to the rows of the probe, or without one the card's."""
+    if probe:
+        configs, seconds = [config for _, config in probe], [row["step_ms"] / 1000 for row, _ in probe]
         return fit_rates(configs, seconds, arguments.probe_bandwidth)
     if not arguments.gpu and not torch.cuda.is_available():
         raise ValueError("gpu is empty, but torch sees no GPU: name one, as in gpu=H200 memory_gib=139.8")

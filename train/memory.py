@@ -39,8 +39,8 @@ def peak_bytes(config: Config, world_size: int = 1, chunk: int = LOGIT_ROWS) -> 
     table = model.padded_vocab_size * channels
     n_weights = count_weights(model)
 
-    is_sharded = config.distributed == "fsdp" and world_size > 1
     shards = shard_count(config, world_size)
+    is_sharded = shards > 1
     moments = 8 * n_weights - (4 * layers * matrices if config.optim.algorithm == "muon" else 0)
     persistent = (4 * n_weights + moments) / shards
     gradients = 4 * n_weights / shards
@@ -111,8 +111,7 @@ def count_weights(model: ModelConfig) -> int:
 
 def shard_count(config: Config, world_size: int) -> int:
     """In how many shares the processes hold weights, gradients and optimizer state."""
-    is_sharded = config.distributed == "fsdp" and world_size > 1
-    return (config.shard_processes or world_size) if is_sharded else 1
+    return (config.shard_processes or world_size) if config.distributed == "fsdp" and world_size > 1 else 1
 
 
 def microbatches(config: Config, world_size: int = 1) -> list[int]:

@@ -248,8 +248,10 @@ def beyond_double(growths: list[float | None]) -> float | None:
 
 def describe(rows: list[dict]) -> str:
     """One table as the paper prints them, for each setting: ours, with the paper's A100 in italics below."""
+    from train.plot import length_label
+
     lengths = sorted({row["seq_len"] for row in rows})
-    header = ["implementation", *(f"{n // 1024}K" if n >= 1024 else str(n) for n in lengths)]
+    header = ["implementation", *map(length_label, lengths)]
     parts = []
     for (dropout, mask), table in BOTH_TABLES.items():
         chosen = matching(rows, dropout=dropout, mask=mask)

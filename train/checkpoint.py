@@ -119,7 +119,10 @@ def find_checkpoint(folder: Path, resume: str, skipped: list[Path] | None = None
 
 
 def refuse_other_run(folder: Path, resume: str, config: dict) -> None:
-    """Raises ValueError, before any long work, if a run in this folder would be another run's, or undo it."""
+    """Raises ValueError, before any long work, if a run in this folder would be another run's, or undo it.
+
+    folder: of checkpoints, which may not be there yet; where it could not be is refused too.
+    """
     if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
         raise ValueError(
             f"{folder} is a file, or a link that leads nowhere, and checkpoints would have no place: move it "

@@ -19,9 +19,12 @@ class SeparateDocuments(nn.Module):
 
 
 def document_ids(tokens: Tensor, end_of_text: int) -> Tensor:
-    """The number of the document of each token, (B, T) int32; end_of_text ends the one it follows."""
-    ends = (tokens == end_of_text).int()
-    return ends.cumsum(dim=1, dtype=torch.int32) - ends
+    """The number of the document of each token, (B, T) int32; end_of_text begins the one that it precedes.
+
+    So a document's first word is learned from the end of the one before alone, which is what a prompt of
+    samples begins with (train.sample.prompt_ids).
+    """
+    return (tokens == end_of_text).cumsum(dim=1, dtype=torch.int32)
 
 
 def positions_in_documents(document_ids: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Hugging Face models on these kernels: attn_implementation="nanoflash", after register().
 
 Padding masks of shape (B, Tk), or of the filled slots of a static cache, packed position_ids or
-cu_seq_lens, sliding windows, grouped heads and dropout are taken over; what these kernels do not compute
-(soft caps, sinks, attention weights, windows that look ahead) is refused. Only `register` imports
-transformers.
+cu_seq_lens, sliding windows, grouped heads, dropout and the learned sinks of GPT-OSS are taken over; what
+these kernels do not compute (soft caps, attention weights, windows that look ahead) is refused. Only
+`register` imports transformers.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,12 @@ READ = WeakIdKeyDictionary()
 
 def register() -> None:
     """Makes "nanoflash" an attention implementation of transformers; a second call changes nothing."""
-    from transformers import AttentionInterface, AttentionMaskInterface, modeling_flash_attention_utils
+    from transformers import (
+        AttentionInterface,
+        AttentionMaskInterface,
+        PreTrainedModel,
+        modeling_flash_attention_utils,
+    )
     from transformers.masking_utils import flash_attention_mask
 
     if NAME in AttentionInterface():
@@ -43,6 +48,17 @@ def register() -> None:
 
     modeling_flash_attention_utils._lazy_imports = load_ours_too
 
+    # models with sinks list the packages that take them, and would load the first of these in our place
+    check = PreTrainedModel._check_and_adjust_attn_implementation
+
+    def check_with_ours(self, implementation, *args, **kwargs):
+        listed = self._compatible_flash_implementations or ()
+        if implementation == NAME and "flash_attention_4" in listed and NAME not in listed:
+            self._compatible_flash_implementations = [*listed, NAME]
+        return check(self, implementation, *args, **kwargs)
+
+    PreTrainedModel._check_and_adjust_attn_implementation = check_with_ours
+
 
 def attention_forward(
     module: torch.nn.Module,
@@ -57,10 +73,14 @@ def attention_forward(
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    s_aux: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: query (B, H, Tq, D), key and value (B, Hkv, Tk, D); out (B, Tq, H, D)."""
-    for refused in ("softcap", "s_aux", "position_bias", "output_attentions"):
+    """What transformers calls: query (B, H, Tq, D), key and value (B, Hkv, Tk, D); out (B, Tq, H, D).
+
+    s_aux: (H,), the score of a key that every query sees beside its own, and whose value is 0.
+    """
+    for refused in ("softcap", "position_bias", "output_attentions"):
         if kwargs.get(refused) is not None and kwargs[refused] is not False:
             raise ValueError(f"{refused} is not computed by nanoflash: use attn_implementation='eager'")
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
@@ -80,6 +100,7 @@ def attention_forward(
         "window": window,
         "dropout_p": dropout,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "return_lse": True,
     }
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     starts, ids = None, None
@@ -96,10 +117,22 @@ def attention_forward(
     elif position_ids is not None:
         ids = once(module, position_ids, of_causal_positions if causal else of_positions, q, k)
     if starts is None:
-        return flash_attention(q, k, v, document_ids=ids, **options), None
-    packed = (x.flatten(0, 1) for x in (q, k, v))
-    out = flash_attention_varlen(*packed, starts[0], cu_seqlens_k=starts[1], **options)
+        out, lse = flash_attention(q, k, v, document_ids=ids, **options)
+    else:
+        packed = (x.flatten(0, 1) for x in (q, k, v))
+        out, lse = flash_attention_varlen(*packed, starts[0], cu_seqlens_k=starts[1], **options)
+    if s_aux is not None:
+        out = beside_sinks(out, lse, s_aux)
     return out.view(q.shape), None
+
+
+def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Attention in which each head has a key more, without a value, of score `sinks`.
+
+    out: (..., T, H, D), lse: (..., H, T), those without it; sinks: (H,).
+    """
+    kept = torch.sigmoid(lse - sinks[:, None].float())
+    return (out * kept.transpose(-1, -2).unsqueeze(-1)).to(out.dtype)
 
 
 def once(module: torch.nn.Module, source: Tensor, find: Callable, q: Tensor, k: Tensor):

@@ -26,6 +26,14 @@ CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SMALL, **HEADS),
     "qwen": lambda: transformers.Qwen3Config(**SMALL, **HEADS),
     "mistral with a window": lambda: transformers.MistralConfig(**SMALL, **HEADS, sliding_window=9),
+    "gpt-oss with sinks": lambda: transformers.GptOssConfig(
+        **SMALL | {"num_hidden_layers": 2},
+        **HEADS,
+        sliding_window=9,
+        num_local_experts=2,
+        num_experts_per_tok=2,
+        experts_implementation="eager",
+    ),
 }
 
 
@@ -43,8 +51,13 @@ CONFIGS = {
 def test_hugging_face_models_are_as_accurate_as_with_sdpa(name, padding, dtype, device):
     """Logits and all gradients by the one rule: sdpa in the same dtype, and in float64 as the truth.
 
+    In place of sdpa, which has no sinks, eager where there are some.
+
     The gradients as one, each tensor next to 1: alone, a bias of a few numbers may be exact by luck in sdpa.
     """
+    theirs = "eager" if "sinks" in name else "sdpa"
+    if (theirs, padding) == ("eager", "packed"):
+        pytest.skip("transformers' eager GPT-OSS lets packed texts see each other")
     hugging_face.register()
     tokens = torch.randint(32, (2, 40), device=device)
     inputs, real = {}, torch.ones(2, 40, dtype=torch.bool, device=device)
@@ -58,7 +71,7 @@ def test_hugging_face_models_are_as_accurate_as_with_sdpa(name, padding, dtype, 
         real[0, 33:] = padding == "left"
         inputs["attention_mask"] = real.long()
     results = []
-    for implementation, computed in (("nanoflash", dtype), ("sdpa", dtype), ("sdpa", torch.float64)):
+    for implementation, computed in (("nanoflash", dtype), (theirs, dtype), (theirs, torch.float64)):
         torch.manual_seed(0)
         config = CONFIGS[name]()
         config._attn_implementation = implementation
@@ -101,6 +114,19 @@ def test_targets_see_all_of_the_source_and_none_of_its_padding(side, n_target, d
         outputs.append((result.last_hidden_state, result.encoder_last_hidden_state))
     for theirs, ours in zip(*outputs, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_packed_texts_of_models_with_sinks_are_kept_apart(device):
+    """A sink is of each text, as of those in a row of their own."""
+    hugging_face.register()
+    config = CONFIGS["gpt-oss with sinks"]()
+    config._attn_implementation = "nanoflash"
+    model = transformers.AutoModelForCausalLM.from_config(config).to(device)
+    tokens = torch.randint(32, (1, 40), device=device)
+    positions = torch.cat([torch.arange(15), torch.arange(25)])[None].to(device)
+    packed = model(tokens, position_ids=positions, use_cache=False).logits
+    alone = [model(part).logits for part in tokens.split([15, 25], dim=1)]
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1))
 
 
 @pytest.mark.parametrize("find", [hugging_face.of_mask, hugging_face.of_text])
@@ -208,7 +234,7 @@ def test_hugging_face_models_are_deterministic_where_pytorch_is_asked_to_be(devi
 
     def attention(q, k, v, deterministic, **options):
         asked.append(deterministic)
-        return q
+        return q, None
 
     monkeypatch.setattr(hugging_face, "flash_attention", attention)
     x = torch.zeros(1, 1, 8, 16, device=device)

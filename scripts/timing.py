@@ -8,6 +8,7 @@ its own (docs/hopper.md, "Power").
 
 import time
 from collections.abc import Callable
+from functools import cache
 from statistics import median
 
 import torch
@@ -37,7 +38,7 @@ def capture(attention: Callable, qkv: tuple[Tensor, ...], dout: Tensor):
     leaves it, on the GPU, and reads a wild address after any other.
     """
     # a backward pass runs on the stream of its forward pass
-    stream = torch.cuda.Stream()
+    stream = capture_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -52,9 +53,15 @@ def capture(attention: Callable, qkv: tuple[Tensor, ...], dout: Tensor):
     return out, forward, backward
 
 
+@cache
+def capture_stream() -> torch.cuda.Stream:
+    """One for all: PyTorch warns where tensors whose gradients are taken had theirs on another before."""
+    return torch.cuda.Stream()
+
+
 def capture_forward(function: Callable) -> torch.cuda.CUDAGraph:
     """The graph of one call."""
-    stream = torch.cuda.Stream()
+    stream = capture_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):

@@ -72,11 +72,7 @@ def test_every_kernel_compiles_with_dropout_without_waste(mask, version):
     given = [f"mask={mask}", "dropout=true"]
     configurations = compile_apart("tests.ahead_of_time_hopper", version, *given)
     assert_nothing_is_wasted(configurations)
-    spilled = {(c["kernel"], c["head_dim"]): c["spilled"] for c in configurations if c["spilled"] > 0}
-    # two to three registers, read where a document's edge cuts a step, see docs/hopper.md
-    known = {("backward", 128)} if mask == "intervals" else set()
-    assert spilled.keys() <= known
-    assert all(n_bytes <= 20 for n_bytes in spilled.values()), spilled
+    assert [c for c in configurations if c["spilled"] > 0] == []
 
 
 def assert_nothing_is_wasted(configurations: list[dict]) -> None:

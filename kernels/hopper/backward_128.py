@@ -39,6 +39,7 @@ from kernels.hopper.key_tiles import (
     begin_to_drop,
     columns,
     copy_queries,
+    cut_probabilities,
     draw,
     hand_over,
     key_limits,
@@ -187,18 +188,32 @@ def take_queries(tiles, n):
     return tiles.q.index(stage).reshape([ROWS, HEAD_DIM]), columns(tiles.minus_lse.index(stage), S_LAYOUT)
 
 
+@gluon.constexpr_function
+def reads_limits_late(tiles):
+    """Whether limits of keys are read where a document's edge cuts: dropout has the registers for them."""
+    return tiles.SUMS_DQ and tiles.dropout.IS_ON and tiles.work.mask.KIND == "intervals"
+
+
 @gluon.jit
 def step(
-    tiles, s, words, dk, dv, k_of_next, v, n, t, is_first, place, masked, first, end, scale_log2,
-    dropping, INDEX: gl.constexpr
+    tiles, s, words, dk, dv, k_of_next, v, n, t, is_first, place, masked, limits, scale_log2, dropping,
+    INDEX: gl.constexpr
 ):  # fmt: skip
-    """One block of queries, of which s are the scores, and words what is drawn; and those of the next."""
+    """One block of queries, of which s are the scores, and words what is drawn; and those of the next.
+
+    limits: of the keys, as key_limits has them, or batch and first key where they are read late.
+    """
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
     dtype: gl.constexpr = tiles.q.dtype
     stage = n % tiles.q_ring.STAGES
     q = tiles.q.index(stage).reshape([ROWS, HEAD_DIM])
     dout = tiles.dout.index(stage).reshape([ROWS, HEAD_DIM])
-    p = pack_pairs(probabilities(tiles.work.mask, s, place, masked, first, end, scale_log2), dtype)
+    LATE: gl.constexpr = reads_limits_late(tiles)
+    if LATE:
+        p = cut_probabilities(tiles.work, s, place, masked, limits[0], limits[1], scale_log2)
+    else:
+        p = probabilities(tiles.work.mask, s, place, masked, limits[0], limits[1], scale_log2)
+    p = pack_pairs(p, dtype)
     if tiles.dropout.IS_ON:
         p = mark(p, tiles.dropout.masks(s, words, TRANSPOSED=True))
     # what loads a product's first numbers comes before the issue of another, which it would wait for
@@ -243,7 +258,10 @@ def consume(tiles, scale_log2, softmax_scale, INDEX: gl.constexpr):
         batch, _, key, begin, whole_begin, whole_end, end = tiles.work.locate(i)
         v = tiles.v.index(t % tiles.v_ring.STAGES).reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0)
         key += INDEX * ROWS
-        query_first, query_end = key_limits(tiles.work.mask, batch, key, tiles.work.padded, s)
+        LATE: gl.constexpr = reads_limits_late(tiles)
+        limits = batch, key
+        if not LATE:
+            limits = key_limits(tiles.work.mask, batch, key, tiles.work.padded, s)
         dk = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
         dv = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
         place = begin
@@ -257,8 +275,8 @@ def consume(tiles, scale_log2, softmax_scale, INDEX: gl.constexpr):
             tiles.k_ring.take(tile_of_next, j == last)
             k_of_next = tiles.keys(tile_of_next).slice(INDEX * ROWS, ROWS, 0)
             s, words, dk, dv = step(
-                tiles, s, words, dk, dv, k_of_next, v, j, t, j == n, place, masked, query_first, query_end,
-                scale_log2, dropping, INDEX
+                tiles, s, words, dk, dv, k_of_next, v, j, t, j == n, place, masked, limits, scale_log2,
+                dropping, INDEX
             )  # fmt: skip
             place += 1
             if place == end:

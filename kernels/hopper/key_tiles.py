@@ -202,6 +202,16 @@ def probabilities(mask, s, place, masked, first, end, scale_log2):
 
 
 @gluon.jit
+def cut_probabilities(work, s, place, masked, batch, key, scale_log2):
+    """The same of the keys from `key` on, whose limits are read where they cut, not held all along."""
+    p = gl.exp2(s * scale_log2)
+    if masked:
+        first, end = key_limits(work.mask, batch, key, work.padded, s)
+        p = hide(work.mask, p, first, end, place)
+    return p
+
+
+@gluon.jit
 def begin_to_drop(tiles, like, key):
     """Dropout's words of a tile of keys, for scores that lie as `like`."""
     dropping = gl.to_tensor(0)

@@ -348,14 +348,16 @@ def reach(masks: Sequence[BlockMask]) -> float:
         raise ValueError(f"reach needs as many queries as keys, got {first.seq_q} and {first.seq_k}")
     for mask in masks:
         first.check_combines(mask)
-    seen = torch.eye(first.n_rows, device=first.keys.device).expand(first.n_batch, -1, -1)
+    # not in the default dtype, which what is seen is not in either
+    own = torch.eye(first.n_rows, dtype=torch.float32, device=first.keys.device)
+    seen = own.expand(first.n_batch, -1, -1)
     pairs = torch.ones_like(seen[0])
     if all(mask.causal for mask in masks):
         pairs = pairs.tril()
     n_pairs = pairs.sum(dtype=torch.float64)
     for mask in masks:
         head, row, column = mask.coordinates()
-        crossed = torch.eye(first.n_rows, device=first.keys.device).repeat(mask.n_batch, 1, 1)
+        crossed = own.repeat(mask.n_batch, 1, 1)
         crossed[head // mask.n_head, row, column] = 1.0
         seen = (crossed @ seen > 0).float()
         share = (seen.sum(dtype=torch.float64) / (len(seen) * n_pairs)).item()

@@ -192,7 +192,8 @@ def bigbird(
     n_random = min(n_random, max(n, MOST_DRAWS))
     row = torch.arange(n, device=device)[:, None]
     generator = torch.Generator().manual_seed(seed)
-    draw = torch.rand(n, n_random, generator=generator, device="cpu").to(device)
+    # in 16 bits draws would be coarse, and in 64 others: a mask is the same under any default dtype
+    draw = torch.rand(n, n_random, generator=generator, dtype=torch.float32, device="cpu").to(device)
     columns = [
         row - torch.arange(n_window, device=device),
         torch.arange(n_global, device=device).expand(n, -1),

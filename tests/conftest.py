@@ -1,6 +1,7 @@
 """What every test shares: seeds, the device, and Triton's interpreter where there is no GPU."""
 
 import os
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -62,6 +63,22 @@ def same_beginning():
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(params=[torch.float64, torch.bfloat16, torch.float16], ids=str)
+def other_default_dtype(request):
+    """A context in which PyTorch's default dtype is not float32, as code around ours may have set it."""
+
+    @contextmanager
+    def entered():
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(request.param)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+    return entered
 
 
 @pytest.fixture

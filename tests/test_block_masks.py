@@ -90,6 +90,17 @@ def test_a_default_device_changes_no_mask(pattern, tmp_path):
     assert all(map(torch.equal, mask.tensors(), expected.tensors()))
 
 
+def test_a_default_dtype_changes_no_mask_and_no_reach(other_default_dtype):
+    text = "window(100) | bigbird(1, 1, 2)"
+    expected = block_masks.parse(text, 400 * SIZE, block_size=SIZE)
+    with other_default_dtype():
+        mask = block_masks.parse(text, 400 * SIZE, block_size=SIZE)
+        assert mask.density() == expected.density()
+        layers = block_masks.power_of_two_strided(64 * SIZE, block_size=SIZE)
+        assert layers.reach(6) == 1.0
+    assert all(map(torch.equal, mask.tensors(), expected.tensors()))
+
+
 @pytest.mark.parametrize("seq_len", [1, 63, 130, 300])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("n", [1, 2, 99])

@@ -142,4 +142,5 @@ def dropout_keep_mask(
     half = torch.where(j // 8 % 2 == 0, half, half >> 8 | (half & 0xFF) << 8)
     # as the float32 of the same number
     numbers = (half << 16).to(torch.uint32).view(torch.float32)
-    return ~(numbers >= torch.tensor(limit_number(dropout_p), device=numbers.device))
+    # no default dtype: float16 would make infinity of most limits
+    return ~(numbers >= torch.tensor(limit_number(dropout_p), dtype=torch.float32, device=numbers.device))

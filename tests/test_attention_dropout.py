@@ -41,6 +41,13 @@ def test_every_kernel_drops_the_mask_bit_for_bit(dropout_p, seed, batch, head_di
         assert torch.equal(mask, keep), name
 
 
+@pytest.mark.parametrize("dropout_p", [0.1, 0.9])
+def test_a_default_dtype_changes_no_mask(dropout_p, other_default_dtype):
+    expected = dropout_keep_mask(7, dropout_p, 2, 3, 70, 90)
+    with other_default_dtype():
+        assert torch.equal(dropout_keep_mask(7, dropout_p, 2, 3, 70, 90), expected)
+
+
 @pytest.mark.parametrize(("i", "j"), [(5, 9), (30, 43)])
 def test_the_limit_of_every_kernel_is_exact(i, j, device):
     def is_kept(kept: int) -> bool:

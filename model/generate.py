@@ -267,7 +267,8 @@ def sample(
         # no order: torch refuses a GPU's running sum of floats under deterministic=true
         mass = (probabilities.double() * WHOLE_MASS).long()
         before = mass.cumsum(dim=-1) - mass
-        probabilities = probabilities.masked_fill(before >= top_p * WHOLE_MASS, 0.0)
+        # beside a float torch would round all of them to its default dtype, of 11 bits in float16
+        probabilities = probabilities.masked_fill(before >= math.ceil(top_p * WHOLE_MASS), 0.0)
     return ids.gather(-1, torch.multinomial(probabilities, 1, generator=generator))[:, 0]
 
 

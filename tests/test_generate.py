@@ -314,6 +314,17 @@ def test_a_default_device_changes_no_token(gpt, stop_tokens):
         assert torch.equal(generate(gpt, prompt, 4, temperature=0.0, stop_tokens=stop_tokens), expected)
 
 
+def test_a_default_dtype_changes_no_token(gpt, other_default_dtype):
+    gpt, prompt = reshaped(gpt, "reference", ["window(20)"]), torch.randint(100, (40, 7))
+
+    def sample():
+        return generate(gpt, prompt, 4, top_p=0.8, generator=torch.Generator().manual_seed(1))
+
+    expected = sample()
+    with other_default_dtype():
+        assert torch.equal(sample(), expected)
+
+
 def test_generation_leaves_the_training_mode_as_it_was(gpt):
     gpt.train()
     # as of a part that is not trained

@@ -73,7 +73,7 @@ def fits(hidden: Tensor, weight: Tensor) -> bool:
 
 def padding_mask(n_columns: int, vocab_size: int, device: torch.device) -> Tensor:
     """(V',) float32: 0 where there is a token, minus infinity where a column only pads."""
-    mask = torch.zeros(n_columns, device=device)
+    mask = torch.zeros(n_columns, dtype=torch.float32, device=device)
     mask[vocab_size:] = float("-inf")
     return mask
 

@@ -29,6 +29,14 @@ def expected(hidden, weight, targets, vocab_size):
     return F.cross_entropy(logits, targets)
 
 
+def test_what_leaves_out_the_padding_is_float32_under_any_default_dtype(device, other_default_dtype):
+    with other_default_dtype():
+        mask = cross_entropy_epilogue.padding_mask(384, 300, device)
+    assert mask.dtype == torch.float32
+    assert mask[299] == 0.0
+    assert mask[300] == -math.inf
+
+
 @pytest.mark.parametrize("chunk", [1000, 37, 16])
 @pytest.mark.parametrize(("vocab_size", "padded"), [(300, 384), (384, 384), (5000, 5120)])
 def test_loss_and_gradients_are_those_of_the_logits(device, chunk, vocab_size, padded):

@@ -213,11 +213,12 @@ def _check_types(path: Path, theirs: dict, group: str = "") -> None:
 
 def _find_tensors(folder: Path, family: Family) -> dict[str, Path]:
     """Full name of each tensor, and the file that holds it."""
-    if (folder / INDEX).is_file():
-        files = _read_index(folder)
-    elif (folder / WEIGHTS).is_file():
+    # where both are, transformers has left the index there of what it has replaced, and reads the other
+    if (folder / WEIGHTS).is_file():
         with _open(folder / WEIGHTS) as file:
             files = dict.fromkeys(file.keys(), folder / WEIGHTS)
+    elif (folder / INDEX).is_file():
+        files = _read_index(folder)
     else:
         raise ValueError(
             f"{folder} holds neither {WEIGHTS} nor {INDEX}: save the model with safetensors, "

@@ -136,6 +136,17 @@ def test_sharded_weights_are_read_and_written(folder, tmp_path):
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "shards")
 
 
+@pytest.mark.parametrize("kind", ["llama2"])
+def test_a_folder_that_transformers_has_saved_to_twice_is_read_as_transformers_does(kind, tmp_path):
+    # the first time in several files: of these the index stays
+    theirs(kind).save_pretrained(tmp_path, max_shard_size="20KB")
+    newest = theirs(kind)
+    newest.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    embedding = load_pretrained(tmp_path, REFERENCE).token_embedding.weight[: newest.config.vocab_size]
+    assert torch.equal(embedding, newest.model.embed_tokens.weight)
+
+
 @pytest.mark.parametrize("kind", ["gpt2"], indirect=True)
 def test_the_names_of_the_published_gpt2_are_read(folder):
     # openai-community/gpt2: no prefix, and the causal mask among the weights

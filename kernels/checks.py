@@ -8,6 +8,7 @@ from types import NoneType
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kernels.block_mask import BlockMask
@@ -202,7 +203,7 @@ def check_dropout(dropout_p: float, name: str = "dropout_p") -> None:
 def check_document_ids(document_ids: Tensor, q: Tensor, k: Tensor) -> float | None:
     """Shape and order of document_ids; gives intervals.mean_length where there may be a backward pass.
 
-    While compiling or capturing no value is read, and it gives None.
+    While compiling or capturing, and of fake tensors, no value is read, and it gives None.
     """
     check_is_tensor("document_ids", document_ids)
     expected = (k.shape[0], k.shape[1])
@@ -269,7 +270,7 @@ def check_block_mask_serves(block_mask: BlockMask, q: Tensor) -> None:
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, x: Tensor) -> float | None:
     """Shape and values of cu_seqlens; gives how long a token's own sequence is, on average over all tokens.
 
-    While compiling or capturing no value is read, and it gives None.
+    While compiling or capturing, and of fake tensors, no value is read, and it gives None.
     """
     check_is_tensor(name, cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
@@ -309,8 +310,10 @@ def check_index_tensor(name: str, x: Tensor, q: Tensor) -> None:
 
 
 def may_read(x: Tensor) -> bool:
-    """Whether the values of x can be read without breaking a graph."""
-    return not torch.compiler.is_compiling() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    """Whether x has values, and they can be read without breaking a graph."""
+    if torch.compiler.is_compiling() or isinstance(x, FakeTensor):
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def read_once(x: Tensor, n_tokens: int, read: Callable[[], float | None]) -> float | None:

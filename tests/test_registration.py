@@ -4,11 +4,12 @@ from typing import ClassVar
 
 import pytest
 import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from kernels.flash_attention import flash_attention
+from kernels.flash_attention import flash_attention, flash_attention_varlen
 from kernels.packed import flash_attention_packed
 from tests.accuracy import random_qkv
 
@@ -107,6 +108,22 @@ def test_a_subclass_that_overrides_functions_sees_the_operator_and_marks_its_res
     assert "nanoflash.attention_forward.default" in Overriding.names
     assert type(out) is Overriding
     torch.testing.assert_close(out.as_subclass(torch.Tensor), flash_attention(*qkv))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_fake_tensors_of_documents_and_lengths_give_fake_results_and_gradients(packed):
+    # as tools make them that plan memory
+    with FakeTensorMode():
+        q, k, v = random_qkv(2, 40, 40, 2, 1, 16, torch.float32, "cpu")
+        if packed:
+            starts = torch.zeros(3, dtype=torch.int32)
+            out = flash_attention_varlen(*(x.flatten(0, 1) for x in (q, k, v)), starts)
+        else:
+            out = flash_attention(q, k, v, document_ids=torch.zeros(2, 40, dtype=torch.int32), window=9)
+        gradients = torch.autograd.grad(out.sum(), (q, k, v))
+    assert isinstance(out, FakeTensor)
+    assert out.shape == ((80, 2, 16) if packed else (2, 40, 2, 16))
+    assert [x.shape for x in gradients] == [x.shape for x in (q, k, v)]
 
 
 def test_a_view_that_is_negated_when_it_is_read_is_negated(qkv):

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from kernels import block_masks
 from kernels.tiles import Tile
 from scripts import tune_tiles
 
@@ -64,3 +65,58 @@ def test_candidates_are_measured_in_turns_and_a_card_that_slows_down_favours_non
     # two products of 4096 x 4096 scores a head, 4 sequences of 2048 channels in all
     flop = 2 * 2 * 16384 * 4096 * 2048
     assert speeds[1] == pytest.approx(flop / 1.01**8 / 1e9)
+
+
+# of 8 by 8 a half; one, and seven times two; of blocks of 64 the three of the causal mask of 128 by 128
+@pytest.mark.parametrize(
+    ("given", "seq_len", "scores"),
+    [({}, 8, 32), ({"window": 2}, 8, 15), ({"pattern": "causal()", "block_size": 64}, 128, 3 * 64**2)],
+)
+@pytest.mark.parametrize(("kernel", "products"), [("forward", 2), ("dq", 3), ("dkdv", 4)])
+def test_a_kernels_speed_counts_its_products_of_the_scores_that_are_kept(
+    given, seq_len, scores, kernel, products, monkeypatch
+):
+    monkeypatch.setattr(tune_tiles, "in_turns", lambda *given: dict.fromkeys(TILES, 2.0))
+    monkeypatch.setattr(
+        tune_tiles,
+        "block_mask",
+        lambda arguments, length: block_masks.parse(
+            arguments.pattern, length, block_size=arguments.block_size
+        ),
+    )
+    arguments = tune_tiles.Arguments(seq_lens=[seq_len], tokens=2 * seq_len, width=48, **given)
+    for row in tune_tiles.measure(arguments, kernel, 16, True, TILES):
+        # two operations of each of two sequences and 48 channels, in two milliseconds
+        assert row["tflops"] == [pytest.approx(products * 2 * 2 * 48 * scores / 2e-3 / 1e12)]
+
+
+def test_the_fastest_tiles_are_printed_best_first(tmp_path, monkeypatch, capsys):
+    class Pool:
+        def __init__(self, *given, **named):
+            self.map = map
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+    speeds = dict(zip(TILES, ([1.0, 9.0], [8.0, 4.0], [2.0, 2.0]), strict=True))
+    monkeypatch.setattr(tune_tiles.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tune_tiles.torch.cuda, "get_device_name", lambda: "none")
+    monkeypatch.setattr(tune_tiles, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(tune_tiles, "compiles", lambda job: True)
+    monkeypatch.setattr(tune_tiles, "choose_candidates", lambda arguments: TILES)
+    monkeypatch.setattr(
+        tune_tiles,
+        "measure",
+        lambda *given: [{"tile": list(tile), "tflops": speed} for tile, speed in speeds.items()],
+    )
+    arguments = tune_tiles.Arguments(
+        kernels=["dq"], head_dims=[64], causal=[True], best=2, out=str(tmp_path / "tiles.json")
+    )
+    tune_tiles.main(arguments)
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head == "dq head_dim 64 causal"
+    # by the product of their speeds
+    assert lines == [f"    {TILES[1]} [8, 4]", f"    {TILES[0]} [1, 9]"]

@@ -22,6 +22,9 @@ from scripts import (
     benchmark_training,
 )
 from scripts.sizes import read_model
+from train import results
+from train.plot import draw_bars, draw_loss
+from train.results import machine
 
 FORWARD_MS, BACKWARD_MS = 2.0, 8.0
 MACHINE = {"gpu": None, "torch": "2", "triton": "3"}
@@ -226,6 +229,15 @@ def test_a_ring_is_timed_in_seconds_by_events_that_tell_milliseconds():
     assert benchmark_ring.seconds(1.0, 3.5) == 2.5
 
 
+def test_passes_of_a_ring_are_told_by_their_medians_without_the_first(monkeypatch):
+    # of four passes: when each begins, where its backward pass begins, and its end
+    marks = iter([0.0, 90.0, 180.0, 0.0, 1.0, 11.0, 0.0, 3.0, 23.0, 0.0, 2.0, 32.0])
+    monkeypatch.setattr(benchmark_ring, "mark", lambda device: next(marks))
+    monkeypatch.setattr(benchmark_ring.dist, "barrier", lambda: None)
+    x = torch.ones(1, requires_grad=True)
+    assert benchmark_ring.median_seconds(lambda: x * 1, (x,), x.detach(), 3, x.device) == (2.0, 20.0)
+
+
 ROW = {
     "label": "flash", "model": "gpt2", "bias": "all", "seq_len": 4096, "batch": 8, "tokens_per_step": 32768,
     "tokens_per_second": 519512.0, "step_ms": 63.07, "mfu_palm": 0.628, "mfu_causal": 0.509,
@@ -289,3 +301,34 @@ def test_a_row_of_training_is_of_its_timed_steps_in_its_own_precision(monkeypatc
     assert (row["batch"], row["peak_memory_bytes"], row["mfu_palm"]) == (2, 3, (7.0, 64.0, "fp32"))
     # asked for, but there are none on a CPU
     assert (arguments.cuda_graphs, row["cuda_graphs"]) == (True, False)
+
+
+def test_bars_stand_in_their_order_from_the_top(figures, tmp_path):
+    draw_bars({"a": 1.0, "b": 2.0}, tmp_path / "a.png", "title", "tokens/s")
+    [axis] = figures[0].axes
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["a", "b"]
+    assert axis.yaxis_inverted()
+
+
+def test_losses_are_drawn_over_tokens_and_the_last_validation_loss_is_told(figures, tmp_path):
+    lines = [{"step": 0, "tokens": 0, "val_loss": 9.0}]
+    lines += [{"step": n, "tokens": 100 * n, "train_loss": 5.0 - n, "val_loss": 6.0 - n} for n in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    draw_loss({"run": tmp_path / "metrics.jsonl"}, tmp_path / "a.png", "title")
+    training, validation = figures[0].axes[0].lines
+    assert (list(training.get_xdata()), list(training.get_ydata())) == ([100, 200], [4.0, 3.0])
+    assert (list(validation.get_xdata()), list(validation.get_ydata())) == ([0, 100, 200], [9.0, 5.0, 4.0])
+    names = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
+    assert names == ["run, training", "run, validation (4.000 at the end)"]
+
+
+def test_a_result_says_what_it_was_measured_on(monkeypatch):
+    assert machine({"gpu": "NVIDIA H200", "torch": "2.11", "triton": "3.6"}) == (
+        "NVIDIA H200, torch 2.11, triton 3.6"
+    )
+    assert machine(MACHINE).startswith("CPU, ")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert (results.provenance(2)["gpu"], results.provenance(2)["n_gpus"]) == (None, 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert (results.provenance(2)["gpu"], results.provenance(2)["n_gpus"]) == ("NVIDIA H200", 2)

@@ -114,6 +114,8 @@ def test_the_conventions_stand_side_by_side():
     assert ledger["causal"] == 6 * n + 6 * 12 * 768 * 1024
     # a query sees itself too
     assert ledger["mask"] == 6 * n + 6 * 12 * 768 * 1025
+    # no pattern and one document: all pairs of the causal mask are kept
+    assert ledger["kept"] == ledger["palm"]
     assert ledger["causal"] < ledger["mask"] < ledger["executed"] < ledger["palm"]
     # beside frozen weights: no gradients of theirs, but of 12 layers' adapters
     adapters = 12 * 4 * 768 * ((1 + 3) + (1 + 1) + (1 + 4) + (4 + 1))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.conftest import pytest_collection_modifyitems
-from tests.report import read_cases, table
+from tests.report import main, read_cases, table
 from tests.test_config import composed
 from train import report
 from train.config import parse
@@ -19,6 +19,7 @@ JUNIT = """<testsuites><testsuite>
 <failure message="no">no</failure>
 </testcase>
 <testcase classname="tests.test_b" name="test_other"><skipped message="one GPU"/></testcase>
+<testcase classname="tests.test_b" name="test_setup"><error message="no">no</error></testcase>
 </testsuite></testsuites>"""
 
 
@@ -26,8 +27,23 @@ def test_every_case_is_counted_under_its_promise_by_its_result(tmp_path):
     (tmp_path / "junit.xml").write_text(JUNIT)
     lines = table(read_cases(tmp_path / "junit.xml"), {"gpu": "some"}).splitlines()
     assert "gpu some" in lines
-    assert "1 passed, 1 failed, 1 skipped" in lines
-    assert lines[-2:] == ["| test_a | holds a promise | 1 | 1 |  |", "| test_b | other |  |  | 1 |"]
+    assert "1 passed, 2 failed, 1 skipped" in lines
+    assert lines[-3:] == [
+        "| test_a | holds a promise | 1 | 1 |  |",
+        "| test_b | other |  |  | 1 |",
+        "| test_b | setup |  | 1 |  |",
+    ]
+
+
+def test_a_report_of_failures_ends_with_their_exit_code(tmp_path, monkeypatch):
+    def run(command):
+        [junit] = [word.partition("=")[2] for word in command if word.startswith("--junitxml=")]
+        Path(junit).write_text(JUNIT)
+        return SimpleNamespace(returncode=1)
+
+    monkeypatch.setattr("tests.report.subprocess", SimpleNamespace(run=run))
+    assert main(tmp_path / "new" / "tests.md", []) == 1
+    assert "1 passed, 2 failed, 1 skipped" in (tmp_path / "new" / "tests.md").read_text()
 
 
 def test_with_a_gpu_every_test_that_takes_a_device_is_one_of_the_gpus(monkeypatch):

@@ -97,6 +97,9 @@ def test_places_are_the_gpus_that_a_process_sees(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-7,2")
     assert places() == ["5", "GPU-7", "2"]
     assert places(2) == ["5", "GPU-7"]
+    # CUDA sees none behind a name that it does not know
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-7,2,-1")
+    assert places() == ["5", "GPU-7", "2"]
     with pytest.raises(ValueError, match="processes must be at most 3, .* got 4"):
         places(4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -22,11 +21,10 @@ from scripts.paper.memory import free_memory
 from train.config import Config, parse
 from train.distributed import join_processes
 from train.optim import build_optimizer
+from train.overrides import CONF
 from train.passes import Passes
 from train.step import autocast_context, forward_backward, update
 from train.throughput import peak_memory_bytes
-
-CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
 class OtherAttention(nn.Module):

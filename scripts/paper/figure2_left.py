@@ -12,7 +12,7 @@ from scripts.paper import baselines
 from scripts.paper.counters import counted_bytes
 from scripts.paper.report import rows_table
 from scripts.paper.traffic import pass_bytes
-from scripts.paper.verdict import Verdict, at_sizes, matching, ratio, value
+from scripts.paper.verdict import Verdict, at_sizes, matching, only_total, ratio, total, value
 from scripts.timing import forward_backward_ms
 
 TITLE = "Figure 2, left: operations, bytes and time"
@@ -95,9 +95,6 @@ def judge(rows: list[dict]) -> list[Verdict]:
     if not by_counters:
         source = "by the counting model, which takes for ours the least that a fused kernel moves"
     why = [row["counters"] for row in rows if "counters" in row]
-    times = {
-        row["implementation"]: row["forward_ms"] + row["backward_ms"] for row in rows if row["forward_ms"]
-    }
     operations = gain("matmul_gflop")
     return [
         Verdict(
@@ -111,7 +108,7 @@ def judge(rows: list[dict]) -> list[Verdict]:
             claim="faster, forward and backward",
             paper="5.7x",
             gate=5.0,
-            ours=ratio(times.get("eager"), times.get("ours")),
+            ours=ratio(only_total(rows, implementation="eager"), only_total(rows, implementation="ours")),
         ),
         Verdict(
             claim="operations, flash over standard",
@@ -141,13 +138,10 @@ def draw(rows: list[dict], path: Path) -> None:
     """One pair of bars for each of operations, bytes and time."""
     import matplotlib.pyplot as plt
 
-    def milliseconds(row: dict) -> float:
-        return (row["forward_ms"] or 0.0) + (row["backward_ms"] or 0.0)
-
     panels = {
         "GFLOP (matrix products)": lambda row: row["matmul_gflop"],
         "GB read and written": lambda row: row["memory_gb"] or row["counted_gb"],
-        "ms": milliseconds,
+        "ms": lambda row: total(row) or 0.0,
     }
     figure, axes = plt.subplots(1, 3, figsize=(9, 3.5), layout="constrained")
     for axis, (title, height) in zip(axes, panels.items(), strict=True):

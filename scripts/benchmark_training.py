@@ -13,7 +13,7 @@ beside the JSON file.
 
 import gc
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -144,16 +144,7 @@ LADDER = (
 # what a CPU needs in place of the defaults
 ON_A_CPU = "implementations=[sdpa] fused_loss=false"
 # the arguments that a ladder sets
-RUNGS = (
-    "implementations",
-    "precision",
-    "compile",
-    "cuda_graphs",
-    "fused_loss",
-    "fused_gelu",
-    "low_precision_residual",
-    "recompute",
-)
+RUNGS = ("implementations", *[item.name for item in fields(Step)][1:])
 
 
 def main(arguments: Arguments) -> None:

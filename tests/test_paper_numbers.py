@@ -58,7 +58,8 @@ def by_claim(experiment, rows: list[dict], beginning: str) -> Verdict:
     return verdict
 
 
-def test_standard_attention_has_six_products_of_the_scores_and_flash_seven():
+def test_standard_attention_has_six_products_of_the_scores_and_flash_seven(monkeypatch):
+    monkeypatch.setattr(figure2_left, "pass_bytes", lambda *given, **named: 0)
     sizes = figure2_left.Sizes(batch=2, heads=3, seq_len=32, head_dim=16, counters=False)
     operations = {row["implementation"]: row["matmul_gflop"] for row in figure2_left.measure(sizes, CPU)}
     # 2 T T D operations of each of six heads
@@ -92,7 +93,8 @@ def test_the_largest_difference_from_the_formula_counts_and_small_blocks_are_the
     assert figure2_middle.judge(rows)[0].ours is None
 
 
-def test_density_is_drawn_in_percent_and_a_longer_sequence_has_as_many_tokens(figures, tmp_path):
+def test_density_is_drawn_in_percent_and_a_longer_sequence_has_as_many_tokens(figures, tmp_path, monkeypatch):
+    monkeypatch.setattr(figure2_right, "flash_attention", lambda q, k, v, **options: q)
     sizes = figure2_right.Sizes(batch=2, heads=1, head_dim=16, seq_lens=[128, 256], densities=[0.5, 1.0])
     rows = list(figure2_right.measure(sizes, CPU))
     assert {(row["seq_len"], row["batch"]) for row in rows} == {(128, 2), (256, 1)}

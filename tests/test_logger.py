@@ -3,6 +3,7 @@ import math
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -233,7 +234,32 @@ def test_a_resumed_run_is_the_same_run_in_wandb(tmp_path, monkeypatch):
     (tmp_path / "wandb_id").write_text("")
     write(tmp_path, [3], 2, OFFLINE)
     assert len(wandb.given["id"]) == 8
-    assert (tmp_path / "wandb_id").read_text() == wandb.given["id"]
+    assert (tmp_path / "wandb_id").read_text().splitlines() == [wandb.given["id"], tmp_path.name]
+
+
+def test_a_copied_run_folder_is_another_run_in_wandb_and_a_renamed_one_the_same(tmp_path, monkeypatch):
+    wandb = Broken("nowhere")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+
+    def wandb_id(name: str, start_step: int = 1) -> str:
+        (tmp_path / name).mkdir(exist_ok=True)
+        write(tmp_path / name, [start_step + 1], start_step, OFFLINE)
+        return wandb.given["id"]
+
+    first = wandb_id("first", 0)
+    shutil.copytree(tmp_path / "first", tmp_path / "copy")
+    copied = wandb_id("copy")
+    assert copied != first
+    assert wandb_id("copy") == copied, "it has an id of its own now"
+    assert wandb_id("first") == first
+    (tmp_path / "first").rename(tmp_path / "renamed")
+    assert wandb_id("renamed") == first
+    shutil.copytree(tmp_path / "renamed", tmp_path / "another")
+    assert wandb_id("another") not in (first, copied)
+    # of a time when the name was not kept
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "wandb_id").write_text("12345678")
+    assert wandb_id("old") == "12345678"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from train.strict_json import from_json, to_json
 from train.whole_file import write_whole
 
 WANDB_MODES = ("offline", "online", "disabled")
+# in a run's folder
+WANDB_ID = "wandb_id"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -137,15 +139,9 @@ def _start_wandb(folder: Path, name: str, config: dict, settings: WandbConfig):
         return None
     import wandb
 
-    path = folder / "wandb_id"
-    # a disk that was full once has left it empty
-    known = path.read_text(encoding="utf-8").strip() if path.exists() else ""
-    if not known:
-        known = secrets.token_hex(4)
-        write_whole(path, known)
     return wandb.init(
         project=settings.project,
-        id=known,
+        id=_wandb_id(folder),
         resume="allow",
         name=name,
         dir=folder,
@@ -153,6 +149,32 @@ def _start_wandb(folder: Path, name: str, config: dict, settings: WandbConfig):
         config=config,
         settings=wandb.Settings(silent=settings.mode != "online", console="off"),
     )
+
+
+def _wandb_id(folder: Path) -> str:
+    """The id of a run folder's wandb run, kept there beside the folder's name; new where there is none.
+
+    A folder that was renamed goes on as the same run. A copy beside its original is another one, whose lines
+    would be mixed with those of the first.
+    """
+    path = folder / WANDB_ID
+    known, origin = _read_wandb_id(path)
+    is_copy = False
+    if origin not in ("", folder.name):
+        is_copy = _read_wandb_id(folder.with_name(origin) / WANDB_ID)[0] == known
+    # a disk that was full once has left it empty
+    if not known or is_copy:
+        known = secrets.token_hex(4)
+    if (known, folder.name) != _read_wandb_id(path):
+        write_whole(path, f"{known}\n{folder.name}\n")
+    return known
+
+
+def _read_wandb_id(path: Path) -> tuple[str, str]:
+    """The id, and the folder's name when it was last used, which older files do not tell; "" for none."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    known, _, origin = text.partition("\n")
+    return known.strip(), origin.removesuffix("\n")
 
 
 def _warn(message: str) -> None:

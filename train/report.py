@@ -19,7 +19,7 @@ from train.distributed import Processes
 from train.documents import document_ids
 from train.export import EXPORT, export_run
 from train.free_name import first_free
-from train.logger import RunLogger, counted, duration, read_metrics, readable
+from train.logger import WANDB_ID, RunLogger, counted, duration, read_metrics, readable
 from train.optim import learning_rate
 from train.profiler import MEMORY, TRACE
 from train.results import write_result
@@ -27,7 +27,7 @@ from train.sample import sample_text
 from train.throughput import RunClock, StepTimer, flop_utilization, peak_memory_bytes
 
 # what each run writes from its first step on; summary and pictures come at the end
-OF_AN_ATTEMPT = ("config*.yaml", "metrics.jsonl", LEFT_OUT, "wandb_id")
+OF_AN_ATTEMPT = ("config*.yaml", "metrics.jsonl", LEFT_OUT, WANDB_ID)
 
 # with patterns; all of a rank's took 9 s and 5 GiB at each start of a run on long sequences
 COUNTED_SEQUENCES = 32

@@ -41,12 +41,12 @@ def trained():
     return model, optimizer
 
 
-def save(folder, step, *, model=None, val_loss=None, **changes):
+def save(folder, step, *, model=None, val_loss=None, config=None, **changes):
     model, optimizer = model or trained()
     with CheckpointSaver(folder, settings(**changes), PROCESSES) as saver:
         saver.save(
             run_tensors(model, optimizer),
-            {"step": step, "val_loss": val_loss, "config": {}, "resume": "auto"},
+            {"step": step, "val_loss": val_loss, "config": config or {}, "resume": "auto"},
         )
         assert saver.wait()
     return folder / f"step_{step:08d}"
@@ -183,6 +183,14 @@ def test_what_is_kept_is_the_newest_every_nth_and_the_best(tmp_path):
         "4",
         "8",
     ]
+
+
+def test_the_best_checkpoint_is_that_of_losses_of_the_same_tokens(tmp_path):
+    model = trained()
+    for step, loss, tokens in ((1, 2.0, 64), (2, 2.1, 64), (3, 3.1, 4096), (4, 3.0, 4096), (5, 3.2, 4096)):
+        config = {"seq_len": 64, "evaluation": {"tokens": tokens}}
+        save(tmp_path, step, model=model, val_loss=loss, config=config, keep_last=1, keep_best=True)
+    assert [path.name[-1] for path in sorted(tmp_path.iterdir())] == ["1", "4", "5"]
 
 
 def test_a_checkpoint_whose_removal_is_cut_off_is_none_any_more(tmp_path, monkeypatch, capsys):

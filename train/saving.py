@@ -278,9 +278,18 @@ def superfluous_checkpoints(folder: Path, settings: CheckpointConfig, step: int)
     if settings.keep_every_steps:
         kept |= {path for path in found if infos[path]["step"] % settings.keep_every_steps == 0}
     rated = [path for path in found if infos[path]["val_loss"] is not None]
-    if settings.keep_best and rated:
-        kept.add(min(rated, key=lambda path: infos[path]["val_loss"]))
+    if settings.keep_best:
+        # losses of other tokens say nothing about which is better: a run may go on with another evaluation
+        for measured in {_measured_on(infos[path]) for path in rated}:
+            alike = [path for path in rated if _measured_on(infos[path]) == measured]
+            kept.add(min(alike, key=lambda path: infos[path]["val_loss"]))
     return [path for path in found if path not in kept]
+
+
+def _measured_on(info: dict) -> tuple:
+    """What decides which tokens the validation loss of a checkpoint is of, and how they are cut."""
+    config = info["config"]
+    return info.get("corpus"), config.get("seq_len"), config.get("evaluation", {}).get("tokens")
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -2,8 +2,8 @@
 
 Padding masks of shape (B, Tk), or of the filled slots of a static cache, packed position_ids or
 cu_seq_lens, sliding windows, grouped heads, dropout and the learned sinks of GPT-OSS are taken over; what
-these kernels do not compute (soft caps, attention weights, windows that look ahead) is refused. Only
-`register` imports transformers.
+these kernels do not compute (soft caps, attention weights, windows that look ahead) is refused, and models
+that transformers runs with no flash attention are. Only `register` imports transformers.
 """
 
 from collections.abc import Callable
@@ -58,6 +58,20 @@ def register() -> None:
         return check(self, implementation, *args, **kwargs)
 
     PreTrainedModel._check_and_adjust_attn_implementation = check_with_ours
+
+    # transformers asks only for names of its own packages whether a model takes them: one that does not runs
+    # code of its own, with our masks, which leave the causal one to the kernel
+    choose = PreTrainedModel.get_correct_attn_implementation
+
+    def choose_if_taken(self, implementation, *args, **kwargs):
+        if implementation == NAME and not self._supports_flash_attn:
+            raise ValueError(
+                f"{type(self).__name__} takes no flash attention (its _supports_flash_attn is False): use "
+                f"attn_implementation='eager', got {NAME!r}"
+            )
+        return choose(self, implementation, *args, **kwargs)
+
+    PreTrainedModel.get_correct_attn_implementation = choose_if_taken
 
 
 def attention_forward(

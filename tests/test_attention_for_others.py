@@ -244,6 +244,17 @@ def test_hugging_face_models_are_deterministic_where_pytorch_is_asked_to_be(devi
     assert asked == [True, False]
 
 
+def test_hugging_face_models_that_take_no_flash_attention_are_refused():
+    """They would compute it by themselves, and see what follows: the causal mask is left to our kernels."""
+    hugging_face.register()
+    config = transformers.XGLMConfig(
+        d_model=32, num_layers=1, attention_heads=2, vocab_size=32, ffn_dim=32, max_position_embeddings=64
+    )
+    config._attn_implementation = "nanoflash"
+    with pytest.raises(ValueError, match="XGLMForCausalLM.*attn_implementation='eager'"):
+        transformers.XGLMForCausalLM(config)
+
+
 def test_hugging_face_windows_that_look_ahead_are_refused(device):
     module, x = torch.nn.Module(), torch.zeros(1, 1, 8, 16, device=device)
     with pytest.raises(ValueError, match="sliding_window looks back only, got 4"):

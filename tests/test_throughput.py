@@ -79,7 +79,8 @@ def test_the_timer_starts_anew_after_it_was_read(device):
         timer.finish("forward_backward")
         timer.finish("optimizer")
         seconds = timer.seconds()
-    assert seconds["step_seconds"] < 0.04
+    # half of the first step's, were it counted again
+    assert seconds["step_seconds"] < 0.02
 
 
 def test_the_stopwatch_counts_the_work_that_was_queued_since_its_start(device):

@@ -245,6 +245,18 @@ def test_an_update_changes_the_weights_only_below_its_limit():
     assert all(value == 1.0 for value in kept[0] if value.ndim == 0), "Adam counts one step, not two"
 
 
+@pytest.mark.parametrize(("gradient_clip", "length"), [(0.0, 10.0), (2.5, 2.5), (20.0, 10.0)])
+def test_gradients_are_shortened_to_the_clip_and_by_0_not_at_all(gradient_clip, length):
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.AdamW([weight], weight_decay=0.0, betas=(0.0, 0.5), fused=True)
+    weight.grad = torch.tensor([6.0, 8.0])
+    norm = update(optimizer, torch.amp.GradScaler("cpu", enabled=False), 0.1, gradient_clip, math.inf)
+    assert norm.item() == 10.0, "the norm before clipping"
+    # what the optimizer was given: its second moment is half of the square
+    assert (optimizer.state[weight]["exp_avg_sq"].sum() * 2).sqrt().item() == pytest.approx(length)
+    assert weight.grad is None, "no step adds to the gradients of the one before"
+
+
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
 def test_an_update_by_gradients_that_are_not_finite_changes_nothing(factor):
     _, kept = parameters_after(-math.inf)

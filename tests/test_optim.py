@@ -49,6 +49,12 @@ def test_wsd_is_stable_until_its_last_share():
     assert rates[89] == pytest.approx(0.55)
 
 
+def test_wsd_decays_in_the_whole_number_of_steps_that_is_nearest_to_its_share():
+    # 0.29 * 100 is a little below 29 in floating point
+    rates = [learning_rate(step, 100, config(schedule="wsd", decay_fraction=0.29)) for step in range(100)]
+    assert [rate < 1.0 for rate in rates[10:]] == [False] * 61 + [True] * 29
+
+
 def test_wsd_without_decay_stays_at_its_peak_to_the_end():
     rates = [learning_rate(step, 100, config(schedule="wsd", decay_fraction=0.0)) for step in range(100)]
     assert rates[9:] == [1.0] * 91
@@ -83,9 +89,9 @@ def small(**changes) -> GPT:
 
 def test_matrices_and_embeddings_decay_and_biases_and_norms_do_not():
     gpt = small()
-    decaying, others = build_optimizer(gpt, config()).param_groups
+    decaying, others = build_optimizer(gpt, config(weight_decay=0.3)).param_groups
     names = {id(p): name for name, p in gpt.named_parameters()}
-    assert decaying["weight_decay"] == 0.1
+    assert decaying["weight_decay"] == 0.3
     assert others["weight_decay"] == 0.0
     assert all(names[id(p)].endswith("bias") or "norm" in names[id(p)] for p in others["params"])
     assert not any(names[id(p)].endswith("bias") or "norm" in names[id(p)] for p in decaying["params"])

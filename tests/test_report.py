@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from data.tokenizer import load_tokenizer
+from model.flops import flops_ledger
 from tests.conftest import pytest_collection_modifyitems
 from tests.report import main, read_cases, table
 from tests.test_config import composed
@@ -65,6 +67,21 @@ def test_with_a_gpu_every_test_that_takes_a_device_is_one_of_the_gpus(monkeypatc
 
 FLOPS = {"palm": 8e8, "causal": 6e8, "mask": 5e8, "kept": 7e8, "executed": 9e8}
 PEAK = PEAK_FLOPS["H200"]["bf16"]
+
+
+@pytest.mark.parametrize("pattern", ["dense", "window(16)"])
+def test_the_operations_of_a_run_are_those_of_its_documents_its_recomputation_and_its_adapters(pattern):
+    config = parse(composed(f"attention.patterns=['{pattern}']", "seq_len=64", "recompute=full"))
+    config.separate_documents, config.lora.rank, config.lora.embeddings_and_norms = True, 4, True
+    # one document a row, but for the last of those that are counted
+    n_counted = report.COUNTED_SEQUENCES if config.attention.sparse else report.COUNTED_SEQUENCES + 8
+    tokens = torch.zeros(report.COUNTED_SEQUENCES + 8, 64, dtype=torch.int64)
+    tokens[n_counted - 1, 10::20] = load_tokenizer(config.data.tokenizer).end_of_text
+    flops = report.run_flops(config, SimpleNamespace(batch=lambda step: (tokens, tokens)))
+    documents = torch.zeros(n_counted, 64, dtype=torch.int32)
+    documents[-1] = torch.tensor([0] * 10 + [1] * 20 + [2] * 20 + [3] * 14)
+    options = {"recompute": "full", "lora_rank": 4, "lora_head": True, "document_ids": documents}
+    assert flops == flops_ledger(config.model, config.attention, 64, **options)
 
 
 @pytest.fixture

@@ -145,6 +145,26 @@ def test_a_file_system_that_is_away_delays_lines_and_halves_none(tmp_path, capsy
     assert "metrics.jsonl cannot be written (Input/output error)" in capsys.readouterr().err
 
 
+def test_lines_that_found_no_room_are_written_at_the_end_if_there_is_room_then(tmp_path, capsys):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with RunLogger(tmp_path, "test", 10, 0, {}, SETTINGS) as logger:
+        logger.log(line(1))
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 20, hard))
+        logger.log(line(2))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert read_metrics(tmp_path / "metrics.jsonl") == [line(1), line(2)]
+    assert "lacks" not in capsys.readouterr().err
+
+
+def test_what_is_synced_is_brought_to_the_disk(tmp_path, monkeypatch):
+    synced = []
+    with RunLogger(tmp_path, "test", 10, 0, {}, SETTINGS) as logger:
+        logger.log(line(1))
+        monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.readlink(f"/proc/self/fd/{number}")))
+        logger.sync()
+    assert synced == [str(tmp_path / "metrics.jsonl")]
+
+
 def test_lines_that_a_disk_full_to_the_end_has_no_room_for_are_counted(tmp_path, capsys):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with RunLogger(tmp_path, "test", 10, 0, {}, SETTINGS) as logger:
@@ -178,6 +198,7 @@ class Broken:
         return self
 
     def log(self, metrics, step):
+        self.logged = metrics, step
         self._call("log")
 
     def finish(self):
@@ -191,6 +212,13 @@ def test_wandb_may_fail_anywhere_and_the_metrics_are_whole(tmp_path, monkeypatch
     assert [m["step"] for m in read_metrics(write(tmp_path, [1, 2, 3], settings=OFFLINE))] == [1, 2, 3]
     assert f"WARNING: wandb failed (OSError: wandb {where}): going on" in capsys.readouterr().err
     assert wandb.calls.count("log") <= (1 if where == "log" else 3), "it is not asked again"
+
+
+def test_wandb_gets_the_numbers_that_there_are_at_their_step(tmp_path, monkeypatch):
+    wandb = Broken("nowhere")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    write(tmp_path, [7], settings=OFFLINE)
+    assert wandb.logged == ({"step": 7, "train_loss": 1.0 / 7}, 7), "no evaluation, no val_loss"
 
 
 def test_wandb_may_be_missing(tmp_path, monkeypatch, capsys):

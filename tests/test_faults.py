@@ -4,6 +4,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -439,6 +440,8 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_before_it_reaches_the_w
         "FloatingPointError: the loss is nan on rank 1 (nan over all ranks) at step 8, in batch 7"
         in attempt.log(1)
     )
+    own_loss = r"the loss is \d+\.\d+ on rank 0 \(nan over all ranks\) at step 8"
+    assert re.search(own_loss, attempt.log(0)), "it is not rank 0 whose numbers are bad"
     assert newest_step(config) == 5
     # without the cause the run goes on
     complete(config, 2)

@@ -1,6 +1,7 @@
 import errno
 import json
 import math
+import os
 import threading
 from contextlib import nullcontext
 from dataclasses import replace
@@ -85,6 +86,25 @@ def test_every_dtype_and_a_scalar_and_a_transposed_tensor_come_back(tmp_path, dt
     loaded = load_file(tmp_path / "step_00000001" / "shard-00000.safetensors")
     for name, value in tensors.items():
         assert torch.equal(loaded[name], value)
+
+
+def test_shards_are_on_the_disk_before_the_marker_and_that_before_its_name(tmp_path, monkeypatch):
+    path, synced = tmp_path / "step_00000001", []
+    marker = path / "checkpoint.json"
+
+    def fsync(number: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{number}"))
+        synced.append((name, marker.exists(), 0 if name.is_dir() else os.fstat(number).st_size))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    save(tmp_path, 1)
+    shard = path / "shard-00000.safetensors"
+    assert synced == [
+        (shard, False, shard.stat().st_size),
+        (path / "checkpoint.json.partial", False, marker.stat().st_size),
+        (path, True, 0),
+        (tmp_path, True, 0),
+    ]
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(tmp_path, monkeypatch):

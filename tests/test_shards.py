@@ -63,6 +63,19 @@ def test_only_the_finished_file_has_the_name_of_a_shard(tmp_path, tokens):
     assert [path.name for path in tmp_path.iterdir()] == ["train_00000.bin"]
 
 
+def test_a_shard_is_on_the_disk_before_it_has_its_name_and_then_its_name(tmp_path, tokens, monkeypatch):
+    path, synced = tmp_path / "train_00000.bin", []
+
+    def fsync(number: int) -> None:
+        synced.append((Path(os.readlink(f"/proc/self/fd/{number}")), path.exists()))
+        if not path.exists():
+            assert os.fstat(number).st_size == HEADER_BYTES + 2 * len(tokens)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_shard(path, tokens, tokenizer="gpt2")
+    assert synced == [(tmp_path / f".{path.name}.{os.getpid()}.partial", False), (tmp_path, True)]
+
+
 def test_a_writer_fills_each_shard_before_the_next(tmp_path, tokens):
     writer = ShardWriter(tmp_path, "val", tokens_per_shard=300, tokenizer="gpt2", dtype=np.dtype("<u2"))
     for start in range(0, 1000, 70):

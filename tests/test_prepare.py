@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from data.encoder import ctrl_c_waits
-from data.manifest import SPLITS, read_manifest, write_manifest
+from data.manifest import SPLITS, corpus_digest, read_manifest, write_manifest
 from data.prepare import DataConfig, prepare
-from data.shards import HEADER_BYTES, read_shard
+from data.shards import HEADER_BYTES, read_shard, write_shard
 from data.sources import fingerprint, walk
 from data.tokenizer import load_tokenizer
 
@@ -80,6 +80,36 @@ def start(config: DataConfig, measure: str = "") -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_digest_of_a_corpus_tells_of_a_token_that_changed_in_either_split(tmp_path, split):
+    digests = set()
+    for changed in (0, 1):
+        splits = {}
+        for name in SPLITS:
+            folder = tmp_path / f"{changed}"
+            folder.mkdir(exist_ok=True)
+            write_shard(folder / name, np.array([5, changed * (name == split)], "<u2"), tokenizer="gpt2")
+            splits[name] = {"shards": [{"file": name, "tokens": 2}]}
+        write_manifest(folder, {"config": {}, "splits": splits})
+        digests.add(corpus_digest(folder))
+    assert len(digests) == 2
+
+
+def test_text_is_on_the_disk_before_its_folder_has_its_name(config, monkeypatch):
+    folder, synced = Path(config.folder), []
+
+    def fsync(number: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{number}"))
+        synced.append((name, folder.exists(), os.fstat(number).st_size))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    prepare(config)
+    manifest = folder / "manifest.json"
+    partial = folder.with_name(folder.name + ".partial") / manifest.name
+    assert synced[-2] == (partial, False, manifest.stat().st_size)
+    assert synced[-1][:2] == (folder.parent, True)
 
 
 def test_both_splits_hold_each_document_once_and_whole(config):

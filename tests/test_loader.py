@@ -92,6 +92,12 @@ def test_another_epoch_has_another_order(folder):
     assert not torch.equal(loader.batch(0)[0], loader.batch(1)[0])
 
 
+def test_an_epoch_of_one_seed_has_the_order_of_no_epoch_of_its_neighbour(folder):
+    first, second = (load(folder, sequences_per_step=SEQUENCES, seed=seed) for seed in (1, 2))
+    orders = [loader.batch(epoch)[0].numpy().tobytes() for loader in (first, second) for epoch in range(3)]
+    assert len(set(orders)) == 6
+
+
 def test_without_shuffle_the_text_comes_in_order(folder):
     loader = load(folder, split="val", shuffle=False)
     assert torch.equal(loader.batch(2)[0].flatten(), torch.arange(2 * 8 * SEQ_LEN, 3 * 8 * SEQ_LEN))

@@ -57,12 +57,14 @@ def test_validation_does_not_depend_on_the_order_of_documents(monkeypatch, many_
     assert 0.07 < len(chosen[0]) / 3000 < 0.13
 
 
-def test_another_seed_chooses_other_documents():
+@pytest.mark.parametrize("many_groups", [100, 10_000])
+def test_another_seed_chooses_other_documents(monkeypatch, many_groups):
+    monkeypatch.setattr(split, "MANY_GROUPS", many_groups)
     documents = numbered(500)
-    chosen = [
-        {text for group, text in documents if plan_validation(documents, 0.1, seed).is_validation(group)}
-        for seed in (0, 0, 1)
-    ]
+    chosen = []
+    for seed in (0, 0, 1):
+        plan = plan_validation(documents, 0.1, seed)
+        chosen.append({text for group, text in documents if plan.is_validation(group)})
     assert chosen[0] == chosen[1] != chosen[2]
 
 

@@ -533,7 +533,9 @@ def test_a_killed_worker_is_told_in_one_line_with_the_way_out(tmp_path):
 def test_what_was_done_is_logged(config, caplog):
     with caplog.at_level(logging.INFO):
         prepare(config)
-    assert "tokens for training" in caplog.text
+    train, val = (len(tokens_of(Path(config.folder), split)) for split in SPLITS)
+    told = f"{train:,} tokens for training, {val:,} for validation ({100 * val / (train + val):.1f}%)"
+    assert told in caplog.text
     assert "left out {'duplicate': 1}" in caplog.text
 
 

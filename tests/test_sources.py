@@ -143,12 +143,16 @@ def test_a_pipe_is_counted_and_never_waited_for(tmp_path):
     assert counts == {"no file": 2}
 
 
-def test_linked_folders_are_read_and_none_twice(tmp_path):
+def test_linked_folders_are_read_and_none_twice(tmp_path, monkeypatch):
     write(tmp_path, texts__a_dot_txt="A", elsewhere__b_dot_txt="B")
     for name, target in (("link", "elsewhere"), ("again", "elsewhere"), ("circle", "texts")):
         os.symlink(tmp_path / target, tmp_path / "texts" / name)
     source = TextFiles([str(tmp_path / "texts")], "text")
+    opened, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda folder: opened.append(folder) or scandir(folder))
     assert texts(source) == ["A", "B"]
+    # each folder, the link that comes second, and the circle no more than once round: two would take for ever
+    assert len(opened) <= 4
     assert source.fingerprint() == source.fingerprint()
 
 

@@ -28,6 +28,7 @@ from scripts import sample
 from train.checkpoint import read_checkpoint
 from train.config import Config, parse
 from train.logger import RunLogger, read_metrics
+from train.optim import learning_rate
 from train.report import step_metrics
 from train.saving import CheckpointSaver
 
@@ -99,6 +100,14 @@ def test_a_run_leaves_its_metrics_pictures_sample_checkpoints_and_summary(corpus
     assert [p.name for p in sorted((folder / "checkpoints").iterdir())] == [
         "step_00000010", "step_00000012",
     ]  # fmt: skip
+    # by which the best is kept
+    for saved in metrics[10], metrics[12]:
+        path = folder / "checkpoints" / f"step_{saved['step']:08d}"
+        assert read_checkpoint(path)["val_loss"] == saved["val_loss"]
+    config = configured()
+    for m in metrics[1:]:
+        assert m["tokens"] == 512 * m["step"]
+        assert m["learning_rate"] == learning_rate(m["step"] - 1, 12, config.optim)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["rows"][0]["final_loss"] == val_loss
     assert summary["rows"][0]["tokens"] == 6144

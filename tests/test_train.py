@@ -1,6 +1,7 @@
 import gc
 import gzip
 import json
+import math
 import os
 import pickle
 import resource
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo.testing
+import torch.nn.functional as F
 from faults import complete, run_training, tell_seeds
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
@@ -24,6 +26,7 @@ from safetensors.torch import load_file
 import train.loop
 import train.plot
 from data.loader import TokenLoader
+from model import GPT, AttentionConfig
 from scripts import sample
 from train.checkpoint import read_checkpoint
 from train.config import Config, parse
@@ -112,6 +115,61 @@ def test_a_run_leaves_its_metrics_pictures_sample_checkpoints_and_summary(corpus
     assert summary["rows"][0]["final_loss"] == val_loss
     assert summary["rows"][0]["tokens"] == 6144
     assert summary["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_the_steps_of_a_run_are_those_of_plain_pytorch(corpus, schedule):
+    given = ["precision=fp32", f"optim.schedule={schedule}", "optim.gradient_clip=0.7"]
+    given += [
+        "optim.weight_decay=0.3",
+        "optim.beta2=0.9",
+        "optim.decay_fraction=0.5",
+        "logging.every_steps=1",
+    ]
+    run(*given)
+    config = configured(*given)
+    torch.manual_seed(config.seed)
+    gpt = GPT(config.model, AttentionConfig(implementation="reference"))
+    groups = [
+        {"params": [p for p in gpt.parameters() if p.ndim == 2], "weight_decay": 0.3},
+        {"params": [p for p in gpt.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(config.optim.beta1, 0.9), fused=False)
+    peak = config.optim.learning_rate
+    final = peak * config.optim.final_learning_rate_ratio
+    text = TokenLoader(
+        config.data.folder,
+        split="train",
+        seq_len=32,
+        sequences_per_step=16,
+        seed=config.seed,
+        tokenizer="bytes",
+    )
+    before = torch.cat([p.detach().flatten() for p in gpt.parameters()])
+    for number, logged in enumerate(read_metrics(Path("runs/test/metrics.jsonl"))[1:], start=1):
+        tokens, targets = text.batch(number - 1)
+        # two micro-batches of the run are one here
+        loss = F.cross_entropy(gpt.logits(gpt.hidden_states(tokens)).flatten(0, 1), targets.flatten())
+        loss.backward()
+        norm = torch.stack([p.grad.norm() for p in gpt.parameters()]).norm().item()
+        assert (loss.item(), norm) == pytest.approx((logged["train_loss"], logged["grad_norm"]), rel=1e-3)
+        for p in gpt.parameters():
+            p.grad *= min(1.0, 0.7 / norm)
+        # two steps of warm-up; then ten down, or four that stay and six down
+        if number <= 2:
+            rate = peak * number / 2
+        elif schedule == "cosine":
+            rate = final + (peak - final) * (1 + math.cos(math.pi * (number - 3) / 9)) / 2
+        else:
+            rate = peak + (final - peak) * max(0, number - 6) / 6
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = weights("test", 12)
+    moved = torch.cat([p.detach().flatten() for p in gpt.parameters()]) - before
+    found = torch.cat([saved[f"model.{name}"].flatten() for name, _ in gpt.named_parameters()]) - before
+    assert (found - moved).norm() < 0.01 * moved.norm()
 
 
 def test_a_summary_tells_the_time_that_is_in_no_phase_of_a_step(corpus, monkeypatch):

@@ -45,7 +45,12 @@ def test_adapters_change_nothing_until_they_are_trained_and_nothing_when_they_ar
         torch.nn.init.normal_(model.get_parameter(name), std=0.1)
     after = model(tokens)
     assert (after - before).abs().max() > 0.1
+    layer = model.blocks[0].attention.qkv
+    small = [layer.get_submodule(f"lora_{name}.default").weight.detach() for name in "BA"]
+    # alpha / rank is 2
+    whole = layer.base_layer.weight.detach() + 2 * small[0] @ small[1]
     merge_adapters(model)
+    torch.testing.assert_close(model.blocks[0].attention.qkv.weight.detach(), whole)
     assert list(model.state_dict()) == names
     assert all(parameter.requires_grad for parameter in model.parameters())
     torch.testing.assert_close(model(tokens), after)

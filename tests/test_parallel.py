@@ -54,6 +54,18 @@ def test_a_group_for_shards_needs_shards_and_divides_the_processes():
         parse(composed("distributed=fsdp", "shard_processes=4")).check_processes(6)
 
 
+@pytest.mark.parametrize(("shard_processes", "mesh"), [(2, (4, 2)), (4, (2, 4)), (8, None), (None, None)])
+def test_neighbouring_processes_share_one_copy_of_the_weights(shard_processes, mesh):
+    processes = Processes(0, 8, torch.device("cpu"), None, None)
+    with (
+        patch("train.parallel.init_device_mesh", lambda device, shape, mesh_dim_names: shape),
+        patch("torch.distributed.fsdp.fully_shard") as sharded,
+    ):
+        shard(small(), processes, shard_processes, compiled=False, reshard_after_forward=True)
+    # the last dimension, over which the weights are split, counts neighbours
+    assert [call.kwargs["mesh"] for call in sharded.call_args_list] == [mesh] * 3
+
+
 def test_only_shards_are_gathered_once_a_step():
     with pytest.raises(ValueError, match="reshard_after_forward=false needs distributed=fsdp, got ddp"):
         parse(composed("reshard_after_forward=false"))

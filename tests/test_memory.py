@@ -315,6 +315,21 @@ def test_memory_of_shards_on_four_gpus_is_predicted_within_five_percent():
     assert abs(peak_bytes(xl, measured["n_gpus"]) / measured["rows"][0]["peak_memory_bytes"] - 1) < 0.05
 
 
+def test_the_buckets_of_averaged_gradients_are_planned_to_stay_in_each_micro_batch():
+    alone = config("tokens_per_microbatch=32768", "tokens_per_step=32768")
+    averaged = replace(alone, tokens_per_step=4 * 32768)
+    assert averaged.accumulation(4) == alone.accumulation(1) == 1
+    # the peak is at the loss, where a process alone has no gradients
+    assert peak_bytes(averaged, 4) - peak_bytes(alone) == 4 * count_weights(alone.model)
+
+
+def test_processes_that_share_sequences_may_take_parts_of_one_at_once():
+    shared = config(
+        "seq_len=8192", "context_parallel=4", "tokens_per_microbatch=2048", "tokens_per_step=65536"
+    )
+    assert microbatches(shared, 4) == [16384, 8192, 4096, 2048]
+
+
 def test_a_plan_offers_to_gather_weights_in_turn_where_that_saves_memory(capsys):
     kept = config("distributed=fsdp", "reshard_after_forward=false")
     plan.plan(kept, RATES["H200"], H200, 1)
@@ -331,6 +346,10 @@ def test_the_largest_micro_batch_fits_divides_the_step_and_is_the_largest():
     larger = [tokens for tokens in microbatches(xl) if tokens > found.tokens_per_microbatch]
     assert peak_bytes(replace(xl, tokens_per_microbatch=larger[-1])) > 0.94 * H200
     assert largest_microbatch(xl, 16 * 2**30) is None
+    # six percent of a card are left for what is no tensor
+    for share, fits in ((0.95, False), (0.93, True)):
+        given = largest_microbatch(xl, int(peak_bytes(found) / share))
+        assert (given.tokens_per_microbatch == found.tokens_per_microbatch) == fits
 
 
 @pytest.mark.gpu

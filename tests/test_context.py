@@ -37,6 +37,8 @@ def test_token_losses_are_the_parts_of_the_mean_loss(gpt, monkeypatch):
     losses = token_losses(gpt, tokens[:, :-1], tokens[:, 1:])
     assert losses.shape == (2, 40)
     torch.testing.assert_close(losses.mean(), gpt(tokens[:, :-1], tokens[:, 1:]))
+    gpt.bfloat16()
+    assert token_losses(gpt, tokens[:, :-1], tokens[:, 1:]).dtype == torch.float32
 
 
 @pytest.mark.parametrize("seq_len", [1, 2, 3, 64, 65])
@@ -93,7 +95,9 @@ def test_a_passkey_prompt_has_its_length_and_asks_for_what_it_hides(name, depth)
     text, answer = tokenizer.decode(prompt.tokens), tokenizer.decode(prompt.tokens[-prompt.n_answer :])
     assert text.count(f"# the passkey is{answer}\n") == 1
     assert text.endswith(f"# the passkey is{answer}")
-    assert text.index("# the passkey") / len(text) == pytest.approx(depth, abs=0.1)
+    before, after = text.removesuffix(f"\n# the passkey is{answer}").split(f"\n# the passkey is{answer}\n")
+    # in tokens, of which a word of filler has five characters or fewer
+    assert len(before) == pytest.approx(depth * len(before + after), abs=5)
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
@@ -103,7 +107,7 @@ def test_a_key_value_prompt_asks_for_one_of_its_lines(depth):
     assert 370 < len(prompt.tokens) <= 400
     *lines, question = tokenizer.decode(prompt.tokens).split("\n")
     assert lines.count(question) == 1
-    assert lines.index(question) == pytest.approx(depth * (len(lines) - 1), abs=1)
+    assert lines.index(question) == min(int(depth * len(lines)), len(lines) - 1)
 
 
 @pytest.mark.parametrize("kind", ["passkey", "key_value"])

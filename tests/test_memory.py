@@ -19,6 +19,7 @@ from scripts import plan
 from scripts.plan import Arguments, choose_rates, compare, measured
 from tests.test_config import composed
 from train.config import Config, parse
+from train.logger import readable
 from train.lora import LoraConfig
 from train.memory import count_weights, kept_bytes, largest_microbatch, microbatches, peak_bytes
 from train.out_of_memory import EXIT_OUT_OF_MEMORY, way_out
@@ -313,6 +314,26 @@ def test_memory_of_shards_on_four_gpus_is_predicted_within_five_percent():
         "tokens_per_step=524288",
     )  # fmt: skip
     assert abs(peak_bytes(xl, measured["n_gpus"]) / measured["rows"][0]["peak_memory_bytes"] - 1) < 0.05
+
+
+def test_a_line_of_a_plan_tells_the_speed_of_whole_steps_on_all_gpus():
+    given = config("tokens_per_microbatch=8192", "tokens_per_step=131072")
+    seconds = step_seconds(given, RATES["H200"], 4)
+    speed = f" {readable(131072 / seconds)} tokens/s  {seconds:.3f} s a step  "
+    assert speed in plan.line(given, RATES["H200"], 4, "as given")
+    assert f" {peak_bytes(given, 4) / 2**30:.1f} GiB" in plan.line(given, RATES["H200"], 4, "as given")
+
+
+def test_the_largest_errors_of_a_comparison_are_those_below_the_measured_too(monkeypatch, capsys):
+    found = [({}, None)] * 2
+    errors = iter([(-0.09, 0.02), (0.01, -0.05)])
+    monkeypatch.setattr(plan, "measured", lambda *_: found)
+    monkeypatch.setattr(
+        plan, "compare", lambda *_: dict(zip(("memory_error", "speed_error"), next(errors), strict=True))
+    )
+    monkeypatch.setattr(plan, "describe", str)
+    plan.main(Arguments(gpu="H200", compare=["rows.json"]))
+    assert "2 rows; largest errors: memory 9.0%, speed 5.0%" in capsys.readouterr().out
 
 
 def test_the_buckets_of_averaged_gradients_are_planned_to_stay_in_each_micro_batch():

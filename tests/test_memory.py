@@ -318,6 +318,11 @@ def test_memory_of_shards_on_four_gpus_is_predicted_within_five_percent():
 
 def test_a_line_of_a_plan_tells_the_speed_of_whole_steps_on_all_gpus():
     given = config("tokens_per_microbatch=8192", "tokens_per_step=131072")
+    # each has a quarter of the tokens
+    alone, shared = (step_work(given, n_gpus) for n_gpus in (1, 4))
+    assert [shared[name] * 4 for name in ("products", "attention", "layer")] == pytest.approx(
+        [alone[name] for name in ("products", "attention", "layer")]
+    )
     seconds = step_seconds(given, RATES["H200"], 4)
     speed = f" {readable(131072 / seconds)} tokens/s  {seconds:.3f} s a step  "
     assert speed in plan.line(given, RATES["H200"], 4, "as given")

@@ -228,4 +228,5 @@ def test_values_are_compared_row_by_row_and_other_rows_not_at_all(tmp_path):
         ["ms", "1.250", "(1.000", "to", "1.500)"],
         ["bytes", "1.050", "(1.000", "to", "1.100)"],
     ]
-    assert "1 rows where" in comparison(old, write(tmp_path / "short.json", rows=rows[:1]))
+    assert "1 rows where" in comparison(old, short := write(tmp_path / "short.json", rows=rows[:1]))
+    assert "2 rows where" in comparison(short, old)

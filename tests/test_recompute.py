@@ -133,6 +133,13 @@ def test_more_recomputation_keeps_less_of_a_layer_for_the_backward_pass():
     assert kept["none"] > 15.0
 
 
+def test_selective_recomputation_keeps_what_every_attention_kernel_of_ours_gives():
+    names = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
+    ours = [name[1] for name in names if name[0] == "nanoflash" and name[1].endswith("attention_forward")]
+    assert sorted(ours) == ["attention_forward", "packed_attention_forward"]
+    assert {getattr(torch.ops.nanoflash, name).default for name in ours} <= KEPT
+
+
 def test_nothing_is_recomputed_where_there_is_no_backward_pass():
     gpt = small("full").eval()
     with torch.no_grad():

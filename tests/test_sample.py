@@ -56,6 +56,18 @@ def test_prompts_go_on_together_each_to_its_own_end():
     assert texts == ["one", "eé!", "unfini"]
 
 
+def test_text_is_drawn_with_the_seed_and_the_limits_that_are_asked_for(monkeypatch):
+    found = {}
+    monkeypatch.setattr(
+        "train.sample.stream", lambda *args, **given: found.update(given, n_new=args[2]) or []
+    )
+    config = SampleConfig(prompt="", tokens=3, temperature=0.5, top_k=7, top_p=0.25)
+    list(stream_text(Scripted([[0]], [1]), load_tokenizer("bytes"), config, [""], 11))
+    names = ("n_new", "temperature", "top_k", "top_p")
+    assert [found[name] for name in names] == [3, 0.5, 7, 0.25]
+    assert found["generator"].initial_seed() == 11
+
+
 def test_a_prompt_stands_after_the_end_of_text_or_what_is_given():
     tokenizer, sizes = load_tokenizer("bytes"), Scripted([[0]], [1]).config
     assert prompt_ids(tokenizer, "a", sizes) == [256, ord("a")]

@@ -901,6 +901,20 @@ def test_errors_that_are_not_of_memory_keep_their_words(corpus, monkeypatch):
         run()
 
 
+def test_a_curve_is_drawn_over_tokens_and_named_with_its_last_validation_loss(corpus, monkeypatch):
+    figures = []
+    monkeypatch.setattr(train.plot.plt, "close", figures.append)
+    lines = [(0, None, 5.0), (10, 4.0, 3.0), (20, 3.5, 3.25)]
+    keys = ("tokens", "train_loss", "val_loss")
+    text = [json.dumps({"step": i, **dict(zip(keys, line, strict=True))}) for i, line in enumerate(lines)]
+    Path("metrics.jsonl").write_text("\n".join(text))
+    train.plot.draw_loss({"a": Path("metrics.jsonl")}, Path("loss.png"), "title")
+    [axes] = figures[0].axes
+    drawn = [[list(map(float, numbers)) for numbers in line.get_data()] for line in axes.get_lines()]
+    assert drawn == [[[10, 20], [4.0, 3.5]], [[0, 10, 20], [5.0, 3.0, 3.25]]]
+    assert axes.get_legend().get_texts()[1].get_text() == "a, validation (3.250 at the end)"
+
+
 def test_the_legend_names_runs_as_they_are_called(corpus, monkeypatch):
     run("total_tokens=1024")
     monkeypatch.setattr(train.plot.plt, "close", lambda figure: None)

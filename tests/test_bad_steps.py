@@ -162,6 +162,14 @@ def test_a_resumed_guard_decides_like_one_that_was_not_stopped():
     assert resumed.state() == whole.state()
 
 
+def test_a_resumed_guard_goes_on_counting_the_steps_that_were_skipped():
+    spikes = SpikeConfig(action="ignore", z_score=3.0, window=2)
+    resumed = StepGuard("skip", spikes, has_scaler=False, left_out=[], rank=0)
+    resumed.load_state({"losses": [], "norms": [], "skipped": 3})
+    resumed.add_norm(7, torch.tensor(math.nan), math.inf)
+    assert resumed.skipped_steps == 4
+
+
 def test_left_out_batches_are_remembered_in_the_run_folder(tmp_path):
     assert read_left_out(tmp_path) == []
     write_left_out(tmp_path, [7, 3])

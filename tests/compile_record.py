@@ -121,9 +121,13 @@ def names_bound_by(statement: ast.stmt) -> set[str]:
 def named_in(statement: ast.stmt, module: str) -> list[tuple[str, str]]:
     """(module, name) of what a statement of a module may read."""
     named = []
+    # of a module that was imported whole, what is named of it alone
+    parts = {node.value: node.attr for node in ast.walk(statement) if isinstance(node, ast.Attribute)}
     for node in ast.walk(statement):
         if isinstance(node, ast.Name):
-            named.append((module, node.id))
+            whole = module_behind(node.id, module)
+            is_part = whole is not None and parts.get(node) in definitions_in(whole)
+            named.append((whole, parts[node]) if is_part else (module, node.id))
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 named += everything_in(alias.name)
@@ -132,6 +136,14 @@ def named_in(statement: ast.stmt, module: str) -> list[tuple[str, str]]:
             for alias in node.names:
                 named += everything_in(f"{node.module}.{alias.name}") or [(node.module, alias.name)]
     return named
+
+
+def module_behind(name: str, module: str) -> str | None:
+    """The module of ours that a name of a module stands for; None if it is something else."""
+    match definitions_in(module).get(name):
+        case [ast.ImportFrom(module=package, names=[alias])] if definitions_in(f"{package}.{alias.name}"):
+            return f"{package}.{alias.name}"
+    return None
 
 
 def without_words(statement: ast.stmt) -> ast.stmt:

@@ -101,6 +101,20 @@ def test_what_a_kernel_does_not_name_is_not_of_it(ask, tmp_path):
         assert ask(**change, answer=8) == ({"registers": 7}, False)
 
 
+def test_of_a_module_that_was_imported_whole_a_kernel_is_what_it_names_alone(ask, tmp_path):
+    tile = "from kernels import sizes\n\n\ndef tile():\n    return sizes.ROWS\n"
+    ask(tile=tile)
+    write_record(tmp_path)
+    others = SIZES.replace("OTHERS = 1", "OTHERS = 2")
+    assert ask(tile=tile, sizes=others, answer=8) == ({"registers": 7}, False)
+    assert ask(tile=tile, sizes=SIZES.replace("WARPS = 4", "WARPS = 8"), answer=8) == ({"registers": 8}, True)
+    # handed on, anything of it may be read
+    handed_on = tile.replace("sizes.ROWS", "vars(sizes)")
+    ask(tile=handed_on)
+    write_record(tmp_path)
+    assert ask(tile=handed_on, sizes=others, answer=8) == ({"registers": 8}, True)
+
+
 def test_a_definition_that_is_not_there_is_told(ask):
     ask()
     for code in ("kernels.tile:tiles", "kernels.missing", "torch:empty"):

@@ -82,6 +82,16 @@ def other_default_dtype(request):
 
 
 @pytest.fixture
+def figures(monkeypatch) -> list:
+    """The pictures that are saved, as Matplotlib has them; no file is written."""
+    from matplotlib.figure import Figure
+
+    saved = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *given, **options: saved.append(figure))
+    return saved
+
+
+@pytest.fixture
 def fresh_memory_is_nan(monkeypatch):
     """What is read before it is written is nan, of integers the largest."""
     # building a run, as other tests do, turns it off

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 from torch import nn
 
 from kernels import block_masks
@@ -25,7 +24,7 @@ from scripts import (
 )
 from scripts.sizes import read_model
 from train import results
-from train.plot import draw_bars, draw_loss
+from train.plot import draw_bars
 from train.results import machine
 
 FORWARD_MS, BACKWARD_MS = 2.0, 8.0
@@ -52,14 +51,6 @@ def timed(monkeypatch):
     for script in (benchmark_attention, benchmark_block_sparse):
         monkeypatch.setattr(script, "capture", capture)
         monkeypatch.setattr(script, "median_ms", lambda replay: replay)
-
-
-@pytest.fixture
-def figures(monkeypatch) -> list[Figure]:
-    """Those that are saved."""
-    saved = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *given, **options: saved.append(figure))
-    return saved
 
 
 def assert_counted(row: dict, flop: float) -> None:
@@ -316,18 +307,6 @@ def test_bars_stand_in_their_order_from_the_top(figures, tmp_path):
     [axis] = figures[0].axes
     assert [label.get_text() for label in axis.get_yticklabels()] == ["a", "b"]
     assert axis.yaxis_inverted()
-
-
-def test_losses_are_drawn_over_tokens_and_the_last_validation_loss_is_told(figures, tmp_path):
-    lines = [{"step": 0, "tokens": 0, "val_loss": 9.0}]
-    lines += [{"step": n, "tokens": 100 * n, "train_loss": 5.0 - n, "val_loss": 6.0 - n} for n in (1, 2)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    draw_loss({"run": tmp_path / "metrics.jsonl"}, tmp_path / "a.png", "title")
-    training, validation = figures[0].axes[0].lines
-    assert (list(training.get_xdata()), list(training.get_ydata())) == ([100, 200], [4.0, 3.0])
-    assert (list(validation.get_xdata()), list(validation.get_ydata())) == ([0, 100, 200], [9.0, 5.0, 4.0])
-    names = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
-    assert names == ["run, training", "run, validation (4.000 at the end)"]
 
 
 def test_a_result_says_what_it_was_measured_on(monkeypatch):

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 from scripts.paper import (
     baselines,
@@ -27,14 +26,6 @@ from scripts.paper.report import rows_table, verdict_line, write_report
 from scripts.paper.verdict import NOT_REACHED, Verdict
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-
-
-@pytest.fixture
-def figures(monkeypatch) -> list[Figure]:
-    """Those that are saved."""
-    saved = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *given, **options: saved.append(figure))
-    return saved
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ import pytest
 import tokenizers
 import torch
 import torch.distributed as dist
-from matplotlib.figure import Figure
 
 from data.shards import write_shard
 from data.sources import read_plain
@@ -638,7 +637,7 @@ def test_speed_counts_the_scores_that_a_causal_mask_keeps():
     assert benchmark_attention.visible_share(4, None) == benchmark_attention.visible_share(4, 4) == 0.5
 
 
-def test_pictures_of_attention_name_each_length_as_it_is(tmp_path, monkeypatch):
+def test_pictures_of_attention_name_each_length_as_it_is(figures, tmp_path):
     lengths = [512, 1024, 1536, 16384]
     times = {f"{direction}_{unit}": 1.0 for direction in ("forward", "backward") for unit in ("ms", "tflops")}
     times |= {"allowed_forward_ms": 1.0, "allowed_backward_ms": 1.0}
@@ -647,8 +646,6 @@ def test_pictures_of_attention_name_each_length_as_it_is(tmp_path, monkeypatch):
         | {"deterministic": False, "density": 1.0, "pattern": "dense", **times}
         for length in lengths
     ]
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure))
     result = {"gpu": None, "torch": "2", "triton": "3"}
     benchmark_attention.plot(rows, result, tmp_path / "a.png")
     benchmark_block_sparse.plot(rows, result, tmp_path / "b.png")
@@ -886,9 +883,7 @@ def test_benchmark_training_writes_a_row_for_each_combination(tmp_path):
     assert rows[0]["final_loss"] == pytest.approx(rows[1]["final_loss"], abs=1e-4)
 
 
-def test_the_picture_of_a_ladder_says_which_rung_found_no_memory(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure))
+def test_the_picture_of_a_ladder_says_which_rung_found_no_memory(figures, tmp_path):
     draw_bars({"a": 90421.6, "b": None, "c": 0.4}, tmp_path / "ladder.png", "ladder", "tokens/s")
     [axis] = figures[0].axes
     assert [text.get_text() for text in axis.texts] == ["90,422", "out of memory", "0"]

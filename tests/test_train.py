@@ -912,7 +912,8 @@ def test_a_curve_is_drawn_over_tokens_and_named_with_its_last_validation_loss(co
     [axes] = figures[0].axes
     drawn = [[list(map(float, numbers)) for numbers in line.get_data()] for line in axes.get_lines()]
     assert drawn == [[[10, 20], [4.0, 3.5]], [[0, 10, 20], [5.0, 3.0, 3.25]]]
-    assert axes.get_legend().get_texts()[1].get_text() == "a, validation (3.250 at the end)"
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert names == ["a, training", "a, validation (3.250 at the end)"]
 
 
 def test_the_legend_names_runs_as_they_are_called(corpus, monkeypatch):

@@ -6,6 +6,8 @@ import resource
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -104,18 +106,26 @@ def test_a_run_that_starts_anew_leaves_no_line_of_an_attempt_without_a_checkpoin
     assert [m["step"] for m in read_metrics(write(tmp_path, [1], start_step=0))] == [1]
 
 
+@contextmanager
+def room_for_half_a_line(path: Path) -> Iterator[None]:
+    """No file may grow beyond what this one has and 20 bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def test_a_full_disk_delays_lines_and_halves_none(tmp_path, capsys):
     with RunLogger(tmp_path, "test", 10, 0, {}, SETTINGS) as logger:
         path = tmp_path / "metrics.jsonl"
         logger.log(line(1))
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        # room for half a line more
-        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, hard))
-        logger.log(line(2))
-        logger.log(line(3))
-        assert read_metrics(path) == [line(1)]
-        assert path.read_text().endswith("\n")
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        with room_for_half_a_line(path):
+            logger.log(line(2))
+            logger.log(line(3))
+            assert read_metrics(path) == [line(1)]
+            assert path.read_text().endswith("\n")
         logger.log(line(4))
     assert [m["step"] for m in read_metrics(path)] == [1, 2, 3, 4]
     assert capsys.readouterr().err.count("metrics.jsonl cannot be written") == 1
@@ -146,12 +156,10 @@ def test_a_file_system_that_is_away_delays_lines_and_halves_none(tmp_path, capsy
 
 
 def test_lines_that_found_no_room_are_written_at_the_end_if_there_is_room_then(tmp_path, capsys):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with RunLogger(tmp_path, "test", 10, 0, {}, SETTINGS) as logger:
         logger.log(line(1))
-        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 20, hard))
-        logger.log(line(2))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        with room_for_half_a_line(tmp_path / "metrics.jsonl"):
+            logger.log(line(2))
     assert read_metrics(tmp_path / "metrics.jsonl") == [line(1), line(2)]
     assert "lacks" not in capsys.readouterr().err
 
@@ -166,13 +174,11 @@ def test_what_is_synced_is_brought_to_the_disk(tmp_path, monkeypatch):
 
 
 def test_lines_that_a_disk_full_to_the_end_has_no_room_for_are_counted(tmp_path, capsys):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with RunLogger(tmp_path, "test", 10, 0, {}, SETTINGS) as logger:
+    with ExitStack() as full, RunLogger(tmp_path, "test", 10, 0, {}, SETTINGS) as logger:
         logger.log(line(1))
-        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 20, hard))
+        full.enter_context(room_for_half_a_line(tmp_path / "metrics.jsonl"))
         logger.log(line(2))
         logger.log(line(3))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert read_metrics(tmp_path / "metrics.jsonl") == [line(1)]
     assert "metrics.jsonl lacks its last 2 lines, which found no room" in capsys.readouterr().err
 

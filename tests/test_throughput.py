@@ -72,7 +72,7 @@ def test_the_timer_splits_a_step_into_its_phases(device):
 
 def test_the_timer_starts_anew_after_it_was_read(device):
     timer = StepTimer(device)
-    for pause in (0.05, 0.0):
+    for pause in (0.25, 0.0):
         timer.start()
         timer.finish("data")
         time.sleep(pause)
@@ -80,7 +80,7 @@ def test_the_timer_starts_anew_after_it_was_read(device):
         timer.finish("optimizer")
         seconds = timer.seconds()
     # half of the first step's, were it counted again
-    assert seconds["step_seconds"] < 0.02
+    assert seconds["step_seconds"] < 0.1
 
 
 def test_the_stopwatch_counts_the_work_that_was_queued_since_its_start(device):

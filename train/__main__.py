@@ -37,7 +37,6 @@ WANTS_TRACEBACK = "HYDRA_FULL_ERROR" in os.environ
 # of a write: the disk, the user's share of it, or what a file may have
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-
 # of the runs of this process, of which --multirun has several
 _folders: set[Path] = set()
 

@@ -159,15 +159,13 @@ def _wandb_id(folder: Path) -> str:
     """
     path = folder / WANDB_ID
     known, origin = _read_wandb_id(path)
-    is_copy = False
-    if origin not in ("", folder.name):
-        is_copy = _read_wandb_id(folder.with_name(origin) / WANDB_ID)[0] == known
+    has_moved = origin not in ("", folder.name)
+    is_copy = has_moved and _read_wandb_id(folder.with_name(origin) / WANDB_ID)[0] == known
     # a disk that was full once has left it empty
-    if not known or is_copy:
-        known = secrets.token_hex(4)
-    if (known, folder.name) != _read_wandb_id(path):
-        write_whole(path, f"{known}\n{folder.name}\n")
-    return known
+    wandb_id = secrets.token_hex(4) if is_copy or not known else known
+    if (wandb_id, folder.name) != (known, origin):
+        write_whole(path, f"{wandb_id}\n{folder.name}\n")
+    return wandb_id
 
 
 def _read_wandb_id(path: Path) -> tuple[str, str]:

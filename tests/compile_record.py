@@ -125,9 +125,9 @@ def named_in(statement: ast.stmt, module: str) -> list[tuple[str, str]]:
     parts = {node.value: node.attr for node in ast.walk(statement) if isinstance(node, ast.Attribute)}
     for node in ast.walk(statement):
         if isinstance(node, ast.Name):
-            whole = module_behind(node.id, module)
-            is_part = whole is not None and parts.get(node) in definitions_in(whole)
-            named.append((whole, parts[node]) if is_part else (module, node.id))
+            part = parts.get(node)
+            whole = module_behind(node.id, module) if part else None
+            named.append((whole, part) if whole and part in definitions_in(whole) else (module, node.id))
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 named += everything_in(alias.name)

@@ -39,7 +39,6 @@ from kernels.hopper.key_tiles import (
     begin_to_drop,
     columns,
     copy_queries,
-    cut_probabilities,
     draw,
     hand_over,
     key_limits,
@@ -209,11 +208,7 @@ def step(
     q = tiles.q.index(stage).reshape([ROWS, HEAD_DIM])
     dout = tiles.dout.index(stage).reshape([ROWS, HEAD_DIM])
     LATE: gl.constexpr = reads_limits_late(tiles)
-    if LATE:
-        p = cut_probabilities(tiles.work, s, place, masked, limits[0], limits[1], scale_log2)
-    else:
-        p = probabilities(tiles.work.mask, s, place, masked, limits[0], limits[1], scale_log2)
-    p = pack_pairs(p, dtype)
+    p = pack_pairs(probabilities(tiles.work, s, place, masked, limits, scale_log2, LATE), dtype)
     if tiles.dropout.IS_ON:
         p = mark(p, tiles.dropout.masks(s, words, TRANSPOSED=True))
     # what loads a product's first numbers comes before the issue of another, which it would wait for

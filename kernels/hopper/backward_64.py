@@ -144,7 +144,7 @@ def step(tiles, dk, dv, k, v, n, place, masked, first, end, scale_log2, dropping
     if tiles.dropout.IS_ON:
         masks = tiles.dropout.masks(minus_lse, draw(tiles, minus_lse, dropping, n), TRANSPOSED=True)
     s = warpgroup_mma_wait(1, deps=[s])
-    p = probabilities(tiles.work.mask, s, place, masked, first, end, scale_log2)
+    p = probabilities(tiles.work, s, place, masked, (first, end), scale_log2)
     if tiles.dropout.IS_ON:
         kept = unpack_pairs(pack_pairs(p, dtype) & masks, dtype, A_LAYOUT)
     else:

@@ -193,21 +193,17 @@ def columns(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def probabilities(mask, s, place, masked, first, end, scale_log2):
-    """P of the queries at a place, (keys, queries), of S - lse / scale."""
+def probabilities(work, s, place, masked, limits, scale_log2, LATE: gl.constexpr = False):
+    """P of the queries at a place, (keys, queries), of S - lse / scale.
+
+    limits: what key_limits gave; or if LATE batch and first key, so that it is asked where they cut alone.
+    """
     p = gl.exp2(s * scale_log2)
     if masked:
-        p = hide(mask, p, first, end, place)
-    return p
-
-
-@gluon.jit
-def cut_probabilities(work, s, place, masked, batch, key, scale_log2):
-    """The same of the keys from `key` on, whose limits are read where they cut, not held all along."""
-    p = gl.exp2(s * scale_log2)
-    if masked:
-        first, end = key_limits(work.mask, batch, key, work.padded, s)
-        p = hide(work.mask, p, first, end, place)
+        first_end = limits
+        if LATE:
+            first_end = key_limits(work.mask, limits[0], limits[1], work.padded, s)
+        p = hide(work.mask, p, first_end[0], first_end[1], place)
     return p
 
 

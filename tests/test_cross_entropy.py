@@ -148,7 +148,7 @@ def test_targets_may_be_a_view(device):
         ({"targets": torch.zeros(37, device="meta").long()}, "targets must be on cpu, as hidden, got meta"),
         ({"weight": torch.zeros(384, 16, device="meta")}, "weight must be on cpu, as hidden, got meta"),
         ({"vocab_size": 385}, "from 1 to the 384 rows of weight, got 385"),
-        ({"chunk": 0}, "chunk must be at least 1 row, got 0: leave it out for 11264"),
+        ({"chunk": 0}, "chunk must be at least 1 row, got 0: leave it out for 8448"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):

@@ -161,7 +161,7 @@ def test_a_probe_that_cannot_tell_the_rates_apart_is_refused():
         ({"memory_gib": math.nan}, "memory_gib must be above 0, got nan: give"),
         ({"probe_bandwidth": 0.0}, "probe_bandwidth must be above 0, got 0.0: give bytes/s, as probe_band"),
         ({"probe_bandwidth": math.nan}, "probe_bandwidth must be above 0, got nan: give"),
-        ({"chunk": 0}, "chunk must be at least 1, got 0: leave it out for today's 11264"),
+        ({"chunk": 0}, "chunk must be at least 1, got 0: leave it out for today's 8448"),
     ],
 )
 def test_a_plan_refuses_what_no_machine_has_by_argument_value_and_way_out(given, message):

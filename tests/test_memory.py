@@ -14,7 +14,6 @@ import torch
 
 import model.gpt
 from model import GPT, AttentionConfig
-from model.gpt import LOGIT_ROWS
 from scripts import plan
 from scripts.plan import Arguments, choose_rates, compare, measured
 from tests.test_config import composed
@@ -28,6 +27,8 @@ from train.speed import RATES, fit_rates, step_seconds, step_work
 H200 = 150_123_077_632
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results" / "h200"
+# rows of logits that the fused loss held when these were measured; the oldest had 16,384
+MEASURED_LOGIT_ROWS = 11264
 # of four GPUs that share a sequence; with 8 sequences at once the GPU waits for Python
 NOT_PLANNED = ("training_1048576.json", "8.json")
 FILES = [
@@ -51,13 +52,13 @@ def known() -> list[tuple[dict, Config]]:
 
 @cache
 def rows() -> list[dict]:
-    return [compare(row, config, RATES["H200"], LOGIT_ROWS) for row, config in known()]
+    return [compare(row, config, RATES["H200"], MEASURED_LOGIT_ROWS) for row, config in known()]
 
 
 def test_the_errors_of_a_plan_are_those_of_what_it_predicts():
     row, config = known()[0]
     double = {key: 2 * row[key] for key in ("peak_memory_bytes", "step_ms")}
-    was, now = (compare(given, config, RATES["H200"], LOGIT_ROWS) for given in (row, row | double))
+    was, now = (compare(given, config, RATES["H200"], MEASURED_LOGIT_ROWS) for given in (row, row | double))
     # half of what was measured, and twice as fast
     assert 1 + now["memory_error"] == pytest.approx((1 + was["memory_error"]) / 2)
     assert 1 + now["speed_error"] == pytest.approx((1 + was["speed_error"]) * 2)
@@ -84,7 +85,7 @@ def test_block_sparse_layers_are_predicted_within_ten_percent(pattern, tokens_pe
     tokens = [f"{name}=65536" for name in ("seq_len", "tokens_per_step", "tokens_per_microbatch")]
     sparse = config("attention=strided", f"attention.patterns=['{pattern}']", *tokens)
     assert 65536 / step_seconds(sparse, RATES["H200"]) == pytest.approx(tokens_per_second, rel=0.1)
-    assert peak_bytes(sparse) / 2**30 == pytest.approx(gib, rel=0.05)
+    assert peak_bytes(sparse, chunk=MEASURED_LOGIT_ROWS) / 2**30 == pytest.approx(gib, rel=0.05)
 
 
 def test_layers_take_the_time_of_their_patterns_in_turn():

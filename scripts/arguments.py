@@ -2,6 +2,8 @@
 
 import json
 import os
+import select
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, field, fields, replace
@@ -108,6 +110,8 @@ def run_script(
         complete = without_tildes(replace(OmegaConf.to_object(merged), **typed))
         check_results(complete)
         main(complete)
+        # a reader that is gone may show here first
+        sys.stdout.flush()
     except ConfigKeyError as error:
         refuse(f"{unknown_argument(error.full_key, arguments)}--help lists them")
     except OmegaConfBaseException as error:
@@ -115,6 +119,8 @@ def run_script(
     except YAMLError as error:
         refuse(f"{' '.join(str(error).split())}: lists are in YAML, what has brackets in them in quotes")
     except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            end_if_unread()
         refuse(error)
     except KeyboardInterrupt:
         stop("stopped by Ctrl-C")
@@ -200,6 +206,16 @@ def refuse(reason: object) -> NoReturn:
     """Ends a script whose input is wrong, as python -m train ends."""
     print(f"error: {reason}", file=sys.stderr)
     sys.exit(EXIT_REFUSED)
+
+
+def end_if_unread() -> None:
+    """Ends a script by SIGPIPE, without a word, if what read its output is gone, as `head` goes."""
+    stdout = select.poll()
+    stdout.register(sys.stdout, select.POLLOUT)
+    if any(event & select.POLLERR for _, event in stdout.poll(0)):
+        # Python ignores it
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGPIPE)
 
 
 def stop(remark: str) -> NoReturn:

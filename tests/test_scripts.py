@@ -413,6 +413,35 @@ def test_ctrl_c_ends_a_script_in_one_line():
     assert (first, rest, process.returncode) == ("under way\n", "stopped by Ctrl-C\n", 130)
 
 
+def run_piped(main: str, *, gone: bool) -> tuple[int, str]:
+    """The exit code and errors of a script that calls main, when its output's reader is gone or not."""
+    program = (
+        "from dataclasses import make_dataclass; from scripts.arguments import run_script\n"
+        f"run_script(lambda arguments: {main}, make_dataclass('Arguments', []), '')"
+    )
+    reads, writes = os.pipe()
+    if gone:
+        os.close(reads)
+    process = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=writes, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    os.close(writes)
+    if not gone:
+        os.close(reads)
+    return process.returncode, process.stderr
+
+
+@pytest.mark.parametrize("main", ["[print(i, flush=True) for i in range(99999)]", "print('one line')"])
+def test_a_script_whose_reader_has_read_enough_ends_by_sigpipe_without_a_word(main):
+    assert run_piped(main, gone=True) == (-signal.SIGPIPE, "")
+
+
+def test_a_broken_pipe_that_is_not_the_output_is_told():
+    main = "(_ for _ in ()).throw(BrokenPipeError(32, 'a worker is gone'))"
+    assert run_piped(main, gone=False) == (2, "error: [Errno 32] a worker is gone\n")
+
+
 @pytest.mark.parametrize("command", ["train", "scripts.sample", "scripts.prepare_data"])
 @pytest.mark.parametrize("ignored", [False, True])
 def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback_unless_it_is_ignored(

@@ -47,7 +47,8 @@ def add_queries(
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Adds the queries of the span to dk and dv; CUT: those of blocks that a mask or the last query cuts."""
-    # The same sums in the order in which each mask compiles without spills, and is fastest: docs/kernels_experiments.md
+    # the same sums, in the order that for each mask compiles without spills and is fastest:
+    # docs/kernels_experiments.md
     HAS_ENDS: tl.constexpr = BLOCK_SIZE == 0 and BLOCK_D <= 64 and (MASK == "window" or MASK == "intervals")
     # dropout's words beside two wide sums: what can be computed in each turn is not kept
     TIGHT: tl.constexpr = DROPOUT and BLOCK_D == 128

@@ -1,9 +1,14 @@
 """python -m train seq_len=8192 model=gpt2_medium …: composes conf/ with these overrides and trains.
 
-Exit codes: 0 finished; 2 refused, out of memory, or numbers that are not finite; 75 stopped by a signal, with
-everything saved (train/interruption.py); 70 a process hangs (train/watchdog.py); 130 stopped by Ctrl-C before
-training began. With --multirun a run that would end with 2 is told, and the others go on; then it is 2.
-What torchrun starts again after 2 ends with 2 at once, if it would end so again (train/restarts.py).
+Exit codes:
+  0    finished
+  2    refused, out of memory, or a loss or gradients that are not finite
+  70   a process hangs (train/watchdog.py)
+  75   stopped by a signal, with everything saved (train/interruption.py)
+  130  stopped by Ctrl-C before training began
+With --multirun, a run that would exit with 2 is reported, the other runs go on, and the command exits with 2
+when they are done. A process that torchrun restarts after a 2 exits with 2 at once if the same error would
+recur (train/restarts.py).
 """
 
 import errno
@@ -34,33 +39,33 @@ from train.restarts import comes_again, is_first_here, tell, was_refused
 from train.terminal import words_may_fail
 
 WANTS_TRACEBACK = "HYDRA_FULL_ERROR" in os.environ
-# of a write: the disk, the user's share of it, or what a file may have
+# why a write found no room: a full disk, the user's quota, or the limit on file size
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-# of the runs of this process, of which --multirun has several
+# folders of this process's runs: --multirun trains several
 _folders: set[Path] = set()
 
 
 class RunFailed(Exception):  # noqa: N818, as Interrupted
-    """A run of --multirun ended with an error that was told; Hydra keeps this until the others are done."""
+    """A run of --multirun ended with a reported error; Hydra holds this until the other runs are done."""
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def main(cfg: DictConfig) -> None:
     code = _run(cfg)
-    # one of several processes may have failed alone, and the others wait for it
+    # with several processes this one may have failed alone while the others wait for it: it must end
     goes_on = HydraConfig.get().mode == RunMode.MULTIRUN and "WORLD_SIZE" not in os.environ
     if code == EXIT_REFUSED and goes_on:
-        # without its cause, whose frames hold the weights
+        # not chained to the error itself, whose traceback frames hold the weights
         raise RunFailed
     if code:
         _end(code)
 
 
 def _run(cfg: DictConfig) -> int:
-    """Trains, says why it ended if before its time, and returns the exit code."""
+    """Trains, reports why the run ended if it ended early, and returns the exit code."""
     rank = int(os.environ.get("RANK", "0"))
-    # data preparation says what it does; once, not once a process
+    # data preparation logs what it does: show that once, not once per process
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("data").setLevel(logging.INFO if rank == 0 else logging.ERROR)
     config = None
@@ -82,14 +87,14 @@ def _run(cfg: DictConfig) -> int:
                 f"name={config.name} is that of an earlier run of this --multirun, from whose end this one "
                 "would go on: give each a name of its own, as 'name=seed${seed}' does"
             )
-        # takes two seconds, for which a refused command need not wait
+        # this import takes two seconds: a refused command should not wait for it
         from train.loop import train
 
         _folders.add(config.folder)
         try:
             train(config)
         except ValueError:
-            # it has not begun
+            # refused before it began: the name is still free
             _folders.remove(config.folder)
             raise
     except Interrupted as interrupted:
@@ -102,12 +107,12 @@ def _run(cfg: DictConfig) -> int:
     except (ValueError, FloatingPointError, MemoryError, OSError) as error:
         if WANTS_TRACEBACK:
             raise
-        # a mistake in the configuration or in a host's files is found by every process of the host; other
-        # errors have a rank of their own
+        # every process of a host finds a mistake in the configuration or in the host's files, so the first
+        # one reports it; other errors belong to one rank
         is_ours = is_first_here() or not isinstance(error, ValueError)
         reason = str(error)
         if config and isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is None:
-            # Python does not tell which file a write was to
+            # Python does not say which file could not be written
             reason += f", most likely in {config.folder}: make room there; the same command goes on"
         text = f"error: {reason}\n(HYDRA_FULL_ERROR=1 shows the traceback)"
         tell(text, is_ours=is_ours, again=comes_again(error))
@@ -116,7 +121,7 @@ def _run(cfg: DictConfig) -> int:
 
 
 def command() -> None:
-    """main, with Hydra's own errors in one line too."""
+    """Runs main, and reports Hydra's own errors in one line too."""
     try:
         refused_before = was_refused()
     except ConnectionError as error:
@@ -129,26 +134,26 @@ def command() -> None:
         )
         tell(text, is_ours=is_first_here(), again=True)
         sys.exit(EXIT_REFUSED)
-    # it prints them itself, and leaves with 1, unless this is set
+    # without this Hydra prints its errors itself and exits with 1
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
-        # here, where words are as they were typed: of a run of --multirun they are Hydra's
+        # checked here, where overrides are as typed: inside a run of --multirun Hydra has rewritten them
         refuse_numbers_for_texts(sys.argv[1:], Config)
         main()
     except RunFailed:
         sys.exit(EXIT_REFUSED)
-    # of the last where --multirun finds no place for its multirun.yaml
+    # OSError: --multirun cannot write its multirun.yaml
     except (HydraException, ValueError, OSError) as error:
         if WANTS_TRACEBACK:
             raise
-        # every host finds it in its own conf/
+        # every host finds the same mistake in its own conf/
         again = not isinstance(error, OSError)
         tell(f"error: {explain(error, Config)}", is_ours=is_first_here(), again=again)
         sys.exit(EXIT_REFUSED)
 
 
 def _end(code: int) -> NoReturn:
-    """Ends the process without clean-up: gloo's can wait for ever for a process that has already ended."""
+    """Ends the process without cleaning up: gloo's clean-up can wait forever for a process that is gone."""
     sys.stdout.flush()
     os._exit(code)
 

@@ -1,4 +1,4 @@
-"""What a training loop calls: the text as batches, and the model in the form that this launch asks for."""
+"""Builds what the training loop runs: the text as batches, and the model in the form this launch needs."""
 
 import os
 from contextlib import nullcontext
@@ -27,9 +27,9 @@ from train.weights import load_start
 def open_text(
     config: Config, text: Path, rank: int = 0, world_size: int = 1
 ) -> tuple[TokenLoader, TokenLoader, int]:
-    """The loaders of training and of validation text, and how many sequences of that an evaluation takes.
+    """The loaders of training and validation text, and how many validation sequences an evaluation reads.
 
-    rank, world_size: among those that read different sequences. Raises ValueError for too little text.
+    rank, world_size: among the ranks that read different sequences. Raises ValueError for too little text.
     """
     load = partial(
         TokenLoader,
@@ -48,20 +48,20 @@ def open_text(
 
 
 def set_arithmetic(config: Config) -> None:
-    """PyTorch's switches of a whole process, and the seed: the same weights on every rank."""
+    """Sets PyTorch's process-wide switches, and the seed: the same initial weights on every rank."""
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high")
     # attention reads this switch too (model/attention.py)
     torch.use_deterministic_algorithms(config.deterministic)
-    # for tests: it fills every new tensor with NaN
+    # a debugging aid that would fill every new tensor with NaN
     torch.utils.deterministic.fill_uninitialized_memory = False
     if config.deterministic:
-        # cuBLAS repeats its sums only with a workspace of its own
+        # cuBLAS repeats its sums bit for bit only with a workspace set like this
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def build_weights(config: Config, device: torch.device, start: str | None = None) -> GPT:
-    """A new model, initialized from PyTorch's generator, or with the weights of start; then its adapters."""
+    """A model with random weights from PyTorch's generator, or those of start, and with its adapters."""
     weights = GPT(
         config.model,
         config.attention,
@@ -80,9 +80,9 @@ def build_weights(config: Config, device: torch.device, start: str | None = None
 def build_step_model(
     weights: GPT, config: Config, processes: Processes, context: ContextGroups, *, is_sharded: bool
 ) -> nn.Module:
-    """tokens, targets (B, T) -> the loss: weights, compiled, on this rank's part, with averaged gradients.
+    """The module that maps this rank's tokens, targets (B, T) to the loss: compiled, averaging gradients.
 
-    is_sharded: train.parallel.shard has compiled the blocks and exchanges gradients.
+    is_sharded: train.parallel.shard has already compiled the blocks, and FSDP exchanges gradients.
     """
     model = torch.compile(weights) if config.compile and not is_sharded else weights
     if context.group is not None:
@@ -92,8 +92,8 @@ def build_step_model(
     if config.separate_documents:
         model = SeparateDocuments(model, load_tokenizer(config.data.tokenizer).end_of_text)
     if processes.world_size > 1 and not is_sharded:
-        # cut at DDP's buckets, a graph lets gradients travel during the backward pass, but every micro-batch
-        # pays for the cuts, and gradients travel in the last one only
+        # a compiled graph split at DDP's buckets exchanges gradients during the backward pass, but every
+        # micro-batch pays for the splits, and only the last one exchanges gradients
         torch._dynamo.config.optimize_ddp = config.accumulation(processes.world_size) == 1
         with on_capture_stream() if has_graphs(config, processes) else nullcontext():
             model = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
@@ -101,18 +101,18 @@ def build_step_model(
 
 
 def build_passes(model: nn.Module, config: Config, processes: Processes, autocast, scaler) -> Passes:
-    """How the loop runs that model on a micro-batch."""
+    """What runs the model on a micro-batch, with CUDA graphs where has_graphs allows them."""
     given = model, config.accumulation(processes.world_size), autocast, scaler
     return GraphedPasses(*given, rank=processes.rank) if has_graphs(config, processes) else Passes(*given)
 
 
 def has_graphs(config: Config, processes: Processes) -> bool:
     """Whether micro-batches are replayed as CUDA graphs: those in which processes exchange nothing."""
-    # a profile names operators, and what they allocate
+    # a profile names operators and their allocations, which a graph hides
     if not config.cuda_graphs or config.profile or not has_cuda(processes.device):
         return False
-    # a graph of a backward pass alone does not set the generator back to where the forward pass began, as
-    # layers that are made again do; and the reference reads its seed on the host
+    # recomputed layers set the generator back to where the forward pass began, which a graph of a backward
+    # pass alone does not do; and the reference reads its seed on the host
     draws_again = config.recompute != "none" or config.attention.implementation == "reference"
     if config.model.dropout > 0.0 and draws_again:
         return False

@@ -1,4 +1,4 @@
-"""The whole configuration of a run, joined from its rooms, and the checks that span several of them."""
+"""The whole configuration of a run, composed of its groups, and the checks that span several of them."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,9 +30,9 @@ from train.whole_file import write_whole
 
 PRECISIONS = tuple(DTYPES)
 DEVICES = ("cuda", "cpu")
-# several beats of the watchdog, whose looks take some milliseconds
+# leaves time for several beats of the watchdog, each of which takes some milliseconds
 LEAST_HANG_SECONDS = 1.0
-# bytes in the name of a folder, as Linux has it
+# Linux's limit on the bytes of a folder's name
 LONGEST_NAME = 255
 
 
@@ -40,54 +40,54 @@ LONGEST_NAME = 255
 class Config:
     # names the run folder runs/<name> and the wandb run
     name: str
-    # of the weights, the order of the data and dropout
+    # seeds the weights, the order of the data, and dropout
     seed: int
     device: str
     # arithmetic of the matrix products; parameters and optimizer state stay float32
     precision: str
     # torch.compile of the model: a first step of 12 s (124M) to 42 s (1558M), then about 1.4 times the speed
     compile: bool
-    # the passes of a micro-batch as CUDA graphs where GPUs exchange nothing: with one, or before the last
-    # micro-batch of a step with ddp; and where memory is enough (train/passes.py)
+    # replay micro-batches as CUDA graphs if memory suffices and GPUs exchange nothing meanwhile: all of them
+    # on one GPU, all but the last of each step with ddp (train/passes.py)
     cuda_graphs: bool
-    # the head and its loss by our kernel, which never holds all logits; false: by PyTorch
+    # compute the head and the loss in our kernel, which never holds all logits; false: in PyTorch
     fused_loss: bool
-    # in 16 bits on a GPU, GELU and its gradient inside of the matrix products beside them; false: apart
+    # in 16 bits on a GPU, fuse GELU and its gradient into the adjacent matrix products; false: apart
     fused_gelu: bool
-    # the residual stream in `precision`, with half the traffic; false: in float32
+    # keep the residual stream in `precision`, which halves its traffic; false: in float32
     low_precision_residual: bool
-    # what the backward pass makes again instead of keeping it: none; selective: norms, GELU and sums; full:
-    # whole layers, a third more arithmetic, for a fraction of the memory
+    # what the backward pass recomputes: none; selective: norms, GELU and sums; full: whole layers, a third
+    # more arithmetic for a fraction of the memory
     recompute: str
-    # the same bits in every run on a GPU too, and so in a resumed one, at the price of slower kernels
+    # bit-identical runs on a GPU too, also when resumed, at the price of slower kernels
     deterministic: bool
-    # several processes: ddp, each with all weights; fsdp, each with a share of weights, gradients and
+    # what each of several processes holds. ddp: all weights; fsdp: a share of weights, gradients and
     # optimizer state
     distributed: str
-    # with fsdp: so many neighbouring processes share one copy of the weights; null: all of them
+    # with fsdp: how many neighbouring processes share one copy of the weights; null: all of them
     shard_processes: int | None
-    # with fsdp: gather the weights for each pass of each micro-batch; false: once a step, which exchanges
-    # less and keeps 4 bytes a weight
+    # with fsdp: gather the weights for each pass of each micro-batch; false: once per step, which exchanges
+    # less but keeps 4 bytes per weight
     reshard_after_forward: bool
-    # tokens a sequence: the one dial of context length
+    # tokens per sequence: the only setting of context length
     seq_len: int
-    # training sequences take positions below this length, with a stretch left out (PoSE); null: their own
+    # PoSE: training sequences use positions below this length, skipping a stretch; null: their own positions
     pose_seq_len: int | None
     # tokens between two updates of the weights, over all processes
     tokens_per_step: int
-    # tokens that one process takes through the model at once: bounds its memory
+    # tokens that one process runs through the model at once, which bounds its memory
     tokens_per_microbatch: int
     # processes that share each sequence, so that it can be longer than one GPU's memory
     context_parallel: int
-    # no attention across the documents packed into a sequence, and positions that start anew
+    # documents packed into a sequence do not attend to each other, and positions restart in each
     separate_documents: bool
     # the length of the run, rounded up to whole steps
     total_tokens: int
     # at the end, write the model as a Hugging Face folder to runs/<name>/hugging_face
     export: bool
-    # a loss or gradients that are not finite: stop the run, or skip the step; the weights never see them
+    # at a loss or gradients that are not finite, stop the run or skip the step; the weights never see them
     on_bad_step: str
-    # a process without progress for so long is named, and the run ends to be started again; 0: wait forever
+    # name a process without progress for this long, and end the run so that it can restart; 0: wait forever
     hang_seconds: float
     # a trace of a few steps, and on a GPU a snapshot of its memory (train/profiler.py)
     profile: bool
@@ -107,7 +107,7 @@ class Config:
     def __post_init__(self):
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"name must be a plain folder name, got {self.name!r}")
-        # bytes of the command line that are no text come so, and no picture could show them when all is done
+        # surrogates stand for undecodable bytes of the command line; no picture could show them at the end
         if without_surrogates(self.name) != self.name:
             raise ValueError(
                 f"name must be text in this machine's encoding, got {self.name!r}: use other letters, or "
@@ -170,7 +170,7 @@ class Config:
 
     @property
     def microbatch(self) -> int:
-        """Sequences that one process, or those that share them, take through the model at once."""
+        """Sequences that one process, or one group that shares them, runs through the model at once."""
         return self.tokens_per_microbatch * self.context_parallel // self.seq_len
 
     def _check_context_parallel(self) -> None:
@@ -196,7 +196,7 @@ class Config:
             )
 
     def check_pose(self) -> None:
-        """Against the model, which may be that of start.weights. Raises ValueError."""
+        """Raises ValueError if pose_seq_len does not suit the model, which may come from start.weights."""
         if self.pose_seq_len is None:
             return
         name = f"pose_seq_len={self.pose_seq_len}"
@@ -215,7 +215,7 @@ class Config:
             )
 
     def check_heads(self) -> None:
-        """Against the model, which may be that of start.weights. Raises ValueError."""
+        """Raises ValueError if flash cannot run the model's heads; the model may come from start.weights."""
         reason = why_not_flash(self.model)
         if self.attention.implementation != "flash" or reason is None:
             return
@@ -237,9 +237,9 @@ class Config:
                 )
 
     def step_after(self, step: int, tokens_per_step: int) -> int:
-        """How many whole steps of this run `step` steps of tokens_per_step tokens are.
+        """The whole steps of this run that `step` steps of tokens_per_step tokens amount to.
 
-        Raises ValueError for less than one: a run at step 0 is a new one.
+        Raises ValueError if there is none: a run at step 0 would be a new one.
         """
         done = step * tokens_per_step
         if done < self.tokens_per_step:
@@ -251,9 +251,9 @@ class Config:
         return done // self.tokens_per_step
 
     def check_first_step(self, step: int, *, is_own: bool) -> None:
-        """Raises ValueError if a checkpoint of this step, the run's own or not, leaves nothing to train.
+        """Raises ValueError if a checkpoint of this step leaves nothing to train.
 
-        step: counted in steps of this run's size.
+        step: counted in steps of this run's size. is_own: the run's own checkpoint may be of its last step.
         """
         if step > self.steps or (step == self.steps and not is_own):
             anew = ", or choose another name= for a new run" if is_own else ""
@@ -264,7 +264,7 @@ class Config:
             )
 
     def accumulation(self, world_size: int) -> int:
-        """Micro-batches of each process in a step. Raises ValueError if the budgets do not divide."""
+        """Micro-batches per process and step. Raises ValueError if the budgets do not divide."""
         tokens_at_once = self.tokens_per_microbatch * world_size
         name = (
             "tokens_per_microbatch" if world_size == 1 else f"tokens_per_microbatch * {world_size} processes"
@@ -280,7 +280,7 @@ def parse(cfg: DictConfig) -> Config:
     missing values, and whatever the dataclasses refuse.
     """
     if isinstance(seq_len := OmegaConf.select(cfg, "seq_len"), int):
-        # the model's positions follow it, and would be refused in its place
+        # model.max_seq_len follows seq_len, and would be refused in its place
         _check_at_least_1("seq_len", seq_len)
     config = checked(cfg, Config)
     if config.start.weights is not None:
@@ -293,8 +293,8 @@ def parse(cfg: DictConfig) -> Config:
 
 
 def check_machine(config: Config) -> None:
-    """Refuses what this machine or the tokenizer cannot do, before any long work starts."""
-    # sdpa knows no block masks
+    """Raises ValueError, before any long work starts, for what this machine or the tokenizer cannot do."""
+    # sdpa has no block masks
     instead = "reference" if config.attention.sparse else "sdpa"
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
@@ -309,7 +309,7 @@ def check_machine(config: Config) -> None:
     if config.fused_loss and config.device != "cuda":
         raise ValueError(f"fused_loss=true runs on a GPU, got device={config.device}: use fused_loss=false")
     if config.fused_gelu and config.device == "cuda":
-        # refuses a card that would have it if its library were installed
+        # refuses a card that could fuse GELU if only the library were installed
         has_fused_gelu(torch.device("cuda"))
     uses_triton = config.attention.implementation == "flash" or config.fused_loss or config.compile
     if config.device == "cuda" and uses_triton:
@@ -317,7 +317,7 @@ def check_machine(config: Config) -> None:
     if config.precision == "fp16" and config.device == "cpu":
         raise ValueError("precision=fp16 needs a GPU, got device=cpu: use precision=fp32 or bf16")
     if config.export:
-        # rather now than at the end
+        # refuses now what could not be exported at the end
         family_of(config.model)
     tokenizer = load_tokenizer(config.data.tokenizer)
     vocab_size = tokenizer.vocab_size
@@ -349,17 +349,17 @@ def check_machine(config: Config) -> None:
 
 
 def write_config(config: Config, folder: Path, first_step: int) -> Path:
-    """Writes folder/config.yaml, or beside it config_from_step_<first_step>.yaml where a resumed run differs.
+    """Writes folder/config.yaml, or config_from_step_<first_step>.yaml beside it if a resumed run differs.
 
-    Files of later steps, which a run that goes on from before them has undone, get another name. Returns the
-    file that holds these settings.
+    Files of later steps are renamed: resuming from before them has undone those steps. Returns the file that
+    holds these settings.
     """
     text = OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
     path = folder / "config.yaml"
     if first_step > 0 and path.exists():
-        # the settings of the last steps before these
+        # find the settings of the steps before first_step
         found = {p.stem.removeprefix("config_from_step_"): p for p in folder.glob("config_from_step_*.yaml")}
-        # a copy that a user has put beside them has another name
+        # a user's copy beside them has a name that does not end in a number
         changes = {int(step): p for step, p in found.items() if step.isdecimal()}
         for step in (step for step in changes if step > first_step):
             _set_aside(changes[step])

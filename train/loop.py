@@ -49,15 +49,15 @@ from train.weights import locate
 def train(config: Config) -> float:
     """Trains as the configuration says and returns the final validation loss, in nats per token.
 
-    Raises ValueError for what this machine, the text or an earlier run of that name rule out, before any
-    long work; FloatingPointError for a loss or gradients that are not finite, before they reach the
-    weights, and for a final validation loss that is not, when the state is saved; MemoryError for a step
-    that does not fit into the GPU, with one that does; Interrupted after SIGTERM, SIGINT or SIGHUP, when the
+    Raises ValueError, before any long work, for what this machine, the text or an earlier run of that name
+    rules out; FloatingPointError for a loss or gradients that are not finite, before they reach the weights,
+    and for a final validation loss that is not finite, after the state is saved; MemoryError for a step that
+    does not fit into the GPU, naming one that does; Interrupted after SIGTERM, SIGINT or SIGHUP, once the
     state is saved.
     """
     launched = begin_launch()
     check_machine(config)
-    # with --multirun a process trains one run after the other, and torch gives up compiling after some shapes
+    # --multirun trains several runs in one process, and torch stops compiling after a number of shapes
     torch.compiler.reset()
     folder = config.folder
     resume = config.checkpoint.resume
@@ -73,12 +73,12 @@ def train(config: Config) -> float:
             refuse_to_replace(folder)
         text = processes.main_first(lambda: prepare(config.data))
         corpus = corpus_digest(text)
-        # hosts that share no disk prepare it each for themselves, from files that may differ
+        # hosts without a shared disk each prepare their own copy, from files that may differ
         if processes.any(corpus != processes.from_main(lambda: corpus)):
             raise ValueError(
                 f"{text} holds other tokens on some hosts: copy rank 0's folder there, or share it"
             )
-        # too little text is told before the run has a folder
+        # reports too little text before the run has a folder
         open_text(config, text)
         with (
             lock_run(folder, processes),
@@ -87,9 +87,9 @@ def train(config: Config) -> float:
         ):
             processes.from_main(lambda: remove_unfinished(folder / "checkpoints"))
             processes.from_main(lambda: set_aside(folder))
-            # those of the checkpoint that the run goes on from
+            # None: the batches that the checkpoint leaves out
             left_out = None
-            # one for all attempts: groups of processes are never given back
+            # created once for all attempts: process groups are never freed
             context = join_context_groups(processes, config.context_parallel)
             rollbacks, clock = Rollbacks(), RunClock(processes.device, launched)
             while True:
@@ -105,7 +105,7 @@ def train(config: Config) -> float:
                     left_out = spike.left_out
                     if processes.is_main:
                         write_left_out(folder, left_out)
-                    # a run that was new has checkpoints now
+                    # a run that was new may have saved checkpoints by now
                     resume = "auto" if resume == "never" else resume
                     rollbacks.add(processes.step)
                     if processes.any(interruption.requested):
@@ -113,7 +113,7 @@ def train(config: Config) -> float:
                             f"stopped on the way back from step {processes.step}; the same command goes on "
                             "from the last checkpoint"
                         ) from None
-                # FSDP's modules refer to each other: the old weights go before there are new ones
+                # FSDP's modules form reference cycles: free the old weights before new ones are built
                 gc.collect()
 
 
@@ -128,10 +128,10 @@ def _train(
     left_out: list[int] | None,
     clock: RunClock,
 ) -> float:
-    """One attempt of train: from a checkpoint or the start to the end, an Interrupted or a RollBack.
+    """One attempt at training, from a checkpoint or the start until the end, Interrupted or RollBack.
 
-    resume: as checkpoint.resume. left_out: the numbers of the batches that are passed over; None: those of
-    the checkpoint. clock: of all attempts.
+    resume: as checkpoint.resume. left_out: numbers of the batches to leave out; None: those of the
+    checkpoint. clock: shared by all attempts.
     """
     device, is_main = processes.device, processes.is_main
     corpus, tokenizer = corpus_digest(text), shard_mark(config.data.tokenizer)
@@ -140,7 +140,7 @@ def _train(
     saved_path = processes.from_main(lambda: take_checkpoint(checkpoints, resume))
 
     if is_main and processes.step:
-        # only a spike leads here from a step
+        # only the rollback after a spike starts an attempt at a later step than 0
         print(f"goes back to {saved_path or 'the start: no checkpoint was saved yet'}", flush=True)
     train_data, val_data, val_sequences = open_text(config, text, context.data_rank, context.data_size)
     set_arithmetic(config)
@@ -162,9 +162,9 @@ def _train(
     first_step, info = 0, read_checkpoint(saved_path) if saved_path else None
     if info:
         check_fits(info, saved_path, asdict(config), same_run=resume == "auto", corpus=corpus)
-        # tokens trained are those of a run that had this many of them in each step from its first on
+        # step * tokens_per_step are the tokens trained: a run counts all its steps in one size
         first_step = config.step_after(info["step"], info["config"]["tokens_per_step"])
-        # named by its path from / too
+        # resolved: checkpoint.resume may name the run's own checkpoint by an absolute path
         config.check_first_step(first_step, is_own=saved_path.resolve().parent == checkpoints.resolve())
     if left_out is None:
         left_out = processes.from_main(
@@ -205,7 +205,7 @@ def _train(
     profiler = Profiler(folder, device, enabled=config.profile and is_main)
     with saver, logger or nullcontext(), profiler, Collector() as collector:
         if first_step < config.steps and processes.any(interruption.requested):
-            # during the first evaluation, which may take longer than the patience of who asked
+            # asked to stop during the first evaluation, which may already have outlasted the asker's patience
             if first_step:
                 raise Interrupted(f"stopped after step {first_step}; the same command goes on from there")
             raise Interrupted("stopped before a step was done; the same command starts again")
@@ -213,14 +213,14 @@ def _train(
             _settle_buckets(model, config, processes, autocast, scaler, optimizer)
         for step in range(first_step, config.steps):
             timer.start()
-            # dropout is a function of step and rank: a resumed run draws what it would have drawn
+            # dropout depends only on seed, step and rank: a resumed run draws what it would have drawn
             torch.manual_seed(seed_of(config.seed, step, processes.rank))
-            # read while the last step is still running on the GPU, which waits 0.1% of its time for it
+            # read while the GPU still runs the previous step; the GPU waits 0.1% of its time for it
             batch = train_data.batch(guard.batch_number(step))
             tokens, targets = (_to_device(part, device) for part in batch)
             timer.finish("data")
             own_loss, loss = forward_backward(passes, tokens, targets, processes)
-            # the backward is still running on the GPU: this check does not make it wait
+            # the backward pass is still running on the GPU: this check does not make the GPU wait
             limit = guard.norm_limit(step, own_loss, loss)
             timer.finish("forward_backward")
             rate = learning_rate(step, config.steps, config.optim)
@@ -230,17 +230,17 @@ def _train(
 
             done = processes.step = step + 1
             if done == first_step + 1:
-                # the optimizer has its state now
+                # the first step has created the optimizer's state
                 saver.prepare(run_tensors(weights, optimizer))
             is_last = done == config.steps
             val_loss = validate() if is_last or _is_due(done, config.evaluation.every_steps) else None
-            # after the evaluation, during which it may have been asked for
+            # checked after the evaluation, during which the signal may have come
             interrupted = processes.any(interruption.requested)
             is_logged = is_last or done == 1 or val_loss is not None
             is_logged |= _is_due(done, config.logging.every_steps)
-            # the first step after a resumption is shown, but the file stays that of a run never stopped
+            # the first step after resuming is only printed: the file stays that of an uninterrupted run
             if is_logged or done == first_step + 1:
-                # while the device is still at work
+                # while the device is still busy
                 collector.collect()
                 metrics = measure(done, loss, val_loss, rate, grad_norm, guard.skipped_steps)
                 if is_main:
@@ -268,7 +268,7 @@ def _train(
             "sample are made of it. Lower optim.learning_rate, or use precision=bf16 or fp32, and start "
             "anew, or from an earlier checkpoint with checkpoint.resume=FOLDER, under another name="
         )
-    # saved, and its room may be what the whole weights need
+    # already saved, and gathering the whole weights may need its memory
     optimizer.state.clear()
     del passes
     weights = gather(weights, lambda: build_weights(config, device), is_main=is_main)
@@ -283,21 +283,21 @@ def _train(
 
 
 def _restore(path: Path, info: dict, weights, optimizer, scaler, guard: StepGuard) -> None:
-    """Fills everything that a step changes from a checkpoint.
+    """Restores everything that a step changes from a checkpoint.
 
-    info: what read_checkpoint tells of it.
+    info: what read_checkpoint returned for it.
     """
     load_tensors(path, weights, optimizer)
     if info["scaler"]:
-        # empty after a precision that needs no scale
+        # empty if the checkpoint's precision needed no loss scale
         scaler.load_state_dict(info["scaler"])
     guard.load_state(info["guard"])
 
 
 def _settle_buckets(model, config: Config, processes: Processes, autocast, scaler, optimizer) -> None:
-    """A backward pass of nothing, before the first step of a new run and of a resumed one.
+    """Runs a backward pass on dummy tokens before the first step of every launch, new or resumed.
 
-    After its first one DDP orders its buckets anew, which changes the order of sums.
+    DDP reorders its buckets after its first backward pass, which changes the order of sums.
     """
     nothing = torch.zeros((config.microbatch, config.seq_len), dtype=torch.int64, device=processes.device)
     forward_backward(Passes(model, 1, autocast, scaler), nothing, nothing, processes)
@@ -310,7 +310,7 @@ def _check_saved(saver: CheckpointSaver, step: int) -> None:
 
 
 def seed_of(seed: int, step: int, rank: int) -> int:
-    """A seed of 64 bits for the draws of one rank in one step, unlike those of its neighbours."""
+    """A 64-bit seed for the random draws of one rank in one step, unlike those of its neighbours."""
     return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
 
 

@@ -1,4 +1,4 @@
-"""What one micro-batch runs, forward and backward; on a GPU replayed as CUDA graphs."""
+"""The forward and backward pass of one micro-batch; on a GPU replayed as CUDA graphs."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-# before a graph is captured: what compiles, loads or chooses at its first call has done so
+# eager steps before a graph is captured: whatever compiles, loads or tunes on its first call has then done so
 EAGER_STEPS = 2
-# of the memory that graphs are expected to need
+# margin on the memory that graphs are expected to need
 SPARE = 1.05
 
 
@@ -27,45 +27,45 @@ class Passes:
         self._autocast = autocast
         self._scaler = scaler
         self._loss = None
-        # None: not known yet
+        # None: not decided yet
         self.is_graphed: bool | None = False
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The micro-batch's part of the step's loss, (), which the next call may write over."""
+        """The micro-batch's part of the step's loss, (); the next call may overwrite it."""
         with self._autocast():
             self._loss = self.model(tokens, targets) / self.accumulation
         return self._loss.detach()
 
     def backward(self) -> None:
-        """Adds that part's gradients to those that are there."""
+        """Accumulates the gradients of that part of the loss."""
         loss, self._loss = self._loss, None
         self._scaler.scale(loss).backward()
 
 
 class GraphedPasses(Passes):
-    """The same on a GPU, from the third step on by CUDA graphs: one launch in place of some thousand.
+    """Passes that replay CUDA graphs from the third step on: one launch in place of some thousand.
 
-    In steps of few tokens the GPU would wait for Python most of the time (docs/training_speed.md). Every
-    micro-batch must have the same shape, and its work may not depend on numbers that Python reads. Draws of
-    PyTorch's generator of the GPU are those that they would be without. Under DDP, in whose last micro-batch
-    of a step gradients travel while others are made, that one is as Passes makes it; the model must be
-    wrapped while on_capture_stream.
+    In steps of few tokens the GPU would otherwise wait for Python most of the time (docs/training_speed.md).
+    Every micro-batch must have the same shape, and its work must not depend on values that Python reads.
+    PyTorch's random numbers on the GPU are the same as without graphs. Under DDP the last micro-batch of a
+    step runs eagerly, because its gradients are exchanged while others are still being computed; the model
+    must be wrapped inside on_capture_stream.
 
-    The activations of a graph keep their memory between steps, so evaluation, which had it otherwise, needs
-    memory of its own: where the GPU has not that much, all steps are as Passes makes them, which is told.
-    A graph reads tensors where they lay when it was captured: block masks and buffers must not be replaced.
+    A graph's activations keep their memory between steps, so evaluation, which could otherwise use it, needs
+    memory of its own. If the GPU has too little for both, all steps run eagerly, and a message says so.
+    A graph reads tensors at the addresses they had at capture: block masks and buffers must not be replaced.
     """
 
     def __init__(self, model: nn.Module, accumulation: int, autocast: Callable, scaler, *, rank: int = 0):
         super().__init__(model, accumulation, autocast, scaler)
         self._rank = rank
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        # what a graph reads
+        # the tensors that graphs read
         self._inputs: tuple[Tensor, Tensor] | None = None
-        # by whether a step's gradients have begun: forward, backward, and the loss that forward writes
+        # by whether there are gradients to add to: forward, backward, and the loss that forward writes
         self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph, Tensor]] = {}
         self._backward: torch.cuda.CUDAGraph | None = None
-        # those that the first micro-batch of a step writes
+        # the gradients that the first micro-batch of a step writes
         self._gradients: list[Tensor | None] = []
         self._pool = None
         self._steps = 0
@@ -94,14 +94,14 @@ class GraphedPasses(Passes):
             return
         self._backward.replay()
         self._backward = None
-        # an update takes them off
+        # the last update has set these to None
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
 
     def _has_room(self) -> bool:
         free, _ = torch.cuda.mem_get_info()
         most, kept = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-        # and what cuBLAS and the graphs themselves need
+        # SPARE covers what cuBLAS and the graphs themselves need
         needed, there = SPARE * (2 * most - kept), free + torch.cuda.memory_reserved()
         if needed > there:
             gib, there_gib = (n_bytes / 2**30 for n_bytes in (needed, there))
@@ -113,12 +113,12 @@ class GraphedPasses(Passes):
         return needed <= there
 
     def _capture(self, adds: bool) -> None:
-        """Nothing runs here: both passes are only recorded.
+        """Records both passes without running them.
 
-        Raises ValueError where they cannot be, and OutOfMemoryError for what that is.
+        Raises ValueError if they cannot be captured, and OutOfMemoryError if memory runs out.
         """
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        # dead cycles may hold nodes of autograd that belong to the stream of eager passes
+        # unreachable reference cycles may hold autograd nodes that belong to the stream of eager passes
         gc.collect()
         graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
@@ -130,7 +130,7 @@ class GraphedPasses(Passes):
             with torch.cuda.graph(graphs[1], **options):
                 super().backward()
         except RuntimeError as error:
-            # PyTorch leaves that of a broken capture current, on which the process' next run would go on
+            # a failed capture leaves its stream current, and this process's next run would go on there
             torch.cuda.set_stream(stream)
             if ran_out_of_memory(error):
                 raise torch.OutOfMemoryError("while graphs were captured") from error
@@ -141,20 +141,20 @@ class GraphedPasses(Passes):
         self._graphs[adds] = *graphs, loss
         if not adds:
             self._gradients = [p.grad for p in self._parameters]
-            # they hold nothing yet
+            # recorded, not computed: they hold no values yet
             for parameter in self._parameters:
                 parameter.grad = None
 
 
 def ran_out_of_memory(error: BaseException | None) -> bool:
-    """Whether that is this error, or the one behind it: the end of a broken capture hides what broke it."""
+    """Whether this error, or one behind it, is out-of-memory: ending a failed capture hides what broke it."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def has_cuda(device: torch.device) -> bool:
-    """Whether there are CUDA graphs on it: on AMD's GPUs, which PyTorch calls cuda too, none has run yet."""
+    """Whether CUDA graphs may be used: on AMD GPUs, which PyTorch also calls cuda, none has run yet."""
     return device.type == "cuda" and torch.version.hip is None
 
 
@@ -165,17 +165,17 @@ def exchanges(model: nn.Module) -> bool:
 
 @cache
 def capture_stream() -> torch.cuda.Stream:
-    """The stream on which graphs are captured, of this process' GPU."""
+    """The stream of this process's GPU on which graphs are captured."""
     return torch.cuda.Stream()
 
 
 @contextmanager
 def on_capture_stream() -> Iterator[None]:
-    """Runs what is inside on that stream, behind what came before and ahead of what comes after.
+    """Runs the body on the capture stream, after the work queued before it and ahead of the work after it.
 
-    DDP keeps the nodes of autograd that add gradients up, and each such node works on the stream on which it
-    was made. One of the default stream could not be captured. Passes that are not captured wait for these
-    nodes, and these for them, of which PyTorch would warn.
+    DDP keeps the autograd nodes that accumulate gradients, and each such node works on the stream on which it
+    was created; one created on the default stream could not be captured. Eager passes and these nodes wait
+    for each other, about which PyTorch would warn.
     """
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     stream = capture_stream()

@@ -11,7 +11,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def forward_backward(passes: Passes, tokens, targets, processes) -> tuple[float, float]:
-    """Adds the gradients of one step's loss; returns that loss on this rank and its mean over the ranks.
+    """Accumulates the gradients of one step's loss; returns it on this rank and its mean over the ranks.
 
     tokens, targets: this rank's rows of the step, (passes.accumulation * microbatch, T) int64.
     """
@@ -27,7 +27,7 @@ def forward_backward(passes: Passes, tokens, targets, processes) -> tuple[float,
             losses = losses.to("cpu", non_blocking=True)
             losses_arrived = _record_event(tokens.device)
         passes.backward()
-        # a step of many may take longer than the watchdog waits
+        # a step of many micro-batches may take longer than the watchdog waits
         processes.mark()
     losses_arrived()
     own_loss, mean_loss = losses.tolist()
@@ -37,15 +37,16 @@ def forward_backward(passes: Passes, tokens, targets, processes) -> tuple[float,
 def update(optimizer, scaler, rate: float, gradient_clip: float, norm_limit: float) -> torch.Tensor:
     """One optimizer step at this learning rate; returns the gradients' global norm before clipping, ().
 
-    Weights and optimizer state stay as they are if the norm is not below norm_limit, or not a number.
+    Weights and optimizer state change only if the norm is below norm_limit, which NaN never is.
     """
     for group in optimizer.param_groups:
         group["lr"] = rate
-    # of shards torch joins what each process found (found_inf_reduce_handler): all halve the scale, or none
+    # for shards torch combines found_inf over the processes (found_inf_reduce_handler), so that either all of
+    # them halve the scale or none does
     scaler.unscale_(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     grad_norm = whole(torch.nn.utils.clip_grad_norm_(parameters, gradient_clip or float("inf")))
-    # the fused optimizers read this flag on the device: nobody waits for the norm
+    # the fused optimizers read this flag on the device: the host need not wait for the norm
     optimizer.found_inf = 1.0 - (grad_norm < norm_limit).float()
     optimizer.step()
     scaler.update()
@@ -54,7 +55,7 @@ def update(optimizer, scaler, rate: float, gradient_clip: float, norm_limit: flo
 
 
 def autocast_context(device_type: str, precision: str):
-    """Matrix products in the run's precision; fp32 needs no context (on a GPU its products use TF32)."""
+    """A context for matrix products in the run's precision; a null one for fp32 (TF32 products on a GPU)."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device_type, dtype=DTYPES[precision])

@@ -1,8 +1,8 @@
-"""Checkpoints: which ones a run has, whether they are whole, and what is read from them without running code.
+"""Checkpoints: which ones a run has, whether they are intact, and what they hold, read without running code.
 
-A checkpoint is a folder step_<step> of safetensors shards, one a process that wrote it, and checkpoint.json,
-which is written last: a folder without it was cut off. The file holds everything but tensors, and the size
-and CRC-32 of every shard.
+A checkpoint is a folder step_<step> with one safetensors shard per process that wrote it, and
+checkpoint.json. That file is written last, so a folder without it is unfinished; it holds everything but the
+tensors, and the size and CRC-32 of every shard.
 """
 
 import os
@@ -21,24 +21,24 @@ from data.prepare import identity, spelled_out
 from data.tokenizer import TOKENIZERS, load_tokenizer, shard_mark
 from train.strict_json import from_json
 
-# torch.distributed.checkpoint warns of every save and load by a single process
+# torch.distributed.checkpoint warns about every save and load by a single process
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 FORMAT_VERSION = 2
 MARKER = "checkpoint.json"
-# what it holds whoever saves
+# keys that every marker has
 NEEDED = {"step": int, "shards": dict}
 STEP_FOLDERS = "step_" + "[0-9]" * 8
-# bytes read, written and summed at once
+# bytes that are read, written and checksummed at once
 PIECE = 1 << 24
-# what a run may change of its model while it goes on, and what it may not of the stream of tokens
+# model settings that a run may change when it resumes
 FREE_MODEL_KEYS = ("dropout",)
-# the order of the sequences, and how many of them a step takes
+# what fixes the stream of tokens, and must not change: the order of the sequences, and how many a step takes
 ORDER_KEYS = ("seed", "seq_len")
 STREAM_KEYS = (*ORDER_KEYS, "tokens_per_step")
-# what a token sees and where it stands: another function of the same weights
+# what a token attends to and its position: with other values the same weights are another function
 FUNCTION_KEYS = ("separate_documents", "pose_seq_len")
-# shards that this process has read and found whole
+# shards that this process has read and found intact
 _verified: set[tuple[str, int, int]] = set()
 
 
@@ -46,14 +46,14 @@ _verified: set[tuple[str, int, int]] = set()
 class CheckpointConfig:
     # steps between checkpoints; the last step is always saved; 0 for the last one only
     every_steps: int
-    # of this run's checkpoints the newest `keep_last` stay, every one at a multiple of `keep_every_steps`
-    # (0: none), and with keep_best the one of the lowest validation loss; the others are removed
+    # the run keeps its newest `keep_last` checkpoints, all at multiples of `keep_every_steps` (0: none), and
+    # with keep_best the one with the lowest validation loss; it removes the others
     keep_last: int
     keep_every_steps: int
     keep_best: bool
-    # auto: continue from the run's newest whole checkpoint if there is one; never: start anew, refuse a
-    # folder that holds a run; otherwise the folder of a checkpoint to start from, once: a run that did, and
-    # was stopped later, continues from its own
+    # auto: continue from the run's newest intact checkpoint, if any; never: start a new run, and refuse a
+    # folder that holds one; otherwise the folder of a checkpoint to start from, once: a run that started
+    # there and was stopped later continues from its own
     resume: str
 
     def __post_init__(self):
@@ -66,12 +66,12 @@ class CheckpointConfig:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Finished checkpoints of a run, oldest first; their shards may be damaged all the same."""
+    """Finished checkpoints of a run, oldest first; their shards may still be damaged."""
     return sorted(path for path in folder.glob(STEP_FOLDERS) if (path / MARKER).exists())
 
 
 def readable_checkpoints(folder: Path) -> dict[Path, dict]:
-    """Finished checkpoints of a run, oldest first, and what read_checkpoint tells of them; without others."""
+    """The finished checkpoints of a run that read_checkpoint can read, oldest first, with what it returns."""
     infos = {}
     for path in list_checkpoints(folder):
         with suppress(ValueError):
@@ -80,10 +80,10 @@ def readable_checkpoints(folder: Path) -> dict[Path, dict]:
 
 
 def newest_checkpoint(folder: Path, skipped: list[Path] | None = None) -> Path | None:
-    """The newest whole checkpoint, or None if there is no finished one; damaged ones are named and skipped.
+    """The newest intact checkpoint, or None if none is finished; damaged ones are named and skipped.
 
-    skipped: a list that gets the damaged ones. Raises ValueError if every finished one is damaged: a run must
-    not start anew unnoticed.
+    skipped: a list to which damaged ones are added. Raises ValueError if all finished ones are damaged: a run
+    must not silently start over.
     """
     found = list_checkpoints(folder)
     for path in reversed(found):
@@ -105,8 +105,8 @@ def newest_checkpoint(folder: Path, skipped: list[Path] | None = None) -> Path |
 def find_checkpoint(folder: Path, resume: str, skipped: list[Path] | None = None) -> Path | None:
     """The checkpoint to continue from, or None for a new run.
 
-    skipped: a list that gets the damaged ones of the run. Raises ValueError for a damaged checkpoint that was
-    named, and if all that were found are damaged.
+    skipped: a list to which the run's damaged ones are added. Raises ValueError if the checkpoint that resume
+    names is damaged, or all that were found.
     """
     found = list_checkpoints(folder)
     if resume not in ("auto", "never"):
@@ -119,9 +119,9 @@ def find_checkpoint(folder: Path, resume: str, skipped: list[Path] | None = None
 
 
 def refuse_other_run(folder: Path, resume: str, config: dict) -> None:
-    """Raises ValueError, before any long work, if a run in this folder would be another run's, or undo it.
+    """Raises ValueError, before any long work, if training in this folder would mix with or undo another run.
 
-    folder: of checkpoints, which may not be there yet; where it could not be is refused too.
+    folder: of checkpoints, which need not exist yet; a path that cannot become one is refused too.
     """
     if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
         raise ValueError(
@@ -142,7 +142,7 @@ def refuse_other_run(folder: Path, resume: str, config: dict) -> None:
     found = readable_checkpoints(folder)
     newest, newest_info = list(found.items())[-1] if found else (None, None)
     if newest and spelled_out(newest_info["resume"]) == spelled_out(resume):
-        # it goes on from its own, whatever became of the one that it started from
+        # the run continues from its own checkpoint, whatever became of the one that it started from
         check_fits(newest_info, newest, config, same_run=resume == "auto")
         _refuse_other_steps(newest_info, newest, folder, config)
     elif resume not in ("auto", "never"):
@@ -167,7 +167,7 @@ def refuse_other_run(folder: Path, resume: str, config: dict) -> None:
 
 def _refuse_other_steps(info: dict, path: Path, folder: Path, config: dict) -> None:
     old, new = info["config"]["tokens_per_step"], config["tokens_per_step"]
-    # metrics, checkpoints and the batches left out of one folder have numbers of steps of one size
+    # the metrics, checkpoints and left-out batches of one folder count steps of one size
     if old != new and path.resolve().parent == folder.resolve():
         raise ValueError(
             f"tokens_per_step is {old} in {path} and {new} in the configuration, and a run counts its steps "
@@ -179,12 +179,12 @@ def _refuse_other_steps(info: dict, path: Path, folder: Path, config: dict) -> N
 def _refuse_to_replace(found: dict[Path, dict], folder: Path, resume: str, step: int) -> None:
     others = [path for path, info in found.items() if spelled_out(info["resume"]) != spelled_out(resume)]
     if others and Path(resume).resolve().parent != folder.resolve():
-        # the newest few are kept: those of the run that was here would be removed for new ones
+        # only the newest few are kept: new checkpoints would displace those of the run that was here
         raise ValueError(
             f"checkpoint.resume={resume} is of another run than {others[-1]}, which checkpoints from there "
             "would replace: choose another name=, or move the folder away"
         )
-    # later ones of another attempt would count as newer than what is saved now, which would be removed
+    # later checkpoints of another attempt would count as newer, and those saved now would be removed
     later = [path for path in others if found[path]["step"] > step]
     if later:
         raise ValueError(
@@ -194,10 +194,12 @@ def _refuse_to_replace(found: dict[Path, dict], folder: Path, resume: str, step:
 
 
 def read_checkpoint(path: Path) -> dict:
-    """What a checkpoint holds besides tensors: "step", "val_loss" of that step (None if not taken or
-    not finite), "resume", "config", "corpus" (data.manifest.corpus_digest), "tokenizer"
-    (data.tokenizer.shard_mark), "end_of_text" and "left_out" (the numbers of batches) of the run, and the
-    state of its parts."""
+    """What a checkpoint holds besides tensors.
+
+    "step", "val_loss" of that step (None if not measured or not finite), and of the run "resume", "config",
+    "corpus" (data.manifest.corpus_digest), "tokenizer" (data.tokenizer.shard_mark), "end_of_text", "left_out"
+    (numbers of batches) and the state of its parts. Raises ValueError if there is no readable checkpoint.
+    """
     try:
         info = from_json((path / MARKER).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -215,7 +217,7 @@ def read_checkpoint(path: Path) -> dict:
 def verify_checkpoint(path: Path) -> None:
     """Raises ValueError that names the first shard that is missing, truncated or altered.
 
-    A shard that this process found whole is not read again until its file changes.
+    A shard that this process has found intact is not read again until its file changes.
     """
     for name, expected in read_checkpoint(path)["shards"].items():
         shard = path / name
@@ -238,7 +240,7 @@ def verify_checkpoint(path: Path) -> None:
 def run_tensors(weights: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
     """Every tensor of a run by the name it has in a checkpoint: model.<weight>, optimizer.<weight>.<key>.
 
-    Names follow the weights, not their order or their number of processes: any layout can read them.
+    Names depend on neither the order of the weights nor the number of processes: any layout can read them.
     """
     tensors = {f"model.{name}": value for name, value in weights.state_dict().items()}
     if optimizer is not None:
@@ -249,11 +251,11 @@ def run_tensors(weights: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
 
 
 def load_tensors(path: Path, weights: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Fills the weights, and the optimizer if given, from a checkpoint, each process its own part.
+    """Loads the weights, and the optimizer's state if given, from a checkpoint; each process reads its part.
 
     Raises ValueError for shards that are not safetensors or lack a tensor.
     """
-    # takes a second, for which a refused command need not wait
+    # this import takes a second: a refused command should not wait for it
     import torch.distributed.checkpoint as dcp
 
     reader = dcp.HuggingFaceStorageReader(str(path))
@@ -268,7 +270,7 @@ def load_tensors(path: Path, weights: nn.Module, optimizer: torch.optim.Optimize
 
 
 def _make_places(saved: dict, weights: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Gives a new optimizer, which makes its state at its first step, empty tensors to load it into."""
+    """Creates empty state tensors to load into: a new optimizer has none before its first step."""
     for name, parameter in weights.named_parameters():
         prefix = f"optimizer.{name}."
         for key in (key for key in saved if key.startswith(prefix)):
@@ -281,25 +283,25 @@ def _make_places(saved: dict, weights: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def reads_on(info: dict, config: dict, corpus: str) -> bool:
-    """Whether a run goes on in the text of a checkpoint's: the same sequences in the same order.
+    """Whether a run continues in the text of a checkpoint: the same sequences in the same order.
 
-    info: what read_checkpoint tells of it. corpus: corpus_digest of the text.
+    info: what read_checkpoint returned. corpus: corpus_digest of the run's text.
     """
     then = info["config"]
     same_order = all(then[key] == config[key] for key in ORDER_KEYS)
-    # checkpoints of a time when it was not kept fit any
+    # older checkpoints do not record it, and fit any
     return same_order and info.get("corpus", corpus) == corpus
 
 
 def check_fits(info: dict, path: Path, config: dict, *, same_run: bool, corpus: str | None = None) -> None:
     """Raises ValueError that names each key in which a checkpoint differs from the configuration.
 
-    Always compared: the model, the tokenizer and whose state the optimizer's is. same_run compares the
-    weights that it started from, what fixes the stream of tokens and what the layers see of it too: a run
-    that goes on by itself must not change them unnoticed. corpus: corpus_digest of the text, once it is
-    prepared.
+    Always compared: the model, the tokenizer, and what the optimizer's state belongs to. same_run also
+    compares the weights that the run started from, what fixes the stream of tokens, and what the layers see
+    of it: a run that resumes by itself must not change these unnoticed. corpus: corpus_digest of the text,
+    once it is prepared.
     """
-    # checkpoints without these keys are of a time when there was one algorithm, and no adapters or patterns
+    # older checkpoints lack these keys: they knew one algorithm, and no adapters or patterns
     before = {"start": {}, "lora": {**config["lora"], "rank": 0}, "separate_documents": False}
     saved = before | info["config"]
     for group, usual in (("optim", {"algorithm": "adamw"}), ("attention", {"patterns": ["dense"]})):
@@ -313,7 +315,7 @@ def check_fits(info: dict, path: Path, config: dict, *, same_run: bool, corpus: 
         compared += [("start", "weights"), *(("", key) for key in (*STREAM_KEYS, *FUNCTION_KEYS))]
         compared += [("attention", "patterns")]
         if any(pattern != "dense" for pattern in config["attention"]["patterns"]):
-            # what a pattern keeps are blocks
+            # a pattern is made of blocks, whose size therefore matters
             compared += [("attention", "block_size")]
         compared += [("data", key) for key in identity(config["data"]) if key != "tokenizer"]
     differences, fits_by_path = [], same_run
@@ -326,7 +328,7 @@ def check_fits(info: dict, path: Path, config: dict, *, same_run: bool, corpus: 
             name = f"{group}.{key}" if group else key
             differences.append(f"{name} is {old} in the checkpoint and {new} in the configuration")
             fits_by_path &= (group, key) not in always
-    # checkpoints of a time when it was not kept fit any
+    # older checkpoints do not record it, and fit any
     if same_run and corpus is not None and info.get("corpus", corpus) != corpus:
         differences.append(
             f"{config['data']['folder']} holds other tokens than the checkpoint was trained on"
@@ -343,14 +345,14 @@ def check_fits(info: dict, path: Path, config: dict, *, same_run: bool, corpus: 
 
 
 def _tokenizers(info: dict, old: str, new: str, *, same_run: bool) -> tuple[str, str]:
-    """What to compare of two values of data.tokenizer: folders may move, and tokens are what counts."""
+    """What to compare for two values of data.tokenizer: folders may move, and only the tokens count."""
     if "tokenizer" not in info:
-        # a checkpoint of a time when it was not kept. The shards of the same text tell of another one
+        # older checkpoints do not record it; the shards of the same text reveal another tokenizer
         are_folders = not {old, new} & set(TOKENIZERS)
         return (new, new) if same_run and are_folders else (old, new)
     then, now = info["tokenizer"], shard_mark(new)
     if then == now and "end_of_text" in info and new not in TOKENIZERS:
-        # of one tokenizer.json, beside which another file names it
+        # the tokenizer.json is the same, but the end of text is named in another file beside it
         then = f"end of text {info['end_of_text']}"
         now = f"end of text {load_tokenizer(new).end_of_text}"
     return (new, new) if then == now else (f"{old} ({then})", f"{new} ({now})")

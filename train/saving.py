@@ -1,7 +1,7 @@
 """Saves checkpoints while training goes on: a copy to host memory, then files written in the background.
 
-Tensors go through torch.distributed.checkpoint, which plans who writes what and puts shards of any layout
-together again; its own file formats are not used, since they hold pickles. See train/checkpoint.py.
+Tensors go through torch.distributed.checkpoint, which plans what each process writes and reassembles shards
+of any layout; its own file formats are not used, because they hold pickles. See train/checkpoint.py.
 """
 
 import json
@@ -36,21 +36,21 @@ from train.free_name import first_free
 from train.page_locked import lock_pages, unlock_pages
 from train.strict_json import to_json
 
-# the names of dtypes in safetensors' header
+# names of dtypes in safetensors headers
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 
 
 class CheckpointSaver:
-    """Writes a run's checkpoints and removes the ones that it need not keep.
+    """Writes a run's checkpoints and removes those that the settings do not keep.
 
-    A save that fails, for a full disk say, is reported and leaves the older checkpoints: training goes on.
+    A save that fails, say on a full disk, is reported: training goes on, and the older checkpoints stay.
     """
 
     def __init__(self, folder: Path, settings: CheckpointConfig, processes: Processes):
         self._folder = folder
         self._settings = settings
         self._processes = processes
-        # copies of the tensors in host memory, used again by each save
+        # copies of the tensors in host memory, reused by each save
         self._host: dict[str, Tensor] = {}
         self._locked: list[int] = []
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -58,9 +58,9 @@ class CheckpointSaver:
         self._writing: Future | None = None
 
     def prepare(self, tensors: dict[str, Tensor]) -> None:
-        """Makes the host's copies of these tensors in the background, before the first save needs them.
+        """Allocates host copies of these tensors in the background, before the first save needs them.
 
-        To make their pages takes longer than to fill them.
+        Creating their pages takes longer than filling them.
         """
         share = _own_share(tensors, self._processes)
         self._writing = self._thread.submit(self._allocate, share)
@@ -68,14 +68,14 @@ class CheckpointSaver:
     def save(self, tensors: dict[str, Tensor], info: dict) -> None:
         """Saves these tensors and info, plain values with the keys "step" and "val_loss", in the background.
 
-        Returns when the tensors may change again; waits for the save before it, if that is still going on.
-        Every process calls it.
+        First waits for a previous save that is still running; returns when the tensors may change again.
+        Every process must call it.
         """
         self.wait()
         share = _own_share(tensors, self._processes)
-        # on the thread that has prepared: what the driver refuses it stays an error of that thread alone
+        # on the thread that also prepares: an error of the driver then stays with that thread
         has_room = self._thread.submit(self._allocate, share).result()
-        # decided together: the others would wait for the part of one that has none
+        # decided together: the others would wait for the part of a process that has no memory
         if self._processes.any(not has_room):
             self._writing = Future()
             self._writing.set_result(False)
@@ -85,11 +85,11 @@ class CheckpointSaver:
         self._writing = self._thread.submit(self._write, staged, {"format": FORMAT_VERSION, **info})
 
     def wait(self) -> bool:
-        """Waits until the last save is over, or the preparation; True unless it has failed."""
+        """Waits until the last save or preparation is over; True unless it failed."""
         return self._writing is None or self._writing.result()
 
     def is_busy(self) -> bool:
-        """Whether a save is still being written, or prepared."""
+        """Whether a save or the preparation is still running."""
         return self._writing is not None and not self._writing.done()
 
     def __enter__(self) -> "CheckpointSaver":
@@ -102,8 +102,8 @@ class CheckpointSaver:
         self._host, self._locked = {}, []
 
     def _allocate(self, tensors: dict[str, Tensor]) -> bool:
-        """Makes the copies that are not there yet; False, with a warning, if there is no memory for them."""
-        # torch's own stager (DefaultStager of 2.11) would lock the memory anew each time
+        """Allocates the copies that are missing; False, with a warning, if there is no memory for them."""
+        # torch's own stager (DefaultStager of 2.11) would page-lock the memory again for each save
         missing = {name: tensor for name, tensor in tensors.items() if name not in self._host}
         try:
             copies = {
@@ -114,7 +114,7 @@ class CheckpointSaver:
             return False
         if missing and self._processes.device.type == "cuda":
             try:
-                # a new thread stands on device 0; to_local is the piece itself only without autograd
+                # a new thread starts on device 0; only without autograd does to_local give the piece itself
                 with torch.cuda.device(self._processes.device), torch.no_grad():
                     self._locked += lock_pages([_local(copy) for copy in copies.values()])
             except (RuntimeError, OSError) as error:
@@ -147,17 +147,17 @@ class CheckpointSaver:
                 raise
             self._report(info["step"], "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items()))
             if self._processes.is_main and not (path / MARKER).exists():
-                # its room may be what the next one lacks
+                # the next save may need its space
                 shutil.rmtree(path, ignore_errors=True)
             return False
         if self._processes.is_main:
             for old in superfluous_checkpoints(self._folder, self._settings, info["step"]):
                 try:
                     if old.is_symlink():
-                        # somebody has moved it: what lies there is theirs
+                        # somebody has moved the checkpoint and left a link: the copy there is theirs
                         old.unlink()
                         continue
-                    # without its marker it is no checkpoint any more, however far the removal gets
+                    # the marker first: without it this is no checkpoint, however far the removal gets
                     (old / MARKER).unlink()
                     shutil.rmtree(old)
                 except OSError as error:
@@ -165,7 +165,7 @@ class CheckpointSaver:
         return True
 
     def _report(self, step: int, reasons: str) -> None:
-        """Says, on one process, that a checkpoint was not written."""
+        """Warns, on rank 0, that a checkpoint was not written."""
         if self._processes.is_main:
             kept = [found.name for found in list_checkpoints(self._folder)]
             _warn(
@@ -175,11 +175,11 @@ class CheckpointSaver:
 
 
 class ShardWriter(StorageWriter):
-    """Writes the part of each process as one safetensors file, and checkpoint.json after all of them.
+    """Writes each process's part as one safetensors file, and checkpoint.json after all of them.
 
-    safetensors' own writer first copies a whole shard while it holds Python's lock, which would stop the
-    training thread for seconds; here tensors go to the file piece by piece, without the lock.
-    Format: https://huggingface.co/docs/safetensors/index#format, with torch's key for a shard's place.
+    safetensors' own writer first copies a whole shard while it holds Python's GIL, which would stop the
+    training thread for seconds; here tensors go to the file piece by piece, without the GIL.
+    Format: https://huggingface.co/docs/safetensors/index#format, with torch's key for a shard's offsets.
     """
 
     def __init__(self, path: Path, info: dict):
@@ -187,8 +187,7 @@ class ShardWriter(StorageWriter):
         self._info = info
 
     def prepare_global_plan(self, plans):
-        # on one process, before any of them writes
-        # a link may lead to a disk that is away
+        # runs on one process, before any of them writes; a link may lead to a disk that is not mounted
         if (self._path / MARKER).exists() or self._path.is_symlink():
             _set_aside(self._path)
         elif self._path.exists():
@@ -229,7 +228,7 @@ class ShardWriter(StorageWriter):
         return future
 
     def finish(self, metadata, results: list[list[WriteResult]]) -> None:
-        # on one process, after all of them have written
+        # runs on one process, after all of them have written
         shards = dict(result.storage_data for part in results for result in part)
         partial = self._path / f"{MARKER}.partial"
         with partial.open("w", encoding="utf-8") as file:
@@ -255,9 +254,9 @@ class ShardWriter(StorageWriter):
 
 
 def take_checkpoint(folder: Path, resume: str) -> Path | None:
-    """find_checkpoint, which see, for the run that saves in this folder: what it skipped is set aside.
+    """find_checkpoint for the run that saves in this folder; renames the damaged checkpoints that it skips.
 
-    Under their own names damaged checkpoints would be kept in place of whole ones, and be removed in time.
+    Under their own names they would be kept in place of intact ones, and be removed in time.
     """
     skipped: list[Path] = []
     found = find_checkpoint(folder, resume, skipped)
@@ -269,8 +268,8 @@ def take_checkpoint(folder: Path, resume: str) -> Path | None:
 def superfluous_checkpoints(folder: Path, settings: CheckpointConfig, step: int) -> list[Path]:
     """The checkpoints that the settings do not keep once that of `step` is written.
 
-    Those that cannot be read always stay, and so do later ones, which a run that went on from an earlier one
-    has found damaged.
+    Those that cannot be read always stay. So do later ones: the run found them damaged, and went on from an
+    earlier one.
     """
     infos = readable_checkpoints(folder)
     found = [path for path, info in infos.items() if info["step"] <= step]
@@ -279,7 +278,7 @@ def superfluous_checkpoints(folder: Path, settings: CheckpointConfig, step: int)
         kept |= {path for path in found if infos[path]["step"] % settings.keep_every_steps == 0}
     rated = [path for path in found if infos[path]["val_loss"] is not None]
     if settings.keep_best:
-        # losses of other tokens say nothing about which is better: a run may go on with another evaluation
+        # losses compare only on the same tokens, and a resumed run may evaluate on others
         for measured in {_measured_on(infos[path]) for path in rated}:
             alike = [path for path in rated if _measured_on(infos[path]) == measured]
             kept.add(min(alike, key=lambda path: infos[path]["val_loss"]))
@@ -287,24 +286,24 @@ def superfluous_checkpoints(folder: Path, settings: CheckpointConfig, step: int)
 
 
 def _measured_on(info: dict) -> tuple:
-    """What decides which tokens the validation loss of a checkpoint is of, and how they are cut."""
+    """What decides which tokens a checkpoint's validation loss is measured on, and how they are cut."""
     config = info["config"]
     return info.get("corpus"), config.get("seq_len"), config.get("evaluation", {}).get("tokens")
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes what saves that were cut off have left of checkpoints, and names it; no save is under way."""
+    """Removes the unfinished checkpoints of interrupted saves, and names them; no save may be running."""
     for path in sorted(folder.glob(STEP_FOLDERS)):
-        # no save has made a link, which may lead to a disk that is away
+        # a link is not made by a save, and may lead to a disk that is not mounted
         if not (path / MARKER).exists() and not path.is_symlink():
             shutil.rmtree(path)
             print(f"{path} was never finished: removed", file=sys.stderr, flush=True)
 
 
 def _own_share(tensors: dict[str, Tensor], processes: Processes) -> dict[str, Tensor]:
-    """What this process saves: its piece of sharded tensors, its share of those that all processes hold."""
+    """What this process saves: its pieces of sharded tensors, its share of those that every process holds."""
     whole = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
-    # large and small ones dealt out in turn
+    # deal them out in turn, the largest first
     whole.sort(key=lambda name: (-tensors[name].numel(), name))
     others = set(whole) - set(whole[processes.rank :: processes.world_size])
     return {name: tensor for name, tensor in tensors.items() if name not in others}
@@ -325,7 +324,7 @@ def _write(file, data, checksum: int) -> int:
     for start in range(0, len(view), PIECE):
         piece = view[start : start + PIECE]
         checksum = zlib.crc32(piece, checksum)
-        # a disk that fills up takes a part first, and refuses the rest
+        # a disk that fills up first takes a part, and then refuses the rest
         while piece:
             piece = piece[file.write(piece) :]
     return checksum

@@ -1,4 +1,4 @@
-"""Batches of training text: which tokens a rank sees at a step is a function of seed and step alone."""
+"""Batches of training text: the tokens that a rank sees at a step depend on seed and step alone."""
 
 from bisect import bisect_right
 from itertools import accumulate
@@ -13,18 +13,19 @@ from data.tokenizer import shard_mark
 
 
 class TokenLoader:
-    """Sequences of one split of a prepared folder, in a random order that is new in each epoch.
+    """Sequences of one split of a prepared folder, in a new random order in each epoch.
 
     The shards of the split count as one long text. Sequence i is its tokens i * seq_len .. (i + 1) * seq_len
-    - 1, with the following token as the last target: sequences do not overlap, and may go across documents
-    and shards. Step s takes the sequences s * sequences_per_step .. (s + 1) * sequences_per_step - 1 of the
-    endless row of epochs, each a permutation drawn from (seed, epoch); rank r takes the r-th of world_size
-    equal parts of them. So any number of ranks, and micro-batches of any size, consume the same tokens at the
-    same step; an epoch holds each sequence once; a resumed run, with the same numpy, needs no saved state.
+    - 1, with the following token as the last target: sequences do not overlap, and may cross documents and
+    shards. Epochs follow each other without end, each a permutation of the sequences drawn from (seed,
+    epoch). Step s takes sequences s * sequences_per_step .. (s + 1) * sequences_per_step - 1 of that stream,
+    and rank r the r-th of world_size equal parts of them. So any number of ranks and any micro-batch size
+    consume the same tokens at the same step, an epoch holds each sequence once, and a resumed run, with the
+    same numpy, needs no saved state.
 
-    folder: what prepare returned. split: "train" or "val". tokenizer: the one that the shards must be of.
+    folder: what prepare returned. split: "train" or "val". tokenizer: what the shards must be made with.
     shuffle=False keeps the order of the text, for validation; a step may then be longer than the split,
-    which begins again at its end. sequences_per_epoch and tokens_per_epoch count the whole split, all ranks
+    which starts over at its end. sequences_per_epoch and tokens_per_epoch count the whole split, all ranks
     together.
     Raises ValueError for a folder or shard that does not fit, for too little text, and if the ranks do not
     divide sequences_per_step.
@@ -92,8 +93,7 @@ class TokenLoader:
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's (tokens, targets) of step, counted from 0.
 
-        Both (sequences_per_step // world_size, seq_len) int64 on the CPU; targets are tokens one place
-        further on.
+        Both (sequences_per_step // world_size, seq_len) int64 on the CPU; targets are shifted by one token.
         """
         if step < 0:
             raise ValueError(f"step must be at least 0, got {step}")
@@ -107,7 +107,7 @@ class TokenLoader:
         return tokens, targets
 
     def _sequence(self, sample: int) -> int:
-        """Which sequence of the text is number sample in the endless row of epochs."""
+        """The index in the text of sequence number `sample` in the endless stream of epochs."""
         epoch, place = divmod(sample, self.sequences_per_epoch)
         if not self.shuffle:
             return place
@@ -118,7 +118,7 @@ class TokenLoader:
         return int(self._order[place])
 
     def _read(self, start: int, out: np.ndarray) -> None:
-        """Fill out with the tokens of the long text from start on, over as many shards as it takes."""
+        """Fill out with the tokens of the long text from start on, across as many shards as it takes."""
         shard = bisect_right(self._ends, start)
         filled = 0
         while filled < len(out):

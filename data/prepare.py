@@ -28,7 +28,7 @@ from data.tokenizer import TOKENIZERS, check_tokenizer, load_tokenizer, shard_ma
 log = logging.getLogger(__name__)
 
 SOURCES = ("pystdlib", "pypackages", "text", "huggingface")
-# the sources that read a key, where not all do
+# for keys that not every source reads: the sources that do
 READ_BY = {
     "paths": ("text",),
     "text_field": ("text", "huggingface"),
@@ -42,36 +42,36 @@ LOCK = ".lock"
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
-    """Which text, how it is split and cut to tokens, and where the shards go. Values are in conf/data/."""
+    """Which text, how it is split and tokenized, and where the shards go. Values are in conf/data/."""
 
     # one of SOURCES: the standard library, every installed package, the user's files, a Hugging Face data set
     source: str
-    # files and folders; for source text alone, otherwise empty
+    # files and folders; for source text only, otherwise empty
     paths: list[str]
     # the field of a .jsonl line, .parquet row or data set row that holds the text; for sources text and
-    # huggingface alone, otherwise "text"
+    # huggingface only, otherwise "text"
     text_field: str
-    # "owner/name" on the hub or a local folder; for source huggingface alone, otherwise empty
+    # "owner/name" on the hub or a local folder; for source huggingface only, otherwise empty
     dataset: str
-    # which configuration of dataset, empty if it has one; for source huggingface alone, otherwise empty
+    # which configuration of dataset, empty if it has just one; for source huggingface only, otherwise empty
     dataset_name: str
-    # where the shards go; may not exist yet, or be what the same configuration prepared
+    # where the shards go: a new folder, or one that the same configuration prepared
     folder: str
     # gpt2, bytes, or a Hugging Face folder with tokenizer.json
     tokenizer: str
-    # of the text, in whole documents or packages; 0 < validation_fraction <= 0.5
+    # share of the text, in whole documents or packages; 0 < validation_fraction <= 0.5
     validation_fraction: float
-    # tokens a shard, 2 bytes each, or 4 with a vocabulary of more than 65,536
+    # tokens per shard, 2 bytes each, or 4 with a vocabulary of more than 65,536
     shard_tokens: int
-    # stop after so many documents, duplicates not counted; null: all
+    # stop after this many documents, not counting duplicates; null: all
     max_documents: int | None
     # tokenizing processes; null: all cores
     workers: int | None
-    # of the validation split, not of the run: runs with different seeds share a corpus
+    # seeds the validation split, not the run: runs with different seeds share a corpus
     seed: int
 
     def __post_init__(self) -> None:
-        # a shell leaves ~ within KEY=VALUE as it is
+        # a shell does not expand ~ inside KEY=VALUE
         self.folder, self.tokenizer, self.dataset = map(
             os.path.expanduser, (self.folder, self.tokenizer, self.dataset)
         )
@@ -83,7 +83,7 @@ class DataConfig:
                 "data.paths must name files or folders, as in 'data.paths=[my_folder]', for data.source=text "
                 f"and be empty otherwise, got {list(self.paths)} with data.source={self.source}"
             )
-        # it would be the working directory
+        # an empty path would mean the working directory
         if not all(self.paths):
             raise ValueError(
                 f"data.paths must name files or folders, got an empty text in {list(self.paths)}: use '.' "
@@ -114,17 +114,17 @@ class DataConfig:
 
 
 def prepare(config: DataConfig) -> Path:
-    """The folder with the shards of both splits and their manifest; made if it is not there yet.
+    """The folder with the shards of both splits and their manifest, created if it does not exist yet.
 
     A folder that the same configuration prepared is verified and left as it is. Otherwise the shards are
-    written to a folder beside it, which is renamed when it is whole: a run that was interrupted starts over,
-    and of several processes one prepares while the others wait. Equal configurations give equal bytes,
-    whatever config.workers.
+    written to a folder beside it, which is renamed when complete: an interrupted preparation starts over, and
+    of several processes one prepares while the others wait. Equal configurations give equal bytes, whatever
+    config.workers.
 
-    Raises ValueError if the folder holds anything else, or shards that are damaged; if the source has no
-    documents, or a path is missing; OSError if the disk is full. Nothing that was there before is changed.
+    Raises ValueError if the folder holds anything else or damaged shards, if the source has no documents, or
+    if a path is missing; OSError if the disk is full. Nothing that was there before is changed.
     """
-    # the finished folder takes the place that a link names, not the link's own
+    # the finished folder goes to the target of a link, and does not replace the link itself
     folder = Path(config.folder).resolve()
     if _is_prepared(folder, config):
         return folder
@@ -147,7 +147,7 @@ def prepare(config: DataConfig) -> Path:
         try:
             # another process may have finished it while this one waited
             finished = _is_prepared(folder, config)
-            # what a run that was killed left
+            # leftovers of a run that was killed
             _clear(partial)
             if not finished:
                 _write_corpus(partial, config)
@@ -157,7 +157,7 @@ def prepare(config: DataConfig) -> Path:
         if finished:
             _remove(partial)
         else:
-            # where the folder exists it is empty, which rename replaces; it refuses any other
+            # the folder is missing or empty, and rename replaces an empty one; it refuses any other
             partial.rename(folder)
             sync_folder(folder.parent)
     return folder
@@ -170,7 +170,7 @@ def _is_prepared(folder: Path, config: DataConfig) -> bool:
     for key, now in identity(asdict(config)).items():
         then = manifest["config"].get(key)
         if key == "tokenizer" and not {then, now} & set(TOKENIZERS):
-            # folders, which may move: shards carry the digest, compared below
+            # both are folders, which may move: the digest that shards carry is compared below
             continue
         if spelled_out(then) != spelled_out(now):
             raise ValueError(
@@ -198,13 +198,13 @@ def _has_changed(manifest: dict[str, Any], config: DataConfig) -> bool:
     then, source = manifest.get("source_fingerprint"), _open_source(config)
     if source.fingerprint() in (None, then):
         return False
-    # a manifest may be of a time when it was taken of the paths as they were written
+    # an older manifest's fingerprint is of the paths as they were written
     before = TextFiles(manifest["config"].get("paths", []), config.text_field)
     return before.fingerprint(as_written=True) != then
 
 
 def _refuse_other_end(manifest: dict[str, Any], config: DataConfig) -> None:
-    # a name has but one, and manifests of a time when it was not kept fit any
+    # a named tokenizer has only one; older manifests do not record it, and fit any
     if config.tokenizer in TOKENIZERS or "end_of_text" not in manifest:
         return
     then, now = manifest["end_of_text"], load_tokenizer(config.tokenizer).end_of_text
@@ -217,14 +217,14 @@ def _refuse_other_end(manifest: dict[str, Any], config: DataConfig) -> None:
 
 
 def spelled_out(value: Any) -> Any:
-    """The value of a key that may hold paths, with the same text for each way to write a path."""
+    """The value of a key that may hold paths, each as the same text however it was written."""
     if isinstance(value, list):
         return [spelled_out(item) for item in value]
     return os.path.abspath(os.path.expanduser(value)) if isinstance(value, str) else value
 
 
 def identity(config: dict[str, Any]) -> dict[str, Any]:
-    """Of the values of a DataConfig those that decide the tokens."""
+    """The values of a DataConfig that decide the tokens."""
     return {
         key: value
         for key, value in config.items()
@@ -243,14 +243,14 @@ def _open_source(config: DataConfig) -> Source:
 
 
 def _lock(partial: Path) -> TextIO:
-    """Make the folder partial and hold it against other processes until the file returned is closed.
+    """Create the folder partial and lock it against other processes until the returned file is closed.
 
     The system closes it when this process ends, however it ends.
     """
     path = partial / LOCK
     while True:
         partial.mkdir(exist_ok=True)
-        # whoever holds it may rename or remove the folder, lock and all, at any time: then try again
+        # the holder may rename or remove the folder, lock and all, at any time: then try again
         with suppress(FileNotFoundError):
             names = os.listdir(partial)
             if names and LOCK not in names:
@@ -286,7 +286,7 @@ def _remove(partial: Path) -> None:
 def _write_corpus(partial: Path, config: DataConfig) -> None:
     started = time.monotonic()
     source = _open_source(config)
-    # before the work: later changes shall be noticed
+    # taken before the work, so that later changes are noticed
     source_fingerprint = source.fingerprint()
     tokenizer = load_tokenizer(config.tokenizer)
     plan = _plan(source, config)
@@ -355,7 +355,7 @@ def _write_corpus(partial: Path, config: DataConfig) -> None:
 
 @contextmanager
 def _writing(config: DataConfig) -> Iterator[None]:
-    """Names the folder in what goes wrong inside; errors of the disk, such as a full one, do not."""
+    """Names the folder in an OSError from the body: those of the disk, such as a full one, do not name it."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,8 @@
 # Every target sets up .venv by itself; nothing is installed outside it.
 #   make train NGPU=4 ARGS="seq_len=8192 model=gpt2_medium"
-# ARGS holds words as a shell has them, quotes and all:
+# the shell splits ARGS into words, so quote as you would there:
 #   make train ARGS="data=text 'data.paths=[my_folder]'"
-# NGPU is a number of processes: with as many GPUs, or on a CPU with a step of as many micro-batches,
+# NGPU is the number of processes: one per GPU, or on a CPU one per micro-batch of a step, as in
 #   make train NGPU=2 ARGS="tokens_per_step=1024"
 
 PYTHON ?= python3
@@ -15,10 +15,11 @@ VENV := .venv
 PY := $(VENV)/bin/python
 RUNTIME := $(VENV)/.runtime
 DEVELOPMENT := $(VENV)/.development
-# the kernels must compile for the Triton of docs/results too
+# the kernels must also compile with the Triton of docs/results
 TRITON_3_6 := $(VENV)/triton-3.6.0
 
-# most of what is installed is never imported; Python compiles the rest when it is, and must keep that
+# --no-compile: most of what is installed is never imported; Python compiles the rest at its first import, and
+# must be allowed to keep the result
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 
@@ -40,10 +41,10 @@ $(DEVELOPMENT): requirements-dev.txt $(RUNTIME)
 		|| echo "without triton 3.6.0 the tests that compile for it are skipped"
 	@touch $@
 
-# glibc gives each large tensor back to the kernel and fetches it anew, a third of a CPU step's time
+# glibc would return each large tensor to the kernel and map it again: a third of a CPU step's time
 KEEP_MEMORY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184
 
-# without a GPU the run is a small one; an experiment named in ARGS wins
+# without a GPU the run is a small one, unless ARGS names an experiment
 train: $(RUNTIME)  ## prepare the text, train, draw the loss curve, print a sample
 	@set -- $(ARGS); \
 	if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
@@ -59,8 +60,8 @@ train: $(RUNTIME)  ## prepare the text, train, draw the loss curve, print a samp
 		$(PY) -m train "$$@"; \
 	fi
 
-# four on two cores: tests wait for processes that they start. Files in the order of their names, but first
-# those whose minutes one process would spend alone at the end (tests/conftest.py)
+# four workers on two cores: tests wait for processes that they start. Files run in the order of their names, but
+# the slowest run first, or one worker would be left alone with them at the end (tests/conftest.py)
 test: $(DEVELOPMENT)  ## run every test that this machine can run
 	TRITON_3_6=$(CURDIR)/$(TRITON_3_6) $(PY) -m pytest $(TESTS) -n 4 --dist loadfile --no-loadscope-reorder
 
@@ -72,12 +73,12 @@ format: $(DEVELOPMENT)  ## rewrite the files in the house format
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-# the tests compile a part of it; ARGS="arch=sm_90,gfx942 mask=window" is less
+# the tests compile a part of this; ARGS="arch=sm_90,gfx942 mask=window" compiles less
 compile: $(DEVELOPMENT)  ## compile every kernel under every mask for every GPU, without one: hours
 	for triton in "" $(CURDIR)/$(TRITON_3_6); do PYTHONPATH=$$triton $(PY) -m tests.ahead_of_time \
 		mask=full,causal,window,intervals dropout=0,1 block_size=0,64,128 $(ARGS) || exit 1; done
 
-# of an older commit's kernels no row is left; what has not changed is not compiled again
+# keeps no row of an older commit's kernels, and does not compile again what has not changed
 record: $(DEVELOPMENT)  ## note what compilers make of changed kernels, so that tests need not compile them again
 	rm -f $(VENV)/.compiled
 	NOTE_COMPILED=$(CURDIR)/$(VENV)/.compiled $(MAKE) test TESTS="tests/test_ahead_of_time.py \

@@ -13,16 +13,16 @@ from train.distributed import Processes
 from train.results import triton_version
 
 ROOT = Path(__file__).resolve().parent.parent
-# what a run is made of; not the commit, which a host without git cannot tell, and which hides local changes
+# the code of a run; its commit is not compared: a host without git cannot tell it, and it hides local changes
 ROOMS = ("kernels", "model", "data", "train")
-# a host may keep its text elsewhere (its tokens are compared, train/loop.py), and rank 0 alone talks to wandb
+# may differ: a host may keep its text elsewhere (train/loop.py compares its tokens); only rank 0 uses wandb
 OWN = ("data", "wandb")
 
 
 def refuse_other_code(processes: Processes) -> None:
-    """Raises ValueError, on every rank, if any runs other code than rank 0: a library's, or ours.
+    """Raises ValueError, on every rank, if any runs other code than rank 0, a library's or ours.
 
-    A host that an update has left out is enough: its weights drift apart from the others'.
+    One host that an update has missed is enough: its weights drift apart from the others'.
     """
     # numpy draws the order of the sequences
     versions = {"torch": str(torch.__version__), "triton": triton_version(), "numpy": np.__version__}
@@ -34,7 +34,7 @@ def refuse_other_code(processes: Processes) -> None:
 def refuse_other_settings(config: Config, processes: Processes) -> None:
     """Raises ValueError, on every rank, if any has other settings than rank 0.
 
-    An edit in one host's conf/ is enough: weights drift apart, or processes wait for each other for ever.
+    An edit in one host's conf/ is enough: weights drift apart, or processes wait for each other forever.
     """
     settings = {key: value for key, value in asdict(config).items() if key not in OWN}
     way_out = "start every process with the same command and the same conf/"
@@ -42,12 +42,12 @@ def refuse_other_settings(config: Config, processes: Processes) -> None:
 
 
 def _refuse_others(own: dict[str, object], processes: Processes, way_out: str) -> None:
-    """Raises ValueError, on every rank, with a key whose value on a rank is not that on rank 0."""
+    """Raises ValueError, on every rank, naming a key whose value on some rank differs from rank 0's."""
     first, *others = processes.from_all(own)
     for rank, theirs in enumerate(others, 1):
         differing = [key for key in first | theirs if first.get(key) != theirs.get(key)]
         if differing:
-            # of the name last: by default it is made of others
+            # name the key `name` last: by default it is made of others
             key = min(differing, key="name".__eq__)
             more = f", and {len(differing) - 1} more differ" if len(differing) > 1 else ""
             raise ValueError(
@@ -59,14 +59,14 @@ def _code() -> Iterator[Path]:
     """The Python files of a run, always in the same order."""
     for room in ROOMS:
         for path in sorted((ROOT / room).rglob("*.py")):
-            # an editor's: .#loop.py, a link to nowhere by which Emacs locks a file, .ipynb_checkpoints/
+            # an editor's files: .#loop.py, a dangling link by which Emacs locks a file; .ipynb_checkpoints/
             hidden = any(part.startswith(".") for part in path.relative_to(ROOT).parts)
             if path.is_file() and not hidden:
                 yield path
 
 
 def _digest(path: Path) -> str:
-    """What a file holds, as 8 hexadecimal digits."""
+    """A digest of a file's content, 8 hexadecimal digits."""
     return blake2b(path.read_bytes(), digest_size=4).hexdigest()
 
 

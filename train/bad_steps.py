@@ -1,4 +1,4 @@
-"""Steps whose numbers are bad: not finite, or far above what the last steps had."""
+"""Bad steps: a loss or gradient norm that is not finite, or far above those of the last steps."""
 
 import json
 import math
@@ -19,18 +19,18 @@ WAY_OUT = (
     "Lower optim.learning_rate, or use precision=bf16 or fp32, and resume from the last checkpoint, "
     "or use on_bad_step=skip"
 )
-# without one good step in between
+# rollbacks in a row, without one good step in between
 MAX_ROLLBACKS = 10
-# in a row; fp16 halves its scale in each, from 2^16, and 2^-84 is too small for any gradient
+# steps in a row; fp16 halves its loss scale in each, from 2^16, and 2^-84 is too small for any gradient
 MAX_NOT_FINITE = 100
-# of two lists in each checkpoint
+# limits two lists in each checkpoint
 LONGEST_WINDOW = 2**20
 SPIKE_ACTIONS = ("ignore", "log", "skip", "rollback")
 
 
 @dataclass(kw_only=True, slots=True)
 class SpikeConfig:
-    # ignore; log; skip: the weights stay; rollback: back to the last checkpoint, and on without this batch
+    # ignore; log; skip: keep the weights; rollback: return to the last checkpoint, and leave out this batch
     action: str
     # how many standard deviations above the mean of the last `window` steps a loss or norm is a spike
     z_score: float
@@ -46,7 +46,7 @@ class SpikeConfig:
 
 
 class RollBack(Exception):  # noqa: N818, no error
-    """The run is to go back to its last checkpoint, and on without these batches, the newest last."""
+    """The run must return to its last checkpoint and leave out these batches, the newest last."""
 
     def __init__(self, left_out: list[int]):
         super().__init__(f"batch {left_out[-1]} is to be left out")
@@ -60,7 +60,7 @@ class Rollbacks:
         self._furthest, self._count = -1, 0
 
     def add(self, step: int) -> None:
-        """One more, from behind `step` good ones. Raises ValueError when there is no end to be seen."""
+        """Counts a rollback after `step` good steps. Raises ValueError when no end is in sight."""
         self._count = self._count + 1 if step <= self._furthest else 1
         self._furthest = max(self._furthest, step)
         if self._count > MAX_ROLLBACKS:
@@ -79,7 +79,7 @@ class StepGuard:
     since waiting for it would leave the GPU idle. So the update itself compares the norm with a limit on
     the device (train/step.py, update), and `settle` learns later what it did. Source of the z-score:
     llm.c's outlier detector.
-    on_bad_step: "stop" or "skip", for what is not finite. has_scaler: fp16, whose overflows are no fault.
+    on_bad_step: "stop" or "skip", for what is not finite. has_scaler: fp16, whose overflows are normal.
     left_out: numbers of the batches that the run leaves out.
     """
 
@@ -115,7 +115,7 @@ class StepGuard:
         }
 
     def load_state(self, state: dict) -> None:
-        # a shorter window than the saved one keeps its newest
+        # a window shorter than the saved one keeps the newest values
         self._losses.extend(state["losses"])
         self._norms.extend(state["norms"])
         self._skipped = state["skipped"]
@@ -123,16 +123,16 @@ class StepGuard:
         self._not_finite = state.get("not_finite", 0)
 
     def batch_number(self, step: int) -> int:
-        """The batch of a step: its own number, counted past those that are left out."""
+        """The batch of a step: the step's own number, moved past the batches that are left out."""
         number = step
         for left_out in self.left_out:
             number += left_out <= number
         return number
 
     def norm_limit(self, step: int, own_loss: float, loss: float) -> float:
-        """The gradients' norm from which on this step must not change the weights; -inf: it must not at all.
+        """The gradient norm from which on this step must not change the weights; -inf: it never may.
 
-        own_loss: of this process' part of the batch; loss: the mean over all of them.
+        own_loss: of this process's part of the batch; loss: the mean over all processes.
         """
         self.settle()
         if not math.isfinite(loss):
@@ -149,7 +149,7 @@ class StepGuard:
         return self._limit(self._norms) if self._spikes.action in ("skip", "rollback") else math.inf
 
     def add_norm(self, step: int, norm: Tensor, limit: float) -> None:
-        """Takes the norm () of the step's gradients, to be read later, and the limit that it was held to."""
+        """Takes the norm () of the step's gradients, to be read later, and the limit it was compared with."""
         event = torch.cuda.Event() if norm.is_cuda else None
         norm = norm.detach().to("cpu", non_blocking=True)
         if event:
@@ -205,18 +205,18 @@ class StepGuard:
 
 
 def take_over_left_out(folder: Path, path: Path, info: dict, config: dict, corpus: str) -> list[int]:
-    """The numbers of the batches that a run leaves out which goes on from a checkpoint, kept in its folder.
+    """The numbers of the batches that a run resumed from a checkpoint leaves out; kept in the run's folder.
 
-    Those of the checkpoint if the run goes on in its text; from one of its own, those in its folder, since it
-    may have gone back to that checkpoint.
-    path, info: the checkpoint, and what read_checkpoint tells of it. corpus: corpus_digest of the text.
-    Raises ValueError where they have no numbers: in steps of another size.
+    They are the checkpoint's if the run continues in its text. If the checkpoint is the run's own, they are
+    those in the run's folder, since the run may have gone back to that checkpoint.
+    path, info: the checkpoint, and what read_checkpoint returned. corpus: corpus_digest of the text.
+    Raises ValueError if steps have another size, in which these batches have no numbers.
     """
     origin, left_out = path.resolve().parent.parent, []
     if reads_on(info, config, corpus):
         left_out = info.get("left_out")
         is_own = origin == folder.resolve() and (folder / LEFT_OUT).exists()
-        # older checkpoints do not tell
+        # older checkpoints do not record them
         if is_own or left_out is None:
             left_out = read_left_out(origin)
     old, new = info["config"]["tokens_per_step"], config["tokens_per_step"]
@@ -234,7 +234,7 @@ def take_over_left_out(folder: Path, path: Path, info: dict, config: dict, corpu
 def read_left_out(folder: Path) -> list[int]:
     """The numbers of the batches that a run leaves out, from its folder.
 
-    Raises ValueError for a file that holds no such numbers: its user may have taken some out.
+    Raises ValueError for a file that holds anything else: a user may have edited it.
     """
     path = folder / LEFT_OUT
     if not path.exists():
@@ -253,5 +253,5 @@ def read_left_out(folder: Path) -> list[int]:
 
 
 def write_left_out(folder: Path, left_out: list[int]) -> None:
-    """Keeps those numbers, whole or not at all: a run that is killed later leaves out the same batches."""
+    """Writes the numbers, whole or not at all: a run that is killed later leaves out the same batches."""
     write_whole(folder / LEFT_OUT, json.dumps(left_out) + "\n")

@@ -1,4 +1,4 @@
-"""Whether Triton can build the C module through which it starts its kernels, which it does at first use."""
+"""Checks that Triton can build the C module with which it launches kernels, as it does at first use."""
 
 import os
 import shutil
@@ -7,7 +7,7 @@ import sysconfig
 
 
 def check_c_compiler() -> None:
-    """Raises ValueError where there is no C compiler, or it does not find Python's headers.
+    """Raises ValueError if there is no C compiler, or it does not find Python's headers.
 
     Looks where Triton looks (triton/runtime/build.py): CC, then gcc, then clang in PATH.
     """

@@ -1,9 +1,9 @@
-"""Sequences longer than one GPU: the ranks of a group share each of them (model/ring_attention.py).
+"""Sequences too long for one GPU: the ranks of a group share each of them (model/ring_attention.py).
 
-The world is a grid of data and context: neighbouring ranks form a context group and read the same sequences,
-the groups read different ones. Each rank takes its part of every sequence through the whole model; only keys,
-values and their gradients are exchanged, inside attention. All parts are equally long, so the mean over all
-ranks of the losses is the loss, and that of the gradients, which data parallelism takes anyway, the gradient.
+The world is a grid of data and context: neighbouring ranks form a context group and read the same sequences;
+different groups read different ones. Each rank runs its part of every sequence through the whole model; only
+keys, values and their gradients are exchanged, inside attention. All parts are equally long, so the loss is
+the mean of all ranks' losses, and the gradient that of their gradients, which data parallelism takes anyway.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from train.distributed import Processes
 
 @dataclass(frozen=True, slots=True)
 class ContextGroups:
-    """Where this process stands: `size` ranks share each sequence; which part of the data they read."""
+    """This process's place: `size` ranks share each sequence, and read part data_rank of data_size."""
 
     size: int
     data_rank: int
@@ -29,20 +29,20 @@ class ContextGroups:
 
 
 def join_context_groups(processes: Processes, size: int) -> ContextGroups:
-    """Forms groups of `size` neighbouring ranks, which divides the processes (Config.check_processes)."""
+    """Forms groups of `size` neighbouring ranks; size divides the processes (Config.check_processes)."""
     data_rank, data_size = processes.rank // size, processes.world_size // size
     if size == 1:
         return ContextGroups(1, data_rank, data_size, None)
     names = ("data", "context")
     mesh = init_device_mesh(processes.device.type, (data_size, size), mesh_dim_names=names)
     group = mesh["context"].get_group()
-    # NCCL wants every rank of a group in its first call, and a rank may have nothing to send
+    # NCCL needs every rank of a group in its first call, in which a rank may have nothing to send
     dist.barrier(group)
     return ContextGroups(size, data_rank, data_size, group)
 
 
 class SharedSequences(nn.Module):
-    """A GPT that is given whole sequences, takes this rank's part of them, and gives that part's loss."""
+    """A GPT that takes whole sequences, runs this rank's part of them, and returns that part's loss."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup):
         super().__init__()
@@ -57,9 +57,9 @@ class SharedSequences(nn.Module):
         document_ids: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """The arguments of GPT.forward for whole sequences, (B, T), the same on every rank of the group.
+        """The mean cross-entropy of this rank's tokens, ().
 
-        Returns the mean cross-entropy of this rank's tokens, ().
+        Takes the arguments of GPT.forward for whole sequences, (B, T), the same on every rank of the group.
         """
         ring = self._ring(tokens.shape[1], document_ids, tokens.device)
         if positions is None:
@@ -68,7 +68,7 @@ class SharedSequences(nn.Module):
         return self.model(inputs, labels, positions=positions, ring=ring)
 
     def _ring(self, seq_len: int, document_ids: Tensor | None, device: torch.device) -> Ring:
-        # one for each length: its masks are made once, and a compiled model meets the same object again
+        # one per length: its masks are made once, and a compiled model sees the same object again
         if seq_len not in self.rings:
             self.rings[seq_len] = Ring(self.group, seq_len, None, device)
         ring = self.rings[seq_len]

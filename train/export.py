@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face folder, with its tokenizer where that has files."""
+"""Exports a trained model as a Hugging Face folder, with its tokenizer if that has files."""
 
 import shutil
 import sys
@@ -10,7 +10,7 @@ from data.tokenizer import TOKENIZERS, load_tokenizer
 from model import GPT
 from model.pretrained import export_pretrained, weight_files
 
-# of a tokenizer's folder: its own files, how a chat is written, and where generation stops
+# copied from a tokenizer's folder: its own files, the chat template, and where generation stops
 TOKENIZER_FILES = (
     "*token*.json",
     "tokenizer.model",
@@ -20,14 +20,15 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# in a run's folder
+# inside a run's folder
 EXPORT = "hugging_face"
 
 
 def export(model: GPT, tokenizer: str, out: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Writes the folder out, new or empty; tokenizer: as load_tokenizer takes it, GPT-2's has no files.
+    """Writes a model to the folder out, new or empty.
 
-    Raises ValueError as load_tokenizer and export_pretrained.
+    tokenizer: as load_tokenizer takes it; GPT-2's has no files. Raises ValueError as load_tokenizer and
+    export_pretrained.
     """
     if model.attention.sparse:
         print(
@@ -44,7 +45,7 @@ def export(model: GPT, tokenizer: str, out: Path, dtype: torch.dtype = torch.flo
 
 
 def refuse_to_replace(run: Path) -> None:
-    """Raises ValueError if a new run's folder holds an export already: it is not that run's."""
+    """Raises ValueError if a new run's folder already holds an export, which is not that run's."""
     if (run / EXPORT).exists() and not (run / "checkpoints").exists():
         raise ValueError(
             f"export=true would write to {run / EXPORT}, which no run of this name has made: choose another "
@@ -53,7 +54,7 @@ def refuse_to_replace(run: Path) -> None:
 
 
 def export_run(model: GPT, tokenizer: str, run: Path) -> None:
-    """`export` into a run's folder; the files of an earlier export are replaced, what else is there stays."""
+    """Exports into a run's folder; replaces the files of an earlier export, and leaves what else is there."""
     out = run / EXPORT
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -69,7 +70,7 @@ def export_run(model: GPT, tokenizer: str, run: Path) -> None:
 
 
 def token_ids(tokenizer: str) -> dict[str, int | list[int] | None]:
-    """Where a text begins and ends, for config.json: as the tokenizer's folder has it, if it does."""
+    """The tokens that begin and end a text, for config.json: the tokenizer folder's, if it has any."""
     end = load_tokenizer(tokenizer).end_of_text
     ids = {
         "bos_token_id": end if tokenizer in TOKENIZERS else None,
@@ -78,7 +79,7 @@ def token_ids(tokenizer: str) -> dict[str, int | list[int] | None]:
     }
     config = Path(tokenizer, "config.json")
     if tokenizer not in TOKENIZERS and config.is_file():
-        # a slow import, for these only
+        # a slow import, which only such folders need
         from data.tokenizer_json import read_settings
 
         theirs = read_settings(config)

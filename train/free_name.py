@@ -1,4 +1,4 @@
-"""A name for what is set aside, so that nothing takes the place of anything."""
+"""A free name for what is set aside, so that nothing is overwritten."""
 
 from collections.abc import Callable
 from itertools import count
@@ -6,5 +6,5 @@ from pathlib import Path
 
 
 def first_free(name: Callable[[int], Path]) -> Path:
-    """name(1), or that of the next number, of which there is nothing yet."""
+    """The first of name(1), name(2), ... that does not exist yet."""
     return next(path for path in map(name, count(1)) if not path.exists())

@@ -1,8 +1,8 @@
-"""How much memory a training step takes, before it is launched, and which micro-batch fits.
+"""Predicts how much memory a training step takes, and which micro-batch fits.
 
-The sum of what is alive at the moments that can be a step's peak: the loss, the start and the end of the
-backward pass, the update. Its terms follow from what a compiled model keeps; docs/training_speed.md compares
-them with measurements.
+The prediction sums what is alive at the moments that can be a step's peak: the loss, the start and the end of
+the backward pass, the update. Its terms follow from what a compiled model keeps; docs/training_speed.md
+compares them with measurements.
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ from model.config import ModelConfig, flops_per_token, layer_matrices
 from model.gpt import LOGIT_ROWS
 from train.config import Config
 
-# of a card's memory: the rest is the context, libraries' workspaces and what fragmentation leaves unused
+# share of a card's memory: the rest is the CUDA context, libraries' workspaces and fragmentation
 USABLE = 0.94
 
 
@@ -21,7 +21,7 @@ def is_predicted(config: Config) -> bool:
 
 
 def peak_bytes(config: Config, world_size: int = 1, chunk: int = LOGIT_ROWS) -> int:
-    """The peak of allocated memory of each process, in bytes; chunk: rows of logits of the fused loss.
+    """The peak of each process's allocated memory, in bytes; chunk: rows of logits that the fused loss holds.
 
     Raises ValueError for what is not predicted.
     """
@@ -45,19 +45,19 @@ def peak_bytes(config: Config, world_size: int = 1, chunk: int = LOGIT_ROWS) -> 
     persistent = (4 * n_weights + moments) / shards
     gradients = 4 * n_weights / shards
     accumulates = config.accumulation(world_size) > 1
-    # under FSDP those of all but the last micro-batch are whole; DDP's buckets stay
+    # under FSDP the gradients of all but the last micro-batch are unsharded; DDP's buckets stay
     held = 4 * n_weights if accumulates else 0
     if world_size > 1 and not is_sharded:
         held = gradients
     gathered = 4 * n_weights if is_sharded else 0
     if is_sharded and config.reshard_after_forward:
-        # two layers, and what is outside of them, at a time
+        # at a time, only two layers and what is outside the layers are gathered
         gathered -= 4 * (layers - 2) * matrices
 
     kept_layer, casts = kept_bytes(config, small, stream), small * layers * matrices if small < 4 else 0
     one_layer = 0
     if config.recompute != "none":
-        # what is made again comes on top of what the layer has kept
+        # what a layer recomputes comes on top of what it has kept
         one_layer = kept_bytes(replace(config, recompute="none"), small, stream) - kept_layer
     if config.recompute == "full":
         casts /= layers
@@ -69,7 +69,7 @@ def peak_bytes(config: Config, world_size: int = 1, chunk: int = LOGIT_ROWS) -> 
     else:
         head = n * model.padded_vocab_size * small
     head += small * table
-    # gradients of both sides of the MLP's activation, and of the stream
+    # gradients on both sides of the MLP's activation, and of the stream
     backward = n * (2 * small * model.mlp_width + 3 * small * channels + one_layer)
     return int(
         persistent
@@ -84,7 +84,10 @@ def peak_bytes(config: Config, world_size: int = 1, chunk: int = LOGIT_ROWS) -> 
 
 
 def kept_bytes(config: Config, small: int, stream: int) -> float:
-    """What one layer keeps of one token for its backward pass. small, stream: bytes of a value."""
+    """Bytes that one layer keeps per token for its backward pass.
+
+    small, stream: bytes of a value in the run's precision, and in the residual stream.
+    """
     model = config.model
     channels, width = model.n_embd, model.n_head * model.head_dim
     if config.recompute == "full":
@@ -93,7 +96,7 @@ def kept_bytes(config: Config, small: int, stream: int) -> float:
     # products, attention's output and lse, and the input
     products = small * (qkv + width + expanded) + 4 * model.n_head + stream * channels
     if config.recompute == "selective":
-        # the output of the projection behind attention, from which the stream is made again
+        # the output of the projection after attention, from which the stream is recomputed
         return products + small * channels
     rotated = small * (width + model.n_kv_head * model.head_dim) if model.rotary is not None else 0
     statistics = 16 if model.norm == "layer" else 8
@@ -102,7 +105,7 @@ def kept_bytes(config: Config, small: int, stream: int) -> float:
 
 
 def count_weights(model: ModelConfig) -> int:
-    """Parameters, with the padding of the vocabulary, without building the model."""
+    """The number of parameters, with the padding of the vocabulary, without building the model."""
     in_products = flops_per_token(model, 0, causal=False) // 6
     tables = model.padded_vocab_size * (1 if model.tied_head else 2) - model.vocab_size
     positions = 0 if model.rotary is not None else model.max_seq_len
@@ -110,7 +113,7 @@ def count_weights(model: ModelConfig) -> int:
 
 
 def shard_count(config: Config, world_size: int) -> int:
-    """In how many shares the processes hold weights, gradients and optimizer state."""
+    """The number of shards in which the processes hold weights, gradients and optimizer state."""
     return (config.shard_processes or world_size) if config.distributed == "fsdp" and world_size > 1 else 1
 
 
@@ -122,7 +125,7 @@ def microbatches(config: Config, world_size: int = 1) -> list[int]:
 
 
 def gathered_in_turn(config: Config, world_size: int) -> Config | None:
-    """The same, with weights gathered block by block, where that takes less memory; else None."""
+    """The configuration with weights gathered block by block, if that takes less memory; else None."""
     if config.reshard_after_forward or world_size == 1:
         return None
     return replace(config, reshard_after_forward=True)
@@ -133,7 +136,7 @@ def largest_microbatch(
 ) -> Config | None:
     """The configuration with the largest tokens_per_microbatch that fits into a card's memory.
 
-    at_most: tokens_per_microbatch. None if one sequence does not fit.
+    memory: in bytes. at_most: the largest tokens_per_microbatch to try. None if not even one sequence fits.
     """
     for tokens in microbatches(config, world_size):
         candidate = replace(config, tokens_per_microbatch=tokens)

@@ -1,4 +1,4 @@
-"""The optimizer of each parameter, which of them decay, and how the learning rate moves."""
+"""The optimizer of each parameter, which parameters decay, and the learning-rate schedule."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ SCHEDULES = ("cosine", "wsd")
 
 @dataclass(kw_only=True, slots=True)
 class OptimConfig:
-    # adamw; muon: the matrices of the layers by Muon, the rest by AdamW
+    # adamw; muon: Muon for the matrices of the layers, AdamW for the rest
     algorithm: str
     learning_rate: float
     # the schedule ends at this share of learning_rate
@@ -22,12 +22,12 @@ class OptimConfig:
     # cosine: half a cosine down to the end; wsd: warm-up, stable, then linear decay
     schedule: str
     warmup_steps: int
-    # the last share of the steps that decays, 0 for none; read by wsd only
+    # wsd only: the share of the steps, at the end, that decays; 0 for none
     decay_fraction: float
     weight_decay: float
     beta1: float
     beta2: float
-    # of Muon's matrices
+    # Muon only
     momentum: float
     # largest global norm of all gradients; 0 switches clipping off
     gradient_clip: float
@@ -40,7 +40,7 @@ class OptimConfig:
         if self.schedule not in SCHEDULES:
             raise ValueError(f"optim.schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
         for name in ("learning_rate", "weight_decay", "gradient_clip", "warmup_steps"):
-            # also no nan, which no comparison finds
+            # written so that nan, which fails every comparison, is refused too
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"optim.{name} must be at least 0 and finite, got {getattr(self, name)}")
         for name in ("final_learning_rate_ratio", "decay_fraction"):
@@ -51,11 +51,11 @@ class OptimConfig:
                 raise ValueError(f"optim.{name} must be in [0, 1), got {getattr(self, name)}")
 
     def decay_steps(self, steps: int) -> int:
-        """The last steps of so many, in which wsd decays."""
+        """How many of the last of `steps` steps decay under wsd."""
         return max(1, round(steps * self.decay_fraction)) if self.decay_fraction else 0
 
     def check_steps(self, steps: int) -> None:
-        """Raises ValueError if wsd would decay before its warm-up is over, with a jump between them."""
+        """Raises ValueError if wsd would decay before its warm-up is over: the rate would jump."""
         stable_until = steps - self.decay_steps(steps)
         if self.schedule == "wsd" and self.decay_fraction and self.warmup_steps > stable_until:
             raise ValueError(
@@ -70,7 +70,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     """The optimizer of the model's parameters; matrices and embeddings decay, biases and norms do not.
 
     muon takes the matrices of model.blocks; embeddings, head, biases and norms stay with AdamW, as Muon's
-    authors say.
+    authors recommend.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = []

@@ -1,4 +1,4 @@
-"""Out of memory: what fits instead, told on every process, and the end of the run without a hang."""
+"""Out of memory: tells every process what fits instead, and ends the run without a hang."""
 
 import os
 from dataclasses import replace
@@ -18,15 +18,15 @@ EXIT_OUT_OF_MEMORY = 2
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether PyTorch found no memory, on a GPU or for a CPU, where its error has no class of its own."""
+    """Whether PyTorch ran out of memory, on a GPU or on a CPU, whose error has no class of its own."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(error)
 
 
 def end_out_of_memory(config: Config, processes: Processes) -> NoReturn:
-    """Raises MemoryError with the way out; of several processes, it ends this one and tells the others.
+    """Raises MemoryError with the way out; with several processes, ends this one and tells the others.
 
-    The others may wait in a collective for this one, so an exception, which cleans up together, could hang:
-    they are ended by their watchdogs, or by torchrun, which notices first.
+    The others may be waiting for this one in a collective, so an exception, which cleans up together with
+    them, could hang. Their watchdogs end them, or torchrun, which notices first.
     """
     memory = None
     if processes.device.type == "cuda":
@@ -40,7 +40,7 @@ def end_out_of_memory(config: Config, processes: Processes) -> NoReturn:
 
 
 def way_out(config: Config, memory: int | None, world_size: int) -> str:
-    """Which configurations fit where this one did not, and how to ask for them. memory: the card's."""
+    """Which configurations fit where this one did not, as overrides. memory: the card's, in bytes."""
     now = config.tokens_per_microbatch
     given = f"tokens_per_microbatch={now} with recompute={config.recompute} does not fit"
     smaller = [tokens for tokens in microbatches(config, world_size) if tokens < now]
@@ -50,7 +50,7 @@ def way_out(config: Config, memory: int | None, world_size: int) -> str:
     if memory is None or not is_predicted(config):
         if in_turn:
             found.append("reshard_after_forward=true")
-        # half of it, and so on
+        # the largest that is at most half
         found += [f"tokens_per_microbatch={tokens}" for tokens in smaller if tokens <= now // 2][:1]
     else:
         tried = [("reshard_after_forward=true ", in_turn, now)] if in_turn else []

@@ -1,7 +1,7 @@
-"""Host memory that the kernel cannot move, into which a GPU copies at full speed while the CPU goes on.
+"""Page-locked host memory, into which a GPU copies at full speed while the CPU goes on.
 
-torch.empty(pin_memory=True) makes its pages while it holds the driver's lock: 14 s for the 19 GB of GPT-2
-1558M on one H200, in which training stood still. It also rounds each tensor up to a power of two.
+torch.empty(pin_memory=True) creates its pages while it holds the driver's lock: with the 19 GB of GPT-2 1558M
+on one H200, training stood still for 14 s. It also rounds each tensor up to a power of two.
 """
 
 import mmap
@@ -16,13 +16,13 @@ PORTABLE = 1
 def lock_pages(tensors: list[Tensor]) -> list[int]:
     """Moves CPU tensors into locked memory, without their values; returns what unlock_pages takes.
 
-    Raises RuntimeError where the driver refuses, for a limit on locked memory say, and OSError where there
-    is no memory: the tensors can be used as before then, and none of their memory is locked.
+    Raises RuntimeError if the driver refuses, say for a limit on locked memory, and OSError if there is no
+    memory: the tensors can then be used as before, and none of their memory is locked.
     """
     sizes = [-(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE for tensor in tensors]
     if not sum(sizes):
         return []
-    # begins at a page, as what torch allocates does not
+    # page-aligned, unlike what torch allocates
     pages = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     start, locked = 0, []
@@ -31,20 +31,20 @@ def lock_pages(tensors: list[Tensor]) -> list[int]:
             if size == 0:
                 continue
             part = memory[start : start + size]
-            # here the pages come into being, without a lock: the longest part by far
+            # this creates the pages, without the driver's lock: by far the longest part
             part.zero_()
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(part.data_ptr(), size, PORTABLE))
             locked.append(part.data_ptr())
             tensor.data = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             start += size
     except RuntimeError:
-        # nobody else would: their addresses are known here alone
+        # nobody else could: the addresses are known only here
         unlock_pages(locked)
         raise
     return locked
 
 
 def unlock_pages(locked: list[int]) -> None:
-    """Before the memory is freed: the driver would go on locking what comes to lie there next."""
+    """Unlocks pages before they are freed: the driver would go on locking what comes to lie there next."""
     for address in locked:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))

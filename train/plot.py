@@ -11,7 +11,7 @@ from train.logger import read_metrics
 
 
 def draw_loss(runs: dict[str, Path], picture: Path, title: str) -> None:
-    """Draws training loss (lines) and validation loss (dots) over tokens, one color a run.
+    """Draws training loss (lines) and validation loss (dots) over tokens, one color per run.
 
     runs: label -> metrics.jsonl. Raises ValueError if a run has no training loss yet.
     """
@@ -45,7 +45,7 @@ def draw_loss(runs: dict[str, Path], picture: Path, title: str) -> None:
 
 
 def draw_bars(values: dict[str, float | None], picture: Path, title: str, unit: str) -> None:
-    """Draws one horizontal bar a label, the first on top, with its value beside it; None: out of memory."""
+    """Draws one horizontal bar per label, the first on top, with its value beside it; None: out of memory."""
     figure, axes = plt.subplots(figsize=(8, 0.45 * len(values) + 1.2), layout="constrained")
     bars = axes.barh(list(values), [value or 0.0 for value in values.values()])
     names = ["out of memory" if value is None else f"{value:,.0f}" for value in values.values()]
@@ -63,5 +63,5 @@ def draw_bars(values: dict[str, float | None], picture: Path, title: str, unit: 
 
 
 def length_label(tokens: int) -> str:
-    """A length in tokens, as pictures name it: 16K, and those between two of them in full."""
+    """A length in tokens, as pictures show it: 16K, or in full if it is no multiple of 1024."""
     return str(tokens) if tokens % 1024 else f"{tokens // 1024}K"

@@ -8,9 +8,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-# tokens of context from which on several models are compared
+# models are compared from this many tokens of context on
 FIRST_DRAWN = 16
-# maps of recall beside each other, and inches for each length in one
+# recall maps side by side, and inches per length in each
 MAPS_ACROSS = 4
 LENGTH_INCHES = 0.55
 
@@ -32,9 +32,9 @@ def draw_context(rows: list[dict], picture: Path) -> None:
 
 
 def draw_comparison(measured: dict[str, list[dict]], picture: Path) -> None:
-    """Draws the two curves of several models, named by the keys, into one picture each."""
+    """Draws both loss curves of several models, named by the keys, one panel for each kind of curve."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained", sharey=True)
-    # a logarithmic scale finds no limits in a curve that was drawn before it and is all null
+    # before any curve: a logarithmic scale set later finds no limits in one that is all null
     _label(axes[0], "loss by position", "position, up to")
     _label(axes[1], "loss of the same tokens by length of context", "tokens of context")
     for name, rows in measured.items():
@@ -50,7 +50,7 @@ def draw_comparison(measured: dict[str, list[dict]], picture: Path) -> None:
 
 
 def draw_needles(measured: dict[str, list[dict]], picture: Path) -> None:
-    """Draws the maps of recall of several models: passkeys above, one key of many below."""
+    """Draws the recall maps of several models: a passkey above, one key of many below."""
     across, groups = min(MAPS_ACROSS, len(measured)), -(-len(measured) // MAPS_ACROSS)
     most = max(len({row["length"] for row in rows if "length" in row}) for rows in measured.values())
     width = max(3.2, LENGTH_INCHES * most)
@@ -80,7 +80,7 @@ def _label(axes, title: str, x_label: str) -> None:
 
 
 def _draw_map(axes, rows: list[dict], title: str) -> None:
-    """Recall as colors: depth downwards, length to the right; in each field accuracy, and loss below it.
+    """Draws recall as colors: depth downwards, length to the right; each field shows accuracy above loss.
 
     A loss that is null or not finite is a dash.
     """

@@ -1,4 +1,4 @@
-"""What a run leaves for its user: the opening lines, the metrics of a step, the files at the end."""
+"""What a run reports to its user: the opening lines, the metrics of a step, the files at the end."""
 
 import shlex
 from collections.abc import Iterator
@@ -29,15 +29,15 @@ from train.throughput import RunClock, StepTimer, flop_utilization, peak_memory_
 # what each run writes from its first step on; summary and pictures come at the end
 OF_AN_ATTEMPT = ("config*.yaml", "metrics.jsonl", LEFT_OUT, WANDB_ID)
 
-# with patterns; all of a rank's took 9 s and 5 GiB at each start of a run on long sequences
+# if layers have patterns; all of a rank's sequences took 9 s and 5 GiB at each start of a long-sequence run
 COUNTED_SEQUENCES = 32
 
 
 def set_aside(folder: Path) -> None:
     """Moves what an attempt without a checkpoint left into folder/attempt_<n>, and says so.
 
-    A run that begins anew has its own settings and metrics, leaves out no batches of that attempt, and is
-    another run to wandb.
+    The run that starts over has its own settings and metrics, leaves out no batches of that attempt, and is a
+    new run to wandb.
     """
     if list_checkpoints(folder / "checkpoints"):
         return
@@ -52,9 +52,9 @@ def set_aside(folder: Path) -> None:
 
 
 def tell_other_steps(config: Config, info: dict, first_step: int, corpus: str) -> None:
-    """Says which step of this run a checkpoint is at, where its own steps have another number of tokens.
+    """Says which step of this run a checkpoint is at, if its own steps have another number of tokens.
 
-    info: what read_checkpoint tells of it. corpus: corpus_digest of the text.
+    info: what read_checkpoint returned. corpus: corpus_digest of the text.
     """
     step, size, own_size = info["step"], info["config"]["tokens_per_step"], config.tokens_per_step
     if size == own_size:
@@ -119,7 +119,7 @@ def open_run(
 
 
 def _remarks(config: Config, val_data: TokenLoader) -> Iterator[str]:
-    """On settings that are taken, but give less than they say."""
+    """Remarks on settings that are accepted but give less than they say."""
     optim, steps = config.optim, config.steps
     if optim.warmup_steps > steps:
         yield (
@@ -136,9 +136,9 @@ def _remarks(config: Config, val_data: TokenLoader) -> Iterator[str]:
 
 
 def run_flops(config: Config, train_data: TokenLoader) -> dict[str, float]:
-    """model.flops.flops_ledger of a run; its documents are as those of this rank's first batch.
+    """model.flops.flops_ledger of a run; documents are taken to be like those of this rank's first batch.
 
-    Where layers have patterns, each pair of tokens is looked at: of COUNTED_SEQUENCES then.
+    If layers have patterns, every pair of tokens is examined: only COUNTED_SEQUENCES sequences are, then.
     """
     documents = None
     if config.separate_documents:
@@ -170,7 +170,7 @@ def step_metrics(
 ) -> dict:
     """The metrics after `done` steps; times are means over the steps since the last call.
 
-    flops: what run_flops gave.
+    flops: what run_flops returned.
     """
     seconds = timer.seconds()
     tokens_per_second = config.tokens_per_step / seconds["step_seconds"]
@@ -206,10 +206,10 @@ def finish_run(
 ) -> None:
     """Draws the loss curve, writes a sample and a summary, and says where everything lies.
 
-    first_step: from which this launch has trained; where that is the last one, the summary stays that of the
-    launch which came so far.
+    first_step: where this launch began; if that is the last step, the summary stays that of the launch that
+    got there.
     """
-    # here, since importing matplotlib takes a second that no run should wait for to begin
+    # imported here: matplotlib takes a second, for which no run should wait at its start
     from train.plot import draw_loss
 
     has_trained = first_step < config.steps
@@ -220,7 +220,7 @@ def finish_run(
         print(f"{folder / 'metrics.jsonl'} has no step any more: no loss curve, and no summary of it")
     steps = counted(config.steps, "step")
     print(f"\nvalidation loss {val_loss:.4f} after {steps}; {duration(clock.elapsed())} for this run")
-    # earlier launches may have had other processes and another micro-batch
+    # earlier launches may have had another number of processes and another micro-batch
     measured = [m for m in logged if m["step"] > first_step] or logged
     summary = _summary(config, measured, val_loss, clock, processes, flops) if measured else None
     if summary and (has_trained or not (folder / "summary.json").exists()):
@@ -234,11 +234,11 @@ def finish_run(
         export_run(weights, config.data.tokenizer, folder)
     if config.sample.tokens:
         tokenizer = load_tokenizer(config.data.tokenizer)
-        # a long sample of a large model takes longer than a step may
+        # a long sample from a large model takes longer than the watchdog lets a step take
         sample = sample_text(weights, tokenizer, config.sample, config.seed, processes.mark)
         (folder / "sample.txt").write_text(sample + "\n", encoding="utf-8")
         print(f"--- sample ---\n{sample}\n--------------")
-    # what an earlier launch made of fewer steps is not this one's
+    # a file that an earlier launch made after fewer steps is not this one's
     made = {"sample.txt": config.sample.tokens > 0, EXPORT: config.export}
     made |= dict.fromkeys((TRACE, MEMORY), config.profile)
     for name, what in (
@@ -265,9 +265,9 @@ def _summary(
     processes: Processes,
     flops: dict[str, float],
 ) -> dict:
-    """One row of a training result; speeds are medians, without the first step and its compilation.
+    """One row of a training result; speeds are medians that leave out the first step and its compilation.
 
-    steps: the lines of metrics.jsonl that it is made of. What the clock adds is of this launch alone.
+    steps: the lines of metrics.jsonl that it is made from. What the clock adds covers this launch alone.
     """
     windows = steps[1:] or steps
     per_second = median(m["tokens_per_second"] for m in windows)

@@ -12,7 +12,7 @@ from model.generate import stream
 
 # what a decoder gives for bytes that are not yet a whole character
 UNFINISHED = "\ufffd"
-# what torch's generators take
+# the largest that torch's generators take
 LARGEST_SEED = 2**64 - 1
 
 
@@ -70,11 +70,11 @@ def stream_text(
     stop_tokens: tuple[int, ...] = (),
     compiled: bool = False,
 ) -> Iterator[tuple[int, str]]:
-    """Yields (number of the prompt, next piece of its continuation); all prompts go on together.
+    """Yields (number of the prompt, next piece of its continuation); all prompts are continued together.
 
-    A continuation ends with its document, with one of stop_tokens, or with config.tokens or the model's
-    positions. begin: as in prompt_ids. config.prompt is not read. Raises ValueError for prompts that the
-    model has no positions for.
+    A continuation ends with its document, at one of stop_tokens, or when config.tokens or the model's
+    positions are used up. begin: as in prompt_ids. config.prompt is not read. Raises ValueError for prompts
+    that exceed the model's positions.
     """
     device = model.token_embedding.weight.device
     ids = [prompt_ids(tokenizer, prompt, model.config, begin) for prompt in prompts]
@@ -91,7 +91,7 @@ def stream_text(
         temperature=config.temperature,
         top_k=config.top_k,
         top_p=config.top_p,
-        # the model may have room for more tokens, which are no text
+        # the model may have room for more tokens, which stand for no text
         vocab_size=tokenizer.vocab_size,
         stop_tokens=sorted(stops),
         generator=torch.Generator(device).manual_seed(seed),
@@ -114,9 +114,9 @@ def stream_text(
 def prompt_ids(
     tokenizer: Tokenizer, prompt: str, model: ModelConfig, begin: list[int] | None = None
 ) -> list[int]:
-    """The tokens that a continuation of this text begins with. Raises ValueError beyond the positions.
+    """The tokens of a prompt, after those that go before it. Raises ValueError if they exceed the positions.
 
-    begin: those before the text; None: the end of text, which in training a document follows.
+    begin: the tokens before the text; None: the end of text, which precedes each document in training.
     """
     ids = [*([tokenizer.end_of_text] if begin is None else begin), *map(int, tokenizer.encode(prompt))]
     if len(ids) > model.max_seq_len:
@@ -127,17 +127,17 @@ def prompt_ids(
 
 
 class GrowingText:
-    """Text of tokens that come one by one, in pieces of whole characters."""
+    """Turns tokens that come one by one into pieces of text, in whole characters."""
 
     def __init__(self, tokenizer: Tokenizer, ids: list[int]):
         self._tokenizer = tokenizer
         self._ids = list(ids)
-        # of ids: where the last piece began, and where it ended. What is new is seen beside it, because a
-        # decoder may treat the first token of a text in its own way
+        # where in ids the last piece began and ended; new tokens are decoded together with it, because a
+        # decoder may treat the first token of a text differently
         self._begin, self._end = max(len(ids) - 1, 0), len(ids)
 
     def add(self, token: int) -> str:
-        """What this token adds to the text; nothing while a character has bytes to come."""
+        """What this token adds to the text; nothing while a character is incomplete."""
         self._ids.append(token)
         piece = self._new_text()
         if piece.endswith(UNFINISHED):

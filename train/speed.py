@@ -1,8 +1,8 @@
-"""How long a training step takes, before it is launched, from a few rates of the card.
+"""Predicts how long a training step takes, from a few rates of the card.
 
-A step is matrix products, attention, what a layer does to each value beside them, and the traffic of logits
-and optimizer; the rates of the first three are fitted to measured steps. Without what processes exchange, and
-with sequences of one document each: the lengths of others are not known before the data are.
+A step is matrix products, attention, each layer's small operations beside them, and the memory traffic of
+logits and optimizer; the rates of the first three are fitted to measured steps. Communication between
+processes is left out. Each sequence counts as one document: other lengths are not known before the data are.
 """
 
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from model.flops import attended_pairs
 from train.config import Config
 from train.memory import count_weights, shard_count
 
-# bytes that move for each logit beside its products, which write its exponential and read it twice, fitted;
-# PyTorch's loss reads them a few times more
+# fitted: bytes moved per logit beside its products, which write its exponential and read it twice; PyTorch's
+# loss reads the logits a few times more
 LOGIT_BYTES = {True: 4.7, False: 12.5}
-# for each weight: AdamW reads weight, gradient and two moments and writes three of these; norm and clipping
+# per weight: AdamW reads weight, gradient and two moments and writes three of these; norm and clipping
 WEIGHT_BYTES = 40.0
-# a stream in float32 costs so many layers' worth of small operations
+# what a float32 residual stream adds to a layer's small operations, as a share of them
 WIDE_STREAM = 0.18
-# GELU inside of products leaves so much less of them
+# what GELU fused into the products saves of them
 FUSED_GELU = 0.30
-# share of the time of a layer's small operations and of attention that the forward pass takes, made again by
-# recomputation
+# the forward pass's share of the time of a layer's small operations and of attention, which recomputation
+# repeats
 FORWARD_SHARE, ATTENTION_FORWARD_SHARE = 0.33, 2 / 7
 
 
@@ -36,7 +36,7 @@ class Rates:
     products: float
     # FLOP/s of attention over its pairs (model/flops.py, attended_pairs), forward and backward
     attention: float
-    # seconds for each layer, token and channel in norms, sums, activations and casts
+    # seconds per layer, token and channel for norms, sums, activations and casts
     layer: float
     # bytes/s of the logits and of the optimizer
     memory: float
@@ -53,7 +53,7 @@ RATES = {"H200": Rates(products=620e12, attention=492e12, layer=27.3e-12, memory
 
 
 def step_seconds(config: Config, rates: Rates, world_size: int = 1) -> float:
-    """Of one optimizer step, without evaluation, checkpoints and exchange between processes."""
+    """Seconds of one optimizer step, without evaluation, checkpoints and communication between processes."""
     work = step_work(config, world_size)
     return sum(work[name] / getattr(rates, name) for name in ("products", "attention", "memory")) + (
         work["layer"] * rates.layer
@@ -93,9 +93,9 @@ def step_work(config: Config, world_size: int) -> dict[str, float]:
 
 
 def fit_rates(configs: list[Config], seconds: list[float], memory: float) -> Rates:
-    """The rates of products, attention and layers with the least relative errors of these steps.
+    """The rates of products, attention and layers that fit these steps with the least relative errors.
 
-    memory: bytes/s over large tensors. Raises ValueError if the steps do not tell the rates apart.
+    memory: bytes/s over large tensors. Raises ValueError if the steps cannot tell the rates apart.
     """
     names = ("products", "attention", "layer")
     measured = torch.tensor(seconds, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What a run says, to a terminal, a pipe or a file that may go away before the run ends."""
+"""Output to a terminal, a pipe or a file that may go away before the run ends."""
 
 import os
 import sys
@@ -9,10 +9,10 @@ from typing import TextIO
 
 @contextmanager
 def words_may_fail() -> Iterator[None]:
-    """While entered, what is printed may be lost, but ends nothing; what an encoding lacks is escaped.
+    """While entered, failed output is lost but ends nothing; characters that an encoding lacks are escaped.
 
-    Ctrl-C ends the `tee` behind a pipe too, and a log may lie on the disk that is full: a run saves its
-    checkpoint all the same.
+    Ctrl-C also ends the `tee` behind a pipe, and a log may lie on the disk that is full: the run must still
+    save its checkpoint.
     """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (stream and Patient(stream) for stream in before)
@@ -47,7 +47,7 @@ class Patient:
             self._stream.flush()
 
     def close_if_gone(self) -> None:
-        """Has Python find nothing to complain about when it ends: the rest goes nowhere."""
+        """Sends the rest of a stream that is gone to nowhere, so that Python does not complain at its end."""
         try:
             self._stream.flush()
         except OSError:

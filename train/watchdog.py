@@ -1,4 +1,4 @@
-"""Finds a process that hangs, says which one and after which step, and ends the run, to be started again."""
+"""Finds a process that hangs, says which one and after which step, and ends the run so it can restart."""
 
 import faulthandler
 import json
@@ -11,20 +11,20 @@ from train.distributed import Processes
 
 # EX_SOFTWARE of sysexits.h
 EXIT_HANGS = 70
-# beats in the time after which a process counts as hanging
+# beats within the time after which a process counts as hanging
 BEATS = 10
-# and the longest time between two: so soon a process hears that another one cannot go on
+# the longest time between two beats, within which a process hears that another one cannot go on
 LONGEST_BEAT_SECONDS = 5.0
 VERDICT = "watchdog/verdict"
 
 
 class Watchdog:
-    """While entered, a thread of each process tells the others of its progress, and looks at theirs.
+    """While entered, a thread of each process publishes its progress and watches that of others.
 
-    A run of processes that wait for each other stands still as a whole; the one to blame is the one that
-    has passed the fewest marks (Processes.mark), or whose thread is silent too, stopped or gone. Rank 0
-    looks at all, the others at rank 0. seconds: without progress, after which the run ends with
-    EXIT_HANGS on every process; 0 switches the watchdog off.
+    Processes that wait for each other all stand still. The one to blame has passed the fewest marks
+    (Processes.mark), or its thread is silent too, since the process is stopped or gone. Rank 0 watches all
+    ranks, the others watch rank 0. seconds: how long without progress until the run ends with EXIT_HANGS on
+    every process; 0 switches the watchdog off.
     """
 
     def __init__(self, processes: Processes, seconds: float):
@@ -36,7 +36,7 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         if self._seconds:
             self._tell(0)
-            # every process has told once before any of them looks
+            # every process publishes once before any of them looks
             self._processes.barrier()
             self._thread.start()
         return self
@@ -54,7 +54,7 @@ class Watchdog:
         p = self._processes
         watched = range(p.world_size) if p.is_main else [0]
         news: dict[int, dict] = {}
-        # when this process last saw another beat, and another mark, of each rank
+        # when this process last saw a new beat, and a new mark, of each rank
         beat_at, mark_at = ({rank: time.monotonic() for rank in watched} for _ in range(2))
         beat, interval = 0, min(LONGEST_BEAT_SECONDS, self._seconds / BEATS)
         while True:
@@ -63,7 +63,7 @@ class Watchdog:
                 return
             awake = time.monotonic()
             if awake - asleep > interval + self._seconds / 2:
-                # the whole process was stopped, and goes on: it has had no time to pass a mark
+                # this whole process was stopped and goes on again: it has had no time to pass a mark
                 beat_at, mark_at = (dict.fromkeys(watched, awake) for _ in range(2))
             beat += 1
             try:
@@ -72,7 +72,7 @@ class Watchdog:
                     self._end(p.store.get(VERDICT).decode())
                 latest = {rank: json.loads(p.store.get(f"watchdog/{rank}")) for rank in watched}
             except RuntimeError as error:
-                # at the end of a run the store may go first
+                # at the end of a run the store may be the first to go
                 if self._done.wait(1.0):
                     return
                 reason = str(error).splitlines()[0]
@@ -102,7 +102,7 @@ class Watchdog:
         return f"HANGS: {names}: {how} for {self._seconds:g} seconds"
 
     def _end(self, reason: str) -> None:
-        """Says why, shows where this process stands, and ends it, whatever its main thread waits for."""
+        """Prints why and where this process stands, and ends it, whatever its main thread waits for."""
         ends = f"the run ends with code {EXIT_HANGS}"
         print(f"[rank {self._processes.rank}] {reason}; {ends}", file=sys.stderr, flush=True)
         try:

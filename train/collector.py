@@ -1,12 +1,12 @@
-"""When Python looks for objects that only refer to each other: between steps, not inside them."""
+"""Runs Python's cyclic garbage collector between steps, not inside them."""
 
 import gc
 
 
 class Collector:
-    """While entered, after the first collect(), Python's cyclic garbage collector runs in collect() alone.
+    """While entered, after the first collect(), Python's cyclic garbage collector runs only in collect().
 
-    By itself it stops a process for some milliseconds in the middle of a step, and with it all the processes
+    Left alone, it stops a process for some milliseconds in the middle of a step, and with it all processes
     that wait for this one's gradients. Source: torchtitan (tools/utils.py, GarbageCollection).
     """
 
@@ -18,7 +18,7 @@ class Collector:
         """Call it where the device is waited for anyway; the first time after the first step."""
         gc.collect()
         if not self._took_over and gc.isenabled():
-            # what there is now lives as long as the run: no need to look at it again
+            # what exists now lives as long as the run: no need to examine it again
             gc.freeze()
             gc.disable()
             self._took_over = True

@@ -15,9 +15,9 @@ from model import GPT
 
 # tokens whose logits are in memory at once
 HEAD_CHUNK = 4096
-# a context is long enough when its loss is this close, in nats, to the least of it and of longer ones
+# a context is long enough if its loss is this close, in nats, to the least loss of it and longer ones
 CLOSE = 0.01
-# tokens of a recall prompt that has room for needle and question, even where each byte is a token
+# tokens that give a recall prompt room for needle and question, even if each byte is a token
 LEAST_LENGTH = 64
 PASSKEY = ("\n# the passkey is {}\n", "\n# the passkey is")
 
@@ -50,10 +50,10 @@ def loss_by_position(losses: Tensor) -> list[dict]:
 
 
 def loss_by_context(model: GPT, tokens: Tensor, targets: Tensor, n_scored: int) -> list[dict]:
-    """The mean loss of the last n_scored tokens when the model sees only so many tokens before them.
+    """The mean loss of the last n_scored tokens when the model sees only `context` tokens before them.
 
-    tokens, targets: (B, T). Rows of context, loss, for 0, n_scored, 2 n_scored, 4 n_scored ... T - n_scored
-    tokens of context: the same targets each time.
+    tokens, targets: (B, T). Rows of context, loss, for contexts of 0, n_scored, 2 n_scored, 4 n_scored ...
+    T - n_scored tokens: the same targets each time.
     """
     most = tokens.shape[1] - n_scored
     contexts = [0, *(n_scored * 2**i for i in range(20) if n_scored * 2**i < most), most]
@@ -68,10 +68,10 @@ def loss_by_context(model: GPT, tokens: Tensor, targets: Tensor, n_scored: int) 
 def effective_context(rows: list[dict]) -> int | None:
     """The least context of loss_by_context from which on more tokens gain less than CLOSE nats.
 
-    A loss that is not finite is no gain; None if all are such.
+    A loss that is not finite is no gain; None if no loss is finite.
     """
     losses = [row["loss"] if math.isfinite(row["loss"]) else math.inf for row in rows]
-    # infinity less infinity is not close to it
+    # inf - inf is nan, which is not close
     close = (loss - min(losses[index:]) < CLOSE for index, loss in enumerate(losses))
     return next((row["context"] for row, is_close in zip(rows, close, strict=True) if is_close), None)
 
@@ -87,7 +87,7 @@ class Recall:
 def passkey(
     tokenizer: Tokenizer, filler: np.ndarray, length: int, depth: float, rng: np.random.Generator
 ) -> Recall:
-    """`length` tokens of filler with a number hidden at `depth`, from 0, the start, to 1, and asked for."""
+    """`length` tokens: filler with a number hidden at `depth`, 0 (start) to 1 (end), then asked for."""
     number = f" {rng.integers(10**6, 10**7)}"
     needle = tokenizer.encode(PASSKEY[0].format(number.strip()))
     asked, n_answer = question_and_answer(tokenizer, PASSKEY[1], number)
@@ -116,14 +116,14 @@ def key_value(tokenizer: Tokenizer, length: int, depth: float, rng: np.random.Ge
     chosen = min(int(depth * len(lines)), len(lines) - 1)
     key, number, _ = lines[chosen]
     asked, n_answer = question_and_answer(tokenizer, f"value_{key} =", f" {number}")
-    # of a number of more tokens than the last line's, which had room for its own
+    # the answer may have more tokens than the number of the last line, for which room was left
     while used + len(asked) > length and len(lines) > chosen + 1:
         used -= len(lines.pop()[2])
     return Recall(np.concatenate([*(line for _, _, line in lines), asked]), n_answer)
 
 
 def question_and_answer(tokenizer: Tokenizer, question: str, answer: str) -> tuple[np.ndarray, int]:
-    """The tokens of both as one text, as the prompt has told them, and how many of them the answer has."""
+    """The tokens of both as one text, as in the prompt before, and how many of them are the answer."""
     # Llama 2's tokenizer puts a space before a text: an answer by itself would begin with two
     asked, whole = tokenizer.encode(question), tokenizer.encode(question + answer)
     same = takewhile(lambda pair: pair[0] == pair[1], zip(asked, whole, strict=False))
@@ -131,7 +131,7 @@ def question_and_answer(tokenizer: Tokenizer, question: str, answer: str) -> tup
 
 
 def begun(recall: Recall, begin: list[int]) -> Recall:
-    """The same behind the tokens that a model has learned to see before a text (weights.begin_of_text)."""
+    """The prompt after the tokens that a model has learned to see before a text (weights.begin_of_text)."""
     return Recall(np.concatenate([np.array(begin, recall.tokens.dtype), recall.tokens]), recall.n_answer)
 
 

@@ -1,4 +1,4 @@
-"""One code path for one process and for many: who am I, and how do the processes agree."""
+"""One code path for one process and for many: which process this is, and how all of them agree."""
 
 import os
 import secrets
@@ -31,9 +31,9 @@ class Processes:
     rank: int
     world_size: int
     device: torch.device
-    # what all processes can read and write: a dictionary on torchrun's own process
+    # a dictionary in torchrun's own process, which all processes can read and write
     store: dist.Store
-    # a group on the CPU whose patience outlasts data preparation; None for a single process
+    # a CPU group whose timeout outlasts data preparation; None for a single process
     patient_group: dist.ProcessGroup | None
     # signs of progress, for train/watchdog.py: the last finished step, and the marks passed
     step: int = 0
@@ -42,9 +42,9 @@ class Processes:
 
     @property
     def background_group(self) -> dist.ProcessGroup | None:
-        """A group on the CPU whose messages cannot mix with the training's; None for a single process.
+        """A CPU group whose messages cannot mix with those of training; None for a single process.
 
-        The first use makes it, and every process takes part in that.
+        The first use creates it, in which every process must take part.
         """
         if self._background_group is None and self.world_size > 1:
             self._background_group = dist.new_group(backend="gloo")
@@ -55,7 +55,7 @@ class Processes:
         return self.rank == 0
 
     def mark(self) -> None:
-        """Says that this process moves on; every process passes the same marks in the same order."""
+        """Shows that this process makes progress; every process passes the same marks in the same order."""
         self.marks += 1
 
     def mean(self, value: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class Processes:
         """What the function returns on rank 0, the only one that calls it.
 
         Raises, on rank 0, the function's ValueError or OSError, and on the others a ValueError with its text:
-        they would wait for rank 0 else, and bury its one line under errors of a lost connection.
+        otherwise they would wait for rank 0, and bury its one line under errors about a lost connection.
         """
         if self.world_size == 1:
             return function()
@@ -95,7 +95,7 @@ class Processes:
         if error is not None:
             raise error
         if reason is not None:
-            # so that every rank judges alike whether it comes again
+            # the cause lets every rank judge alike whether the error would recur
             raise ValueError(reason) from (OSError(reason) if of_system else None)
         return value
 
@@ -122,8 +122,8 @@ class Processes:
 def join_processes(device: str) -> Iterator[Processes]:
     """Joins the process group that torchrun describes in the environment, and leaves it at the end.
 
-    device: "cuda" (NCCL, one GPU a process) or "cpu" (gloo). Raises ValueError if this host starts more
-    processes than it has GPUs, or another one was refused; TimeoutError for processes that do not come.
+    device: "cuda" (NCCL, one GPU per process) or "cpu" (gloo). Raises ValueError if this host starts more
+    processes than it has GPUs, or if another process was refused; TimeoutError if processes do not join.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
@@ -132,7 +132,7 @@ def join_processes(device: str) -> Iterator[Processes]:
     if device == "cuda":
         if not torch.cuda.is_available():
             raise ValueError("device=cuda, but torch sees no GPU: use device=cpu where it is an argument")
-        # found by each of them, and not by those without a GPU alone: the rest would wait for these
+        # every process checks this, not only those without a GPU: the rest would wait for them
         n_here, n_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
         if n_here > n_gpus:
             raise ValueError(
@@ -158,22 +158,22 @@ def join_processes(device: str) -> Iterator[Processes]:
 
 
 def _keep_memory_whole() -> None:
-    """Has PyTorch's allocator grow its segments, before its first allocation, unless the user set it up.
+    """Has PyTorch's allocator grow its segments, unless the user set it up; call it before any allocation.
 
-    With segments of fixed sizes a step of 119 GiB ran three times and out of 140 GiB at the fourth; with
-    these it ran on (docs/long_context.md). It costs no speed.
+    With segments of fixed sizes a step of 119 GiB ran three times and ran out of 140 GiB at the fourth; with
+    growing ones it ran on (docs/long_context.md). They cost no speed.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
-    """The part of torchrun's store that belongs to this launch of the processes alone.
+    """A part of torchrun's store that belongs to this start of the processes alone.
 
-    torchrun keeps one store over --max-restarts (torch 2.11 to 2.13; TORCHELASTIC_RESTART_COUNT differs
-    between nodes), where restarted processes would find the addresses of dead ones. Rank 0 draws a name
-    and gives it to each process under a key that only this process has drawn; no process leaves before all
-    have it. Raises as join_processes.
+    torchrun keeps one store across --max-restarts (torch 2.11 to 2.13; TORCHELASTIC_RESTART_COUNT differs
+    between nodes), where restarted processes would find the addresses of dead ones. So rank 0 draws a random
+    name and gives it to each process under a key that this process alone has drawn; no process goes on before
+    all have it. Raises as join_processes.
     """
     if rank == 0:
         name, unconfirmed = secrets.token_hex(8), set(range(1, world_size))
@@ -181,7 +181,7 @@ def _fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
         def all_confirmed() -> bool:
             for other in list(unconfirmed):
                 if store.check([f"ask/{other}"]):
-                    # it may be the question of a dead process: ask again until the answer is confirmed
+                    # the question may be a dead process's: read it again until the answer is confirmed
                     store.set(f"answer/{store.get(f'ask/{other}').decode()}", name)
                 if store.check([f"confirmed/{name}/{other}"]):
                     unconfirmed.remove(other)
@@ -200,10 +200,10 @@ def _fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
 
 
 def _wait(sign: Callable[[], bool], missing: Callable[[], str]) -> None:
-    """Waits until sign() is true. missing: who it waits for, for the error.
+    """Waits until sign() is true. missing: names whom it waits for, for the error.
 
-    Raises ValueError if another process was refused, which would never come, TimeoutError after JOIN_SECONDS,
-    and ConnectionError if torchrun's store is gone.
+    Raises ValueError if another process was refused and will never join, TimeoutError after JOIN_SECONDS, and
+    ConnectionError if torchrun's store is gone.
     """
     started = looked = time.monotonic()
     try:

@@ -13,7 +13,7 @@ from train.distributed import Processes
 
 @dataclass(kw_only=True, slots=True)
 class EvaluationConfig:
-    # validation tokens, the same ones each time, on any number of processes: as many whole sequences as fit
+    # validation tokens, the same each time and on any number of processes: as many whole sequences as fit
     # into this number and into the validation split, at least one
     tokens: int
     # steps between evaluations; the run's last step is always evaluated; 0 for the last one only
@@ -30,10 +30,10 @@ class EvaluationConfig:
 def evaluate(model, loader: TokenLoader, sequences: int, processes: Processes, autocast) -> float:
     """The mean cross-entropy in nats over the first `sequences` sequences of the loader, on all ranks.
 
-    Every micro-batch has the loader's shape, so that a compiled model meets no other: one that goes beyond
-    the last sequence is filled up with copies of that, whose loss is then taken off. Every rank calls the
-    model as often, also without a sequence of its own, since sharded weights are gathered by all.
-    autocast: a context manager factory, the training step's own. The model's mode is left as it was found.
+    Every micro-batch has the loader's shape, so that a compiled model sees no other: one that extends beyond
+    the last sequence is padded with copies of it, whose loss is subtracted afterwards. Every rank calls the
+    model equally often, even without a sequence of its own, because all ranks gather sharded weights.
+    autocast: a context manager factory, the training step's own. The model's mode is restored at the end.
     """
     device = processes.device
 
@@ -55,7 +55,7 @@ def evaluate(model, loader: TokenLoader, sequences: int, processes: Processes, a
             if left > 0:
                 total += loss
         if sequences % rows:
-            # of the last round
+            # those of the last round
             copies = total_loss(tokens[-1:].repeat(rows, 1), targets[-1:].repeat(rows, 1))
             if 0 < left < rows:
                 total -= copies * (rows - left) / rows

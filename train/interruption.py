@@ -8,25 +8,25 @@ from contextlib import suppress
 
 # "temporary failure, try again", EX_TEMPFAIL of sysexits.h: the run can go on from its checkpoint
 EXIT_INTERRUPTED = 75
-# the last comes from a terminal that is closed
+# SIGHUP comes from a terminal that is closed
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# one request may come twice, from the terminal or Slurm and again from torchrun
+# one request may come twice: from the terminal or Slurm, and again from torchrun
 ECHO_SECONDS = 2.0
 
 
 def end_at_ctrl_c() -> None:
-    """Has Ctrl-C end a command, python -m NAME, at once: Python, still importing, would show where it was.
+    """Has Ctrl-C end a command, python -m NAME, at once: Python, still importing, would print a traceback.
 
-    One that is ignored, as a shell's background has it, stays so.
+    If SIGINT is ignored, as in a shell's background job, it stays ignored.
     """
-    # until the module of that name is found
+    # sys.argv looks like this until Python has found the module of that name
     is_command = sys.argv[:1] == ["-m"]
     if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def answer_ctrl_c() -> None:
-    """Undoes end_at_ctrl_c: from here on there is somebody who takes a KeyboardInterrupt."""
+    """Undoes end_at_ctrl_c: from here on a KeyboardInterrupt is handled."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -38,7 +38,7 @@ class Interrupted(Exception):  # noqa: N818, no error
 class Interruption:
     """While entered: one of SIGNALS sets `requested`, and a later second one ends the process at once.
 
-    A SIGHUP that is ignored, as behind nohup, stays so.
+    If SIGHUP is ignored, as under nohup, it stays ignored.
     """
 
     def __init__(self):
@@ -69,6 +69,6 @@ class Interruption:
 
 
 def _say(message: str) -> None:
-    # what an error here would end is the run that is to be saved
+    # an error here would end the run that is to be saved
     with suppress(OSError, AttributeError):
         os.write(sys.__stderr__.fileno(), f"{message}\n".encode())

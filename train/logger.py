@@ -1,4 +1,4 @@
-"""What a run says of itself: a progress line, metrics.jsonl, and wandb."""
+"""What a run reports while it trains: a progress line, metrics.jsonl, and wandb."""
 
 import errno
 import json
@@ -14,7 +14,7 @@ from train.strict_json import from_json, to_json
 from train.whole_file import write_whole
 
 WANDB_MODES = ("offline", "online", "disabled")
-# in a run's folder
+# a file in the run's folder
 WANDB_ID = "wandb_id"
 
 
@@ -42,7 +42,7 @@ class WandbConfig:
 class RunLogger:
     """Writes one run's metrics; only the main process has one. What fails here never stops the training.
 
-    start_step: finished steps at the start; later lines of an earlier attempt at them are dropped.
+    start_step: steps finished at the start; lines of later steps, from an earlier attempt, are dropped.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class RunLogger:
     def log(self, metrics: dict) -> None:
         """Adds one line of metrics, to the file and to wandb, under the same keys.
 
-        Numbers that are not finite are null in the file; wandb has words for them.
+        Numbers that are not finite are null in the file; wandb can show them.
         """
         self._append(to_json(metrics) + "\n")
         given = {key: value for key, value in metrics.items() if value is not None}
@@ -71,7 +71,7 @@ class RunLogger:
                 self._wandb.log(given, step=metrics["step"])
 
     def sync(self) -> None:
-        """Returns when what is written is on the disk, as a checkpoint that follows will be."""
+        """Brings what is written to the disk, where the checkpoint that follows will be too."""
         with suppress(OSError):
             os.fsync(self._file.fileno())
 
@@ -90,7 +90,7 @@ class RunLogger:
                 self._wandb.finish()
 
     def _append(self, text: str) -> None:
-        """Adds whole lines; those that a full disk refuses come with the next ones."""
+        """Adds whole lines; those that a full disk refuses are written with the next ones."""
         is_first_failure = not self._unwritten
         self._unwritten += text.encode()
         try:
@@ -99,7 +99,7 @@ class RunLogger:
             if self._file.write(self._unwritten) < len(self._unwritten):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            # no half lines; a file system that is away takes not even that
+            # leave no half lines; a file system that is away refuses even this
             with suppress(OSError):
                 self._file.truncate(self._size)
             if is_first_failure:
@@ -112,13 +112,13 @@ class RunLogger:
     def _wandb_may_fail(self) -> Iterator[None]:
         try:
             yield
-        # whatever another program's client raises, the run is worth more than its mirror
+        # whatever wandb's client raises, the run is worth more than its mirror
         except Exception as error:
             self._wandb = None
             _warn(f"wandb failed ({type(error).__name__}: {error}): going on with metrics.jsonl alone")
 
     def progress(self, metrics: dict, seconds_left: float) -> None:
-        """Prints one line for a person."""
+        """Prints one line of progress."""
         width = len(str(self._steps))
         parts = [
             f"step {metrics['step']:>{width}}/{self._steps}",
@@ -134,7 +134,7 @@ class RunLogger:
 
 
 def _start_wandb(folder: Path, name: str, config: dict, settings: WandbConfig):
-    """A wandb run, if there is to be one; a run folder that goes on continues its own."""
+    """A wandb run, or None if wandb is disabled; a resumed run folder continues its own."""
     if settings.mode == "disabled":
         return None
     import wandb
@@ -152,16 +152,16 @@ def _start_wandb(folder: Path, name: str, config: dict, settings: WandbConfig):
 
 
 def _wandb_id(folder: Path) -> str:
-    """The id of a run folder's wandb run, kept there beside the folder's name; new where there is none.
+    """The id of a run folder's wandb run, kept in it with the folder's name; a new one if there is none.
 
-    A folder that was renamed goes on as the same run. A copy beside its original is another one, whose lines
-    would be mixed with those of the first.
+    A renamed folder goes on as the same run. A copy beside its original becomes another run: its lines would
+    be mixed with those of the first.
     """
     path = folder / WANDB_ID
     known, origin = _read_wandb_id(path)
     has_moved = origin not in ("", folder.name)
     is_copy = has_moved and _read_wandb_id(folder.with_name(origin) / WANDB_ID)[0] == known
-    # a disk that was full once has left it empty
+    # a disk that was once full may have left it empty
     wandb_id = secrets.token_hex(4) if is_copy or not known else known
     if (wandb_id, folder.name) != (known, origin):
         write_whole(path, f"{wandb_id}\n{folder.name}\n")
@@ -180,13 +180,13 @@ def _warn(message: str) -> None:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The lines of a metrics.jsonl; a half line that a crash left at the end is passed over.
+    """The lines of a metrics.jsonl; a half line that a crash left at the end is skipped.
 
-    A loss or norm that was not finite is None. Raises ValueError, naming it, for any other line that is not
-    of a step.
+    A loss or norm that was not finite is None. Raises ValueError, naming the line, for any other that is not
+    a step's.
     """
     metrics = []
-    # what is no text is named by its line too
+    # bytes that are not text are also reported by their line
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
@@ -197,7 +197,7 @@ def read_metrics(path: Path) -> list[dict]:
                     f"{path}, line {number} is not JSON: {line[:80]!r}; take the line out, whose step is lost"
                 ) from None
             continue
-        # what somebody has edited
+        # somebody may have edited the file
         if not isinstance(found, dict) or not isinstance(found.get("step"), int):
             raise ValueError(
                 f"{path}, line {number} must be an object with the number of its step, got {line[:80]!r}: "
@@ -210,7 +210,7 @@ def read_metrics(path: Path) -> list[dict]:
 def readable(value: float) -> str:
     """Three digits and a unit: 987, 12.3K, 4.56M."""
     for unit in ("", "K", "M", "G"):
-        # from there on three digits are 1e+03
+        # from 999.5 on, three digits would print as 1e+03
         is_short = value < 999.5
         if is_short or unit == "G":
             return f"{value:.3g}{unit}" if is_short else f"{value:.0f}{unit}"

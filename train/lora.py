@@ -1,7 +1,7 @@
 """LoRA (Hu et al., arXiv:2106.09685): small matrices are trained beside the weights, which stay as they are.
 
-peft puts them beside every matrix of the layers, and adds them to it in the end: what leaves a run, its
-sample, its export and what scripts read from its checkpoints, is a model like any other.
+peft puts them beside every matrix of the layers, and merges them into it at the end: what leaves a run (its
+sample, its export, and what scripts read from its checkpoints) is a model like any other.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import nn
 from model import GPT, ModelConfig
 from model.config import layer_matrices
 
-# of peft, as the tests run with
+# the version of peft that the tests run with
 VERSION = "0.21.2"
 
 
@@ -23,7 +23,7 @@ class LoraConfig:
     rank: int
     # what the adapters add is scaled by alpha / rank
     alpha: float
-    # train these as well, which a longer context needs (LongLoRA, arXiv:2309.12307); the head with them
+    # also train embeddings, norms and the head, which a longer context needs (LongLoRA, arXiv:2309.12307)
     embeddings_and_norms: bool
 
     def __post_init__(self):
@@ -39,7 +39,7 @@ class LoraConfig:
             raise ValueError(f"lora.rank must be below the {smallest} channels of the model, got {self.rank}")
 
     def check(self, weights: str | None, algorithm: str) -> None:
-        """Raises ValueError for what adapters do not go with; weights, algorithm: start's and optim's."""
+        """Raises ValueError for settings of start and optim that adapters cannot be combined with."""
         if self.rank == 0:
             return
         if weights is None:
@@ -55,18 +55,18 @@ class LoraConfig:
         self.check_installed()
 
     def check_installed(self) -> None:
-        """Raises ValueError if there is no peft."""
+        """Raises ValueError if peft is not installed."""
         if find_spec("peft") is None:
             raise ValueError(f"adapters (lora.rank={self.rank}) need peft: pip install peft=={VERSION}")
 
 
 def add_adapters(model: GPT, config: LoraConfig) -> None:
-    """Freezes the weights and puts adapters beside the matrices of the layers, which add nothing yet.
+    """Freezes the weights and puts adapters, which add nothing yet, beside the matrices of the layers.
 
-    Raises ValueError if there is no peft.
+    Raises ValueError if peft is not installed.
     """
     config.check_installed()
-    # six seconds, with transformers behind it
+    # this import takes six seconds, because it imports transformers
     import peft
 
     # not embeddings, norms or the head

@@ -14,10 +14,10 @@ MOMENTUM = "momentum_buffer"
 
 
 class MuonAdamW:
-    """What the training step and checkpoints use of an optimizer, over the two.
+    """Both optimizers behind the interface that the training step and checkpoints use.
 
     matrices: Muon's parameter group, "params" with "lr", "weight_decay" and "momentum"; others: AdamW's
-    groups; adamw: its options. found_inf: (), not 0 on the device if step() must change nothing.
+    groups; adamw: its options. found_inf: () on the device, not 0 if step() must change nothing.
     """
 
     def __init__(self, matrices: dict, others: list[dict], **adamw):
@@ -43,7 +43,7 @@ class MuonAdamW:
         self._adamw.zero_grad(set_to_none)
 
     def _update(self, p: Tensor) -> None:
-        """One matrix. torch's Muon neither reads found_inf nor joins shards first: it is given copies."""
+        """Updates one matrix. torch's Muon neither reads found_inf nor joins shards: it gets whole copies."""
         momentum = self.state[p][MOMENTUM]
         copy = torch.nn.Parameter(_whole_copy(p))
         copy.grad = _whole_copy(p.grad)
@@ -53,7 +53,7 @@ class MuonAdamW:
         muon.step()
         for old, new in ((p, copy), (momentum, muon.state[copy][MOMENTUM])):
             if hasattr(old, "full_tensor"):
-                # in shards; the import takes a second, for which a refused command need not wait
+                # sharded; this import takes a second: a refused command should not wait for it
                 from torch.distributed.tensor import distribute_tensor
 
                 # each process has computed the same matrix, and takes its own rows

@@ -20,16 +20,16 @@ from omegaconf.errors import (
 )
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-# of every command whose input is refused
+# exit code of every command whose input is refused
 EXIT_REFUSED = 2
-# and of one that Ctrl-C has ended, as a shell has it
+# exit code of a command that Ctrl-C has ended, as shells report it
 EXIT_CTRL_C = 130
-# the texts of a value, a list or a sweep, in Hydra's syntax
+# matches the texts in a value, a list or a sweep, in Hydra's syntax
 TEXT = re.compile(r"""(?P<quote>["'])(?:\\.|(?!(?P=quote)).)*(?P=quote)|[^\[\](),"']+""")
 
 
 def checked(given: DictConfig, schema: type):
-    """The values as an object of the dataclass `schema`. Raises ValueError for other keys and wrong types."""
+    """The values as an object of the dataclass `schema`. Raises ValueError for unknown keys, wrong types."""
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), given))
     except ConfigKeyError as error:
@@ -47,7 +47,7 @@ def explain(error: Exception, schema: type) -> str:
         )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, choice = error.missing_cfg_file.rpartition("/")
-        # a group's, those of --config-dir among them; of whole configurations Hydra names none
+        # Hydra names the choices of a group, with those of --config-dir, but no whole configurations
         choices = error.options or sorted(path.stem for path in CONF.glob("*.yaml"))
         near = get_close_matches(choice, choices, 1)
         given = f"{group}={choice}" if group else f"--config-name={choice}"
@@ -58,11 +58,11 @@ def explain(error: Exception, schema: type) -> str:
 
 
 def unknown_key(key: str, schema: type) -> str:
-    """Why a key that conf/ does not have is refused, with those that are like it."""
+    """Why a key that conf/ does not have is refused, with similar keys."""
     known = {path.name for path in CONF.iterdir() if path.is_dir()} | {name for name, _ in _fields(schema)}
     if key in known:
         return f"{key} has no value in conf/ to change: write +{key}=VALUE to add one"
-    # learning_rate and lr, alone and with what is before them
+    # learning_rate and lr, with and without their group
     spelled: dict[str, list[str]] = {}
     shortened: dict[str, list[str]] = {}
     for name in sorted(known):
@@ -80,7 +80,7 @@ def unknown_key(key: str, schema: type) -> str:
 
 
 def refuse_model_overrides(words: list[str], weights: str | None) -> None:
-    """Raises ValueError for KEY=VALUE that start.weights would leave without effect."""
+    """Raises ValueError for KEY=VALUE of the model that has no effect because of start.weights."""
     for word in words if weights is not None else []:
         key = _key(word)
         if key == "model" or (key.startswith("model.") and key != "model.dropout"):
@@ -92,12 +92,12 @@ def refuse_model_overrides(words: list[str], weights: str | None) -> None:
 def refuse_idle_overrides(
     words: list[str], *, weights: str | None, rank: int, spikes: str, schedule: str, algorithm: str
 ) -> None:
-    """Raises ValueError for KEY=VALUE of what is switched off: the run would not be the one that was meant.
+    """Raises ValueError for KEY=VALUE of a feature that is switched off: the run would not be as meant.
 
     weights, rank, spikes, schedule, algorithm: start.weights, lora.rank, spikes.action, optim.schedule and
     optim.algorithm.
     """
-    # how keys begin that nothing reads: the switch and the change to make
+    # prefix of keys that nothing reads: the setting that switches them off, and the change to make
     idle = {}
     if weights is None:
         idle["start."] = "start.weights=null: add start.weights=FOLDER, or use model.rotary"
@@ -116,7 +116,7 @@ def refuse_idle_overrides(
 
 
 def refuse_numbers_for_texts(words: list[str], schema: type) -> None:
-    """Raises ValueError for KEY=VALUE in which Hydra would write a text anew, as a number: 1e-3 as 0.001.
+    """Raises ValueError for KEY=VALUE whose text Hydra would rewrite as a number: 1e-3 as 0.001.
 
     words: as they were typed. schema: the dataclass of the whole configuration.
     """
@@ -128,11 +128,11 @@ def refuse_numbers_for_texts(words: list[str], schema: type) -> None:
             continue
         for text in TEXT.finditer(value):
             typed = text[0].strip()
-            # what is not in quotes already
+            # skip what is already in quotes
             if text["quote"] or not typed:
                 continue
-            # of a character that its grammar has not, such as ~ or a letter with an accent, it raises a plain
-            # one without the key: Hydra, which reads the word next, says more
+            # at a character outside its grammar, such as ~ or an accented letter, the parser's error does not
+            # name the key: Hydra, which reads the word next, says more
             with suppress(HydraException):
                 read = parser.parse_override(f"{key}={typed}").value()
                 if isinstance(read, int | float) and str(read) != typed:
@@ -157,7 +157,7 @@ def wrong_value(error: OmegaConfBaseException, given: DictConfig) -> str:
 
 
 def _key(word: str) -> str:
-    """What KEY=VALUE changes, +KEY=VALUE adds and ~KEY takes away."""
+    """The key that KEY=VALUE changes, +KEY=VALUE adds or ~KEY removes."""
     return word.lstrip("+~").partition("=")[0]
 
 

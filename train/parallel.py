@@ -25,15 +25,15 @@ def shard(
     compiled: bool,
     reshard_after_forward: bool,
 ) -> None:
-    """Leaves each process its share of the weights, block by block; build the optimizer later.
+    """Shards the weights over the processes, block by block; build the optimizer afterwards.
 
     reshard_after_forward: a block's weights are gathered for its forward pass and again for its backward
-    pass; False: once a step, and kept until the last backward pass (ZeRO-2). shard_processes: so many
+    pass; False: once per step, and kept until the last backward pass (ZeRO-2). shard_processes: this many
     neighbouring processes share one copy of the weights (hybrid sharding), which keeps the gathering of
     weights inside a node; None: all of them. It divides the processes (Config.check_processes). Sources:
     ZeRO, arXiv:1910.02054; hybrid, arXiv:2304.11277.
     """
-    # takes a second, for which a refused command need not wait
+    # this import takes a second: a refused command should not wait for it
     from torch.distributed.fsdp import fully_shard
 
     mesh, size = None, shard_processes or processes.world_size
@@ -42,19 +42,19 @@ def shard(
         mesh = init_device_mesh(processes.device.type, (copies, size), mesh_dim_names=("copies", "shards"))
     for block in weights.blocks:
         if compiled:
-            # each by itself: gathering the weights, between the blocks, is no part of a graph
+            # one by one: the weights are gathered between the blocks, outside any compiled graph
             block.compile()
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
     fully_shard(weights, mesh=mesh)
-    # for set_gradient_sync
+    # read by set_gradient_sync
     weights.reshards = reshard_after_forward
 
 
 def set_gradient_sync(model: nn.Module, is_last: bool) -> None:
-    """Whether the next backward exchanges gradients: once a step, in its last micro-batch."""
+    """Sets whether the next backward pass exchanges gradients: once per step, in its last micro-batch."""
     for module in model.modules():
         if is_sharded(module):
-            # both reach the blocks inside too
+            # both calls also reach the blocks inside
             module.set_requires_gradient_sync(is_last)
             module.set_reshard_after_backward(is_last or module.reshards)
             return
@@ -64,20 +64,20 @@ def set_gradient_sync(model: nn.Module, is_last: bool) -> None:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether it is one that FSDP2 has sharded, told by a method that these alone have."""
+    """Whether FSDP2 has sharded the module, recognized by a method that only such modules have."""
     return hasattr(module, "set_requires_gradient_sync")
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that may be in shards, put together; every process calls it."""
-    # which a DTensor alone has
+    """The whole of a tensor that may be sharded; every process must call it."""
+    # only a DTensor has this method
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def gather(weights: GPT, build: Callable[[], GPT], *, is_main: bool) -> GPT | None:
-    """The weights as one model that a single process can run, on rank 0; every process calls it.
+    """The weights as one model that a single process can run, on rank 0; every process must call it.
 
-    build: makes a model of the same kind, which takes the weights that were in shards.
+    build: makes a model of the same kind, into which the sharded weights are gathered.
     """
     if not is_sharded(weights):
         return weights

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-# steps that compile and fill caches, that the profiler itself warms up in, and that it records
+# steps for compilation and filling caches, for the profiler's own warm-up, and to record
 SKIPPED, WARMUP, RECORDED = 2, 1, 3
 NEEDED = SKIPPED + WARMUP + RECORDED
 # allocations and releases in the memory snapshot; three steps of 124M have some 10,000
@@ -15,7 +15,7 @@ TRACE, MEMORY = "trace.json.gz", "memory_snapshot.pickle"
 
 
 class Profiler:
-    """While entered, records steps of this process into folder/TRACE, and on a GPU folder/MEMORY.
+    """While entered, records steps of this process to folder/TRACE, and on a GPU also to folder/MEMORY.
 
     Call step() at the end of each. Does nothing unless enabled.
     """
@@ -54,7 +54,7 @@ class Profiler:
             print(f"profile=true: no whole trace, which needs {NEEDED} steps of a launch, got {self._done}")
 
     def _write(self, finished: profile) -> None:
-        # of a launch that ends among these steps too
+        # also called when a launch ends during these steps
         if self._done < NEEDED:
             if self._on_gpu:
                 torch.cuda.memory._record_memory_history(enabled=None)

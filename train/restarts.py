@@ -1,10 +1,10 @@
-"""What torchrun would start again in vain: a run that was refused, and would be refused once more.
+"""Keeps torchrun from restarting in vain a run that was refused and would be refused again.
 
-torchrun --max-restarts is for workers that die, but starts all of them again after any exit code that is not
-0, and no code stops it. So a process that has told of such an error notes it in torchrun's store, and the
-processes of the next start look there before they begin. So do those that wait for others to join them, which
-may have been refused on another host. The store lives as long as this launch of torchrun, so that nothing is
-left behind, and all hosts share it, so that none waits for processes that end on another.
+torchrun --max-restarts is meant for workers that die, but it restarts all of them after any nonzero exit
+code, and no code stops it. So a process that has reported such an error notes it in torchrun's store, and
+restarted processes look there before they begin. So do processes that wait for others to join, which may have
+been refused on another host. The store lives as long as this launch of torchrun, so nothing is left behind,
+and all hosts share it, so none waits for processes that end on another.
 """
 
 import os
@@ -14,22 +14,22 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-# how long a process that leaves the telling to another one waits for it: torchrun ends that one, untold, a
-# tenth of a second after the first process that has ended
+# how long a process waits while another one reports the error for both: a tenth of a second after a first
+# process has ended, torchrun would end the other, report or not
 PATIENCE = timedelta(seconds=10)
-# torchrun has its store before it starts a process: one that does not answer is that of a host that has ended
+# torchrun opens its store before it starts a process: if the store does not answer, its host has ended
 CONNECT_TIMEOUT = timedelta(minutes=1)
 
 
 def is_first_here() -> bool:
-    """Whether this is the first process of its host, which says what all of them find."""
+    """Whether this is the first process of its host, which reports what all of them find."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def comes_again(error: Exception) -> bool:
-    """Whether a run that this error ended would end with it again if it were started again as it is.
+    """Whether a run that this error ended would end with it again if it were restarted unchanged.
 
-    Of what ends with EXIT_REFUSED all but what comes from the system, such as a full disk, a file system or
+    True for what ends with EXIT_REFUSED, except for errors of the system: a full disk, a file system or
     network that is away for a while, or a run folder that another process holds.
     """
     is_refused = isinstance(error, ValueError | FloatingPointError | MemoryError)
@@ -42,18 +42,18 @@ def is_of_system(error: BaseException | None) -> bool:
 
 
 def tell(error: str, *, is_ours: bool, again: bool) -> None:
-    """Prints why this process ends, for all of its host that end by the same.
+    """Prints why this process ends, once for all processes of its host that end for the same reason.
 
-    is_ours: it is this process's to tell; another one waits until the first of its host has told, and tells
-    in its place where that takes too long. again: the run would end so again if it were started again, which
-    is noted after it was told: no process shall end by the note before a line says why.
+    is_ours: this process prints it; any other waits until the first of its host has, and prints it instead if
+    that takes too long. again: the run would end so again if it were restarted. That is noted only after the
+    line is printed: no process may end because of the note before a line says why.
     """
     store = None
     # torchrun, and with it its store, may be gone
     with suppress(dist.DistError):
         store = _store()
         if not is_ours:
-            # without a store nobody ends the first one
+            # without a store nobody ends the first process
             if store is not None:
                 store.wait([_told_key()], PATIENCE)
             return
@@ -66,11 +66,11 @@ def tell(error: str, *, is_ours: bool, again: bool) -> None:
 
 
 def was_refused() -> bool:
-    """Whether a process of this launch of torchrun has ended with an error that comes again.
+    """Whether a process of this launch of torchrun has ended with an error that would recur.
 
     Raises ConnectionError if torchrun's store does not answer.
     """
-    # not by TORCHELASTIC_RESTART_COUNT: a host that starts again because another one does counts none
+    # TORCHELASTIC_RESTART_COUNT cannot tell: a host that restarts because another one does counts no restart
     try:
         store = _store()
         return store is not None and store.check([_key()])
@@ -79,7 +79,7 @@ def was_refused() -> bool:
 
 
 def gone(error: dist.DistError) -> ConnectionError:
-    """What to say where torchrun's store does not answer."""
+    """The error to raise if torchrun's store does not answer."""
     reason = str(error).splitlines()[0]
     return ConnectionError(
         f"torchrun's store is gone ({reason}): see why torchrun has ended on the first host; the same "
@@ -88,12 +88,12 @@ def gone(error: dist.DistError) -> ConnectionError:
 
 
 def _key() -> str:
-    # an elastic launch may go on with fewer or more processes, which other settings fit
+    # an elastic launch may go on with fewer or more processes, for which other settings are valid
     return f"nanoflash/refused/{os.environ['WORLD_SIZE']}"
 
 
 def _told_key() -> str:
-    # of one host, and of one start of its processes
+    # one key per host and per start of its processes
     given = os.environ
     return f"nanoflash/told/{given.get('GROUP_RANK')}/{given.get('TORCHELASTIC_RESTART_COUNT')}"
 
@@ -103,6 +103,6 @@ def _store() -> dist.Store | None:
     given = os.environ
     if given.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    # not as one of the world's processes, which it counts
+    # this connection must not be counted as one of the world's processes
     address, port = given["MASTER_ADDR"], int(given["MASTER_PORT"])
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)

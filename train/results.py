@@ -16,10 +16,10 @@ from train.whole_file import write_whole
 
 
 def write_result(path: Path, rows: list[dict], n_gpus: int = 1) -> dict:
-    """Writes and returns the rows under "rows", with what `provenance` tells of their origin.
+    """Writes and returns the rows under "rows", with their provenance.
 
     Numbers that are not finite are null in the file.
-    Call it for each row as it is measured: whoever ends a run keeps what it has.
+    Call it after each row is measured: a run that is ended early keeps what it has.
     """
     result = {**origin(n_gpus), "rows": rows}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -28,7 +28,7 @@ def write_result(path: Path, rows: list[dict], n_gpus: int = 1) -> dict:
 
 
 def provenance(n_gpus: int) -> dict:
-    """What a measurement needs to be repeated; fields that this machine cannot tell are None."""
+    """What one needs to repeat a measurement; fields that this machine cannot tell are None."""
     on_gpu = torch.cuda.is_available()
     return {
         "gpu": torch.cuda.get_device_name() if on_gpu else None,
@@ -37,10 +37,10 @@ def provenance(n_gpus: int) -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton_version(),
-        # where Python lies is the machine's own
+        # without the path of Python, which is the machine's own
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
-        # with -dirty where the tree was changed since; one that was copied without its history is told it
+        # with -dirty if the tree has changed since; GIT_COMMIT is for a tree copied without its history
         "commit": os.environ.get("GIT_COMMIT")
         or _output(
             "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"
@@ -50,7 +50,7 @@ def provenance(n_gpus: int) -> dict:
 
 @cache
 def origin(n_gpus: int) -> dict:
-    """The provenance of all results of a process, of which the first may be what changes the tree."""
+    """The provenance of all results of a process, taken once: writing the first may change the tree."""
     return provenance(n_gpus)
 
 
@@ -60,7 +60,7 @@ def machine(result: dict) -> str:
 
 
 def triton_version() -> str | None:
-    """None where it is not installed."""
+    """Triton's version; None if it is not installed."""
     try:
         import triton
     except ImportError:

@@ -1,4 +1,4 @@
-"""One run folder, one run: a lock that ends with its process, however that ends, and that every host sees."""
+"""One run folder, one run: a lock that every host sees, and that ends with its process, however that ends."""
 
 import fcntl
 import os
@@ -11,7 +11,7 @@ from typing import TextIO
 
 from train.distributed import Processes
 
-# for how long a host may go by what it knows of a directory on NFS, in seconds
+# seconds for which a host may go by its cached view of a directory on NFS
 PATIENCE = 90.0
 
 
@@ -19,8 +19,9 @@ PATIENCE = 90.0
 def lock_run(folder: Path, processes: Processes) -> Iterator[None]:
     """Rank 0 holds folder/lock during the body.
 
-    A POSIX record lock: the system drops it with the process, and NFS knows it. Raises ValueError, on every
-    rank, if another run holds it, or if a host has a folder of its own: no checkpoint could be written there.
+    A POSIX record lock: the system drops it with the process, and NFS supports it. Raises ValueError, on
+    every rank, if another run holds it, or if a host has a folder of its own, to which no checkpoint could be
+    written.
     """
     with ExitStack() as held:
 
@@ -29,7 +30,7 @@ def lock_run(folder: Path, processes: Processes) -> Iterator[None]:
             return _own_name()
 
         holder = processes.from_main(lock)
-        # rank 0 would drop the lock by closing the file once more
+        # not on rank 0, which would drop the lock by closing the file again
         if processes.any(not processes.is_main and not _sees(folder, holder)):
             raise ValueError(
                 f"{folder} is not the same folder on all hosts: each process writes its part of a checkpoint "
@@ -43,7 +44,7 @@ def _own_name() -> str:
 
 
 def _sees(folder: Path, holder: str) -> bool:
-    """Whether this process finds the holder's lock in its own folder, where it may be a while in coming."""
+    """Whether this process finds the holder's lock in its own folder, where it may take a while to appear."""
     until = time.monotonic() + PATIENCE
     while True:
         try:

@@ -17,7 +17,7 @@ class SkippedPositions(nn.Module):
         self.seq_len = seq_len
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """tokens, targets: (B, T) int64; what the model gives for them at positions below seq_len."""
+        """What the model returns for tokens, targets, (B, T) int64, at positions below seq_len."""
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
         if self.training:
             positions = skipped_positions(*tokens.shape, self.seq_len, tokens.device)

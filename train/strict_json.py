@@ -1,4 +1,4 @@
-"""JSON as its standard has it: numbers that are not finite, for which it has no word, are null."""
+"""Standard JSON: numbers that are not finite, which it cannot express, are null."""
 
 import json
 import math
@@ -10,7 +10,7 @@ def to_json(value, indent: int | None = None) -> str:
 
 
 def from_json(text: str):
-    """What a text holds; NaN and Infinity, which older files have, are None as null is.
+    """What a text holds; NaN and Infinity, which older files contain, become None, as null does.
 
     Raises json.JSONDecodeError, a ValueError.
     """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-# dense matrix products without sparsity, FLOP/s, from the makers' datasheets
+# dense matrix products without sparsity, FLOP/s, from the vendors' datasheets
 PEAK_FLOPS = {
     "H200 NVL": {"bf16": 835e12, "fp16": 835e12, "fp32": 417e12},
     "H200": {"bf16": 989e12, "fp16": 989e12, "fp32": 494e12},
@@ -30,18 +30,18 @@ PEAK_FLOPS = {
 }
 
 PHASES = ("data", "forward_backward", "optimizer")
-# whether this process has begun one run already
+# whether this process has already begun a run
 _has_launched = False
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """The card's peak matrix FLOP/s in this precision; None for a slice of one and what the table lacks.
+    """The card's peak matrix FLOP/s in this precision; None for a MIG slice and for what the table lacks.
 
-    fp32 is TF32's rate where the card has it, since that is what train/build.py switches on.
+    For fp32 it is TF32's rate if the card has it, because train/build.py switches TF32 on.
     """
     words = device_name.replace("-", " ").split()
     if "MIG" in words:
-        # a slice of the card: its matrix units are fewer, by a share that the table does not know
+        # a slice of the card has fewer matrix units, by a share that the table does not know
         return None
     for card, rates in PEAK_FLOPS.items():
         if all(word in words for word in card.split()):
@@ -58,7 +58,7 @@ def flop_utilization(
 
 
 class Stopwatch:
-    """Seconds between start(), or its making, and seconds(): on a GPU until all queued work is done."""
+    """Seconds from its creation or the last start() to seconds(); on a GPU until all queued work is done."""
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
@@ -75,10 +75,10 @@ class Stopwatch:
 
 
 class RunClock:
-    """What a launch takes beside its steps, by the clock on the wall, for its summary.
+    """Wall-clock time that a launch takes beside its steps, for its summary.
 
-    launched: what begin_launch gave. Call finish_step() at the end of each step, of the first one when the
-    device is done with it. Where a run goes back to a checkpoint, the clock goes on.
+    launched: what begin_launch returned. Call finish_step() at the end of each step, of the first one when
+    the device is done with it. When a run goes back to a checkpoint, the clock goes on.
     """
 
     def __init__(self, device: torch.device, launched: float):
@@ -90,12 +90,12 @@ class RunClock:
         self._first_step_seconds = self._first_end = self._last_end = None
 
     def elapsed(self) -> float:
-        """Seconds since it was made."""
+        """Seconds since this clock was created."""
         return time.perf_counter() - self._began
 
     @contextmanager
     def counting(self, name: str) -> Iterator[None]:
-        """Adds the seconds for which the device stands by inside to those of this name."""
+        """Adds the seconds that the body takes, on the device's clock, to those of this name."""
         watch = Stopwatch(self._device)
         yield
         self._beside[name] += watch.seconds()
@@ -107,20 +107,19 @@ class RunClock:
         self._steps += 1
 
     def summary(self) -> dict[str, float | None]:
-        """first_step_seconds: from the launch's beginning to the end of its first step, with imports, data,
-        the first evaluation and compilation. wall_step_ms: mean from step to step after that, everything
-        included; None with fewer than two. evaluation_seconds and checkpoint_seconds: in all, and of a
-        checkpoint what training waits for.
+        """The clock's entries of the summary.
+
+        first_step_seconds: from the launch's beginning to the end of its first step, with imports, data, the
+        first evaluation and compilation. wall_step_ms: mean from step to step after that, everything
+        included; None with fewer than two. evaluation_seconds and checkpoint_seconds: totals, of a checkpoint
+        only what training waits for.
         """
         wall = (self._last_end - self._first_end) / (self._steps - 1) * 1000 if self._steps > 1 else None
         return {"first_step_seconds": self._first_step_seconds, "wall_step_ms": wall, **self._beside}
 
 
 def begin_launch() -> float:
-    """When this launch began, by time.perf_counter: as its process, or now if it is not its first.
-
-    With --multirun a process trains one run after the other.
-    """
+    """When this launch began, by time.perf_counter: with its process, or now for later runs of --multirun."""
     global _has_launched
     now = time.perf_counter()
     began = now if _has_launched else now - process_seconds()
@@ -131,7 +130,7 @@ def begin_launch() -> float:
 def process_seconds() -> float:
     """Seconds since this process began, before its first import."""
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    # in ticks after the machine was started
+    # the process's start, in clock ticks since boot
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
@@ -168,7 +167,7 @@ class StepTimer:
 
 
 def _mark(on_gpu: bool) -> torch.cuda.Event | float:
-    """Now, on the clock of the device: an event in its stream, or a reading."""
+    """Now, on the clock of the device: an event in its stream, or a clock reading."""
     if not on_gpu:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -181,7 +180,7 @@ def _between(start, end) -> float:
 
 
 def peak_memory_bytes(device: torch.device) -> tuple[int, int]:
-    """(allocated, reserved) at their peaks; on the CPU both are the process' peak resident memory."""
+    """(allocated, reserved) at their peaks; on the CPU both are the process's peak resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

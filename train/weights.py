@@ -27,8 +27,8 @@ from train.lora import LoraConfig, add_adapters, merge_adapters
 class StartConfig:
     # a Hugging Face folder, a run's folder or a checkpoint; null: random weights
     weights: str | None
-    # how positions reach beyond those of the weights. rotary: none, linear, ntk or yarn; learned: repeat or
-    # interpolate
+    # how positions are extended beyond those of the weights. rotary: none, linear, ntk or yarn; learned:
+    # repeat or interpolate
     positions: str
     # the base of rotary positions; null: that of the weights
     rotary_base: float | None
@@ -52,8 +52,8 @@ class StartConfig:
 def start_model(config: StartConfig, seq_len: int, dropout: float, run: Path) -> ModelConfig:
     """The shape of the model that training starts from, with room for seq_len tokens.
 
-    run: the run's folder, whose own checkpoints have it where the weights that it started from are gone or
-    damaged.
+    run: the run's folder, whose own checkpoints hold the shape if the weights that it started from are gone
+    or damaged.
     """
     try:
         model = read_model_config(config.weights)
@@ -67,7 +67,7 @@ def start_model(config: StartConfig, seq_len: int, dropout: float, run: Path) ->
 
 
 def began_from(weights: str, run: Path) -> dict | None:
-    """What a checkpoint of the run tells, if the run began from these weights: it needs them no more."""
+    """What a checkpoint of the run holds, if the run began from these weights: it no longer needs them."""
     for info in readable_checkpoints(run / "checkpoints").values():
         began = info["config"].get("start", {}).get("weights")
         if spelled_out(began) == spelled_out(weights):
@@ -76,7 +76,7 @@ def began_from(weights: str, run: Path) -> dict | None:
 
 
 def locate(source: Path | str) -> Path:
-    """A Hugging Face folder as it is; of a run's folder its newest checkpoint, which may change any time."""
+    """A Hugging Face folder itself, or a run's newest checkpoint, which may change at any time."""
     source = Path(source)
     return source if (source / "config.json").is_file() else _checkpoint(source)
 
@@ -87,7 +87,7 @@ def check_start(config: StartConfig) -> None:
     if (source / "config.json").is_file():
         check_pretrained(source)
         return
-    # by their markers, which all checkpoints of a run share in this
+    # markers are enough: all checkpoints of a run agree on their adapters
     infos = list(readable_checkpoints(source / "checkpoints").values()) or [read_checkpoint(source)]
     lora = adapters_of(infos[-1]["config"])
     if lora is not None:
@@ -98,7 +98,7 @@ def check_start(config: StartConfig) -> None:
 
 
 def load_start(model: GPT, config: StartConfig) -> None:
-    """Fills a model of the shape that start_model gave with the weights."""
+    """Loads the weights into a model of the shape that start_model returned."""
     weights = load_model(config.weights, AttentionConfig(implementation="reference"))
     state = extended_state(weights.state_dict(), model.config.max_seq_len, config.positions)
     model.load_state_dict(state)
@@ -133,12 +133,12 @@ def load_model(source: Path | str, attention: AttentionConfig) -> GPT:
 
 
 def adapters_of(config: dict) -> LoraConfig | None:
-    """Those of a checkpoint with this configuration, if any; one without the key is older than they."""
+    """The adapters of a checkpoint with this configuration, if any; older checkpoints lack the key."""
     return LoraConfig(**config["lora"]) if config.get("lora", {"rank": 0})["rank"] else None
 
 
 def run_attention(source: Path | str, implementation: str, device: str) -> AttentionConfig:
-    """What the layers of this model see, its patterns of blocks, by this implementation; "": by any.
+    """The model's attention, with its patterns of blocks, in this implementation; "": in any that has them.
 
     A model in a Hugging Face folder is dense. Raises ValueError for an implementation that lacks a pattern,
     or heads of this size.
@@ -149,7 +149,7 @@ def run_attention(source: Path | str, implementation: str, device: str) -> Atten
         trained = read_checkpoint(_checkpoint(source))["config"]["attention"]
     attention = AttentionConfig(**{**trained, "implementation": "reference"})
     reason = why_not_flash(read_model_config(source))
-    # sdpa knows no block masks
+    # sdpa has no block masks
     able = "reference" if attention.sparse else "sdpa"
     if implementation == "flash" and reason is not None:
         raise ValueError(f"attention=flash {reason} in {source}: use attention={able}")
@@ -164,17 +164,17 @@ def run_attention(source: Path | str, implementation: str, device: str) -> Atten
 
 
 def tokenizer_name(source: Path | str) -> str:
-    """What load_tokenizer takes for this model's text: as its run had it, or the Hugging Face folder."""
+    """The name that load_tokenizer takes for this model's text: its run's, or the Hugging Face folder."""
     if (Path(source) / "config.json").is_file():
         return str(source)
     return read_checkpoint(_checkpoint(Path(source)))["config"]["data"]["tokenizer"]
 
 
 def begin_of_text(source: Path | str, tokenizer: Tokenizer) -> list[int]:
-    """The tokens that this model has learned to see before a text, which are read by its tokenizer.
+    """The tokens that this model has learned to see before a text. tokenizer: the model's own.
 
-    In a run of ours a text follows the end of the one before. For a Hugging Face folder they are what its
-    tokenizer adds, or else bos_token_id of config.json, or else the end of text too.
+    In a run of ours a text follows the end of the previous one. For a Hugging Face folder they are what its
+    tokenizer adds, or else bos_token_id of config.json, or else also the end of text.
     """
     config = Path(source, "config.json")
     if not config.is_file():

@@ -1,8 +1,8 @@
 """Encode a stream of documents on many cores, in order, with bounded memory.
 
-Documents of one split are bundled to chunks of about CHUNK_CHARACTERS and dealt to worker processes in turn,
-each with a pipe of its own. No worker holds more than CHUNKS_PER_WORKER: memory grows with workers alone.
-A pool of the standard library waits for ever if a worker is killed while it holds a lock; a pipe just ends.
+Documents of one split are bundled into chunks of about CHUNK_CHARACTERS, dealt to worker processes in turn
+through a pipe each. No worker holds more than CHUNKS_PER_WORKER: memory grows with workers alone.
+The standard library's pools wait forever if a worker is killed while it holds a lock; a pipe just closes.
 """
 
 import multiprocessing
@@ -22,7 +22,7 @@ import numpy as np
 from data.tokenizer import encode_documents, load_tokenizer
 
 CHUNK_CHARACTERS = 1 << 19
-# one to work on, one to go on with
+# one in progress, one waiting
 CHUNKS_PER_WORKER = 2
 
 
@@ -81,10 +81,10 @@ def _chunks(documents: Iterable[tuple[str, str]]) -> Iterator[Chunk]:
 
 @contextmanager
 def ctrl_c_waits() -> Iterator[None]:
-    """Ctrl-C is answered behind it, and never by a process that is started inside."""
+    """Defers Ctrl-C until after the body, and keeps it from a process that is started inside."""
     came: list[int] = []
     answer = signal.getsignal(signal.SIGINT)
-    # a masked signal is taken by another thread, as libraries have them, and Python would answer it here
+    # masking is not enough: a library's thread may take the signal, and Python would answer it here
     answers = threading.current_thread() is threading.main_thread() and answer is not None
     if answers:
         signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
@@ -108,10 +108,10 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self._pipe, other_end = context.Pipe()
         self._process = context.Process(target=_work, args=(other_end, tokenizer), daemon=True)
-        # it unblocks signals when it starts itself, with the first worker otherwise
+        # started first: it unblocks signals when it starts, which otherwise is with the first worker
         resource_tracker.ensure_running()
-        # the parent answers Ctrl-C for all; a worker that is still importing would show where, and so would
-        # one whose parent was stopped before it had sent all that a worker begins with
+        # the parent answers Ctrl-C for all; a worker that is still importing would print a traceback, and so
+        # would one whose parent was stopped before it had sent all that a worker needs to begin
         with ctrl_c_waits():
             self._process.start()
         # only the worker holds it now: when the worker ends, so does the pipe

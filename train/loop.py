@@ -205,7 +205,7 @@ def _train(
     profiler = Profiler(folder, device, enabled=config.profile and is_main)
     with saver, logger or nullcontext(), profiler, Collector() as collector:
         if first_step < config.steps and processes.any(interruption.requested):
-            # asked to stop during the first evaluation, which may already have outlasted the asker's patience
+            # a signal came during the first evaluation, which may take longer than its sender waits: stop now
             if first_step:
                 raise Interrupted(f"stopped after step {first_step}; the same command goes on from there")
             raise Interrupted("stopped before a step was done; the same command starts again")

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 # eager steps before a graph is captured: whatever compiles, loads or tunes on its first call has then done so
 EAGER_STEPS = 2
-# margin on the memory that graphs are expected to need
+# margin on the memory that graphs are expected to need, for cuBLAS and the graphs themselves
 SPARE = 1.05
 
 
@@ -101,7 +101,6 @@ class GraphedPasses(Passes):
     def _has_room(self) -> bool:
         free, _ = torch.cuda.mem_get_info()
         most, kept = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-        # SPARE covers what cuBLAS and the graphs themselves need
         needed, there = SPARE * (2 * most - kept), free + torch.cuda.memory_reserved()
         if needed > there:
             gib, there_gib = (n_bytes / 2**30 for n_bytes in (needed, there))

@@ -11,7 +11,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def forward_backward(passes: Passes, tokens, targets, processes) -> tuple[float, float]:
-    """Accumulates the gradients of one step's loss; returns it on this rank and its mean over the ranks.
+    """Accumulates a step's gradients; returns the step's loss on this rank and its mean over the ranks.
 
     tokens, targets: this rank's rows of the step, (passes.accumulation * microbatch, T) int64.
     """

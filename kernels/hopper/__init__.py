@@ -14,12 +14,12 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from kernels.layouts import bulk_readable
 from kernels.problem import MOST_HEADS, CannotBuildError, Problem
 
-# tiles have 64 or 128 channels: of narrower heads than these the portable kernels are as fast
+# tiles have 64 or 128 channels: for heads narrower than these the portable kernels are as fast
 HEAD_DIMS = range(32, 129, 8)
 DTYPES = (torch.bfloat16, torch.float16)
 # row and tile numbers are int32 in the kernels
 MOST_ROWS = 2**30
-# why the kernels cannot be built with the installed Triton, as soon as that is known
+# why the kernels cannot be built with the installed Triton, once that is known
 failures: list[str] = []
 
 
@@ -45,7 +45,7 @@ def refusal(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    # AMD's gfx90a says 9.0 as well
+    # AMD's gfx90a reports 9.0 as well
     return (
         device.type == "cuda"
         and torch.version.hip is None
@@ -71,11 +71,11 @@ def note_failure(reason: str) -> None:
 
 @contextmanager
 def building() -> Iterator[None]:
-    """Inside, a kernel that does not compile raises CannotBuildError, and is remembered."""
+    """Context in which a kernel that does not compile raises CannotBuildError, and is remembered."""
     try:
         yield
     except (CompilationError, PTXASError, OutOfResources, RuntimeError) as error:
-        # the compiler's passes fail by a RuntimeError, as much else does
+        # the compiler's passes fail with a RuntimeError, as much else does
         if isinstance(error, RuntimeError) and "PassManager" not in str(error):
             raise
         reason = f"the installed Triton does not compile it: {error}"

@@ -1,11 +1,11 @@
-"""dq, dk and dv of heads of 128 on sm_90, in Gluon: backward_64.py where registers are dearer.
+"""dq, dk and dv of heads of 128 on sm_90, in Gluon: backward_64.py with fewer registers to spare.
 
-dk and dv of 64 keys take 128 registers of a thread, so k and v stay in shared memory, dP is begun only once P
-has been rounded, and P is read back from its 16 bits for dS = P * (dP - delta). What no other product covers,
-S, is begun one step ahead, behind dk. Behind a tile's last step it is that of the next tile's first, so k has
-two buffers. dv leaves through the buffer of v, dk through that of k, and the next v comes behind them. dq is
-made in two halves of its columns, so that the third warpgroup, like the producer, leaves the two nearly all
-registers. Without SUMS_DQ there is no third: dq.py makes dq, in one order.
+dk and dv of 64 keys take 128 registers of a thread, so k and v stay in shared memory, dP begins only after P
+has been rounded, and P is read back from its 16 bits for dS = P * (dP - delta). S, the only product that no
+other one overlaps, is issued one step ahead, after dk; after a tile's last step it is the next tile's first
+S, so k has two buffers. dv leaves through the buffer of v, dk through that of k, and the next v follows them.
+dq is made in two halves of its columns, so that the third warpgroup, like the producer, leaves nearly all
+registers to the other two. Without SUMS_DQ there is no third warpgroup: dq.py makes dq, in one order.
 
 Sources: FlashAttention-2 (arXiv:2307.08691), FlashAttention-3 (arXiv:2407.08608).
 """
@@ -81,7 +81,7 @@ class Tiles:
 
     k: gl.shared_memory_descriptor  # (KV_STAGES, 1, 1, BLOCK_N, D)
     v: gl.shared_memory_descriptor  # (V_STAGES, 1, 1, BLOCK_N, D)
-    number: gl.shared_memory_descriptor  # (KV_STAGES, 1), of the tile in order, int32
+    number: gl.shared_memory_descriptor  # (KV_STAGES, 1) int32: the tile's number in order
     q: gl.shared_memory_descriptor  # (STAGES, 1, 1, ROWS, D)
     dout: gl.shared_memory_descriptor
     minus_lse: gl.shared_memory_descriptor  # (STAGES, ROWS)
@@ -92,8 +92,8 @@ class Tiles:
     v_ring: Ring
     q_ring: Ring
     ds_ring: Ring
-    last_dq_ring: Ring  # full once dq needs a tile's k no more
-    out_ring: Ring  # full once dk and dv lie where k and v did
+    last_dq_ring: Ring  # full once dq no longer needs a tile's k
+    out_ring: Ring  # full once dk and dv have replaced k and v in their buffers
     work: KeyTiles
     dropout: Dropout
     SUMS_DQ: gl.constexpr
@@ -126,8 +126,8 @@ def produce(
 ):  # fmt: skip
     """Takes tiles, and fills the rings: k of a tile, then the queries that see it, head after head.
 
-    v comes behind the first queries, whose scores are made while the tile before still has its own; where it
-    has one buffer, behind the gradients of that tile too.
+    v follows the first queries, whose scores are computed while the previous tile still uses its own v; if v
+    has one buffer, it also waits for that tile's gradients to leave.
     """
     n = 0
     t = 0
@@ -170,7 +170,7 @@ def produce(
         before = i
         t += 1
         i = tiles.work.take_behind_the_first(counter_ptr)
-    # a number behind the last ends the others, who have asked for its first queries too
+    # a number beyond the last tile ends the others, who have asked for its first queries too
     stage = t % tiles.k_ring.STAGES
     announce(tiles.number.index(stage), i)
     mbarrier.arrive(tiles.k_ring.full.index(stage), count=1)
@@ -189,7 +189,7 @@ def take_queries(tiles, n):
 
 @gluon.constexpr_function
 def reads_limits_late(tiles):
-    """Whether limits of keys are read where a document's edge cuts: dropout has the registers for them."""
+    """Whether limits of keys are read only where a document's edge cuts: dropout needs their registers."""
     return tiles.SUMS_DQ and tiles.dropout.IS_ON and tiles.work.mask.KIND == "intervals"
 
 
@@ -198,9 +198,9 @@ def step(
     tiles, s, words, dk, dv, k_of_next, v, n, t, is_first, place, masked, limits, scale_log2, dropping,
     INDEX: gl.constexpr
 ):  # fmt: skip
-    """One block of queries, of which s are the scores, and words what is drawn; and those of the next.
+    """One block of queries, whose scores are s and whose random words are words; begins the next block's.
 
-    limits: of the keys, as key_limits has them, or batch and first key where they are read late.
+    limits: of the keys, as key_limits gives them, or batch and first key if they are read late.
     """
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
     dtype: gl.constexpr = tiles.q.dtype
@@ -211,7 +211,7 @@ def step(
     p = pack_pairs(probabilities(tiles.work, s, place, masked, limits, scale_log2, LATE), dtype)
     if tiles.dropout.IS_ON:
         p = mark(p, tiles.dropout.masks(s, words, TRANSPOSED=True))
-    # what loads a product's first numbers comes before the issue of another, which it would wait for
+    # load what a product begins from before issuing another product, which the load would wait for
     dp = begin_dp(tiles, stage, S_LAYOUT)
     kept = not_negative(p, dtype) if tiles.dropout.IS_ON else p
     dv = warpgroup_mma(unpack_pairs(kept, dtype, A_LAYOUT), dout, dv, is_async=True)  # (keys, D)
@@ -265,7 +265,7 @@ def consume(tiles, scale_log2, softmax_scale, INDEX: gl.constexpr):
         words = draw(tiles, s, dropping, n)
         for j in range(n, last + 1):
             masked = (place < whole_begin) | (place >= whole_end)
-            # the scores behind a tile's last are the first of the next tile
+            # the scores after a tile's last are the first of the next tile
             tile_of_next = t + (j == last).to(gl.int32)
             tiles.k_ring.take(tile_of_next, j == last)
             k_of_next = tiles.keys(tile_of_next).slice(INDEX * ROWS, ROWS, 0)
@@ -279,7 +279,7 @@ def consume(tiles, scale_log2, softmax_scale, INDEX: gl.constexpr):
         n = last + 1
         if tiles.dropout.IS_ON:
             dv *= tiles.dropout.keep_scale
-        # opaque: else the addresses are made before the loop, and spilled
+        # opaque: otherwise the addresses are computed before the loop, and spilled
         stage = opaque(t % tiles.v_ring.STAGES)
         own_v = tiles.v.index(stage).reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0)
         leave(own_v, dv)
@@ -343,7 +343,7 @@ def backward_128_kernel(
     # a tile's last step waits for the next tile's k and first queries while it holds its own
     gl.static_assert(KV_STAGES > 1)
     gl.static_assert(STAGES > 1)
-    # dq's buffers leave no room for a second v
+    # with dq's buffers there is no room for a second v
     V_STAGES: gl.constexpr = 1 if SUMS_DQ else KV_STAGES
     lists = BlockLists(spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head)
     work = make_key_tiles(

@@ -4,10 +4,10 @@ A block is persistent and takes tiles of BLOCK_N keys from a counter, the longes
 Two warpgroups own 64 keys of a tile each, hold k and v in registers as left operands, and make dk and dv.
 Scores are held transposed, (keys, queries), so that P and dS are the left operands of dv += P^T dout and
 dk += dS^T q without leaving the registers. The two score products begin from -lse / scale and -delta, so that
-no subtraction is left. They leave dS in a ring, from which a third makes dq = dS k and adds it to a float32
-sum by bulk reduction: so neither waits for the other's half of dS, nor for a reduction. It copies dk and dv
-out too. One warp copies what they read, a tile ahead, and two round the sums when it is their turn (sums.py).
-Without SUMS_DQ there are neither: dq.py makes dq, in one order.
+no subtraction is left. The two leave dS in a ring, from which a third warpgroup makes dq = dS k and adds it
+to a float32 sum by bulk reduction, so neither waits for the other's half of dS, nor for a reduction. The
+third also copies dk and dv out. One warp loads what they read, a tile ahead, and two warps round the sums in
+turn (sums.py). Without SUMS_DQ there are no third warpgroup and no sums: dq.py makes dq, in one order.
 
 Sources: FlashAttention-2 (arXiv:2307.08691), FlashAttention-3 (arXiv:2407.08608).
 """
@@ -70,7 +70,7 @@ class Tiles:
 
     k: gl.shared_memory_descriptor  # (KV_STAGES, 1, 1, BLOCK_N, D)
     v: gl.shared_memory_descriptor
-    number: gl.shared_memory_descriptor  # (KV_STAGES, 1), of the tile in order, int32
+    number: gl.shared_memory_descriptor  # (KV_STAGES, 1) int32: the tile's number in order
     q: gl.shared_memory_descriptor  # (STAGES, 1, 1, ROWS, D)
     dout: gl.shared_memory_descriptor
     minus_lse: gl.shared_memory_descriptor  # (STAGES, ROWS)
@@ -102,7 +102,7 @@ def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delt
     """Takes tiles, and fills the rings: k and v of a tile, then the queries that see it, head after head."""
     n = 0
     t = 0
-    # the first too is taken, not given: nobody may wait for a tile of a block that has not begun to run
+    # even the first is taken from the counter: nobody may wait for a tile of a block that has not started
     i = tiles.work.take(tiles.sums.count(0, TAKEN))
     while i < tiles.work.order.total():
         batch, kv_head, key, begin, _, _, end = tiles.work.locate(i)
@@ -122,7 +122,7 @@ def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delt
                 n += 1
         t += 1
         i = tiles.work.take(tiles.sums.count(0, TAKEN))
-    # a number behind the last ends the others
+    # a number beyond the last tile ends the others
     stage, full = tiles.kv_ring.fill(t)
     announce(tiles.number.index(stage), 2 * i)
     mbarrier.arrive(full, count=1)
@@ -180,8 +180,8 @@ def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.conste
         stage = t % tiles.KV_STAGES
         k = tiles.k.index(stage).reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0)
         v = tiles.v.index(stage).reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0)
-        # without dS to store, ptxas would put P into registers that k and v still need: they stay in memory;
-        # where dropout draws too, which takes their registers
+        # without dS to store, ptxas would put P into registers that k and v still need: they stay in shared
+        # memory then, and also under dropout, whose draws need their registers
         if HELD:
             k = k.load(A_LAYOUT)
             v = v.load(A_LAYOUT)
@@ -208,7 +208,7 @@ def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.conste
 
         if tiles.SUMS_DQ:
             _, full = tiles.out_ring.fill(t)
-            # opaque: else the addresses are made before the loop, and spilled
+            # opaque: otherwise the addresses are computed before the loop, and spilled
             part = opaque(gl.to_tensor(INDEX))
             leave(tiles.dv.index(part).reshape([ROWS, HEAD_DIM]), dv)
             leave(tiles.dk.index(part).reshape([ROWS, HEAD_DIM]), dk * softmax_scale)
@@ -227,7 +227,7 @@ def reduce(tiles, sum_desc, dk_desc, dv_desc):
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     n = 0
     t = 0
-    # the section of the tile before, if that is not counted yet; every tile has a step, in which it is
+    # the previous tile's section, while that tile is not counted; every tile has a step in which this happens
     uncounted = -1
     i, is_open = tiles.take(t)
     while i < tiles.work.order.total():
@@ -252,7 +252,7 @@ def reduce(tiles, sum_desc, dk_desc, dv_desc):
                 buffer = tiles.dq.index(n % tiles.DQ_STAGES)
                 stage_dq(dq, buffer, tiles.DQ_STAGES - 1)
                 reduce_add_to_global(sum_desc, [line + query_block(tiles.work.mask, place) * ROWS, 0], buffer)
-                # a step later the tile before need not be waited for
+                # one step later nothing of the previous tile need be waited for
                 if (n == first) & (t > 0):
                     if uncounted >= 0:
                         tiles.sums.count_tile(uncounted, 1)
@@ -261,7 +261,7 @@ def reduce(tiles, sum_desc, dk_desc, dv_desc):
                     tiles.out_ring.release(t - 1)
                 n += 1
         for c in gl.static_range(CONSUMERS):
-            # for each half again: of copies with no wait between them the assembler sets an address under a
+            # wait before each half: without a wait between two copies the assembler sets an address under a
             # condition, and carries it around all loops
             tiles.out_ring.take(t)
             coordinates = [batch, kv_head, key + c * ROWS, 0]
@@ -272,7 +272,7 @@ def reduce(tiles, sum_desc, dk_desc, dv_desc):
         i, is_open = tiles.take(t)
     if uncounted >= 0:
         tiles.sums.count_tile(uncounted, 0)
-    # whoever has the shared memory next may write to it
+    # the next user of this shared memory may write to it
     tma.store_wait(0)
 
 

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 
 from kernels.hopper.primitives import opaque, record
 
-# the blocks of masks that these kernels take
+# the block size of masks that these kernels take
 BLOCK_SIZE = gl.constexpr(128)
 WORD_BITS = gl.constexpr(32)
 
@@ -71,8 +71,8 @@ def hide_unseen(x, words, hidden):
     parts = in_words(x)
     bit = gl.arange(0, WORD_BITS, layout=gl.SliceLayout(0, gl.SliceLayout(1, parts.type.layout)))
     bit = gl.expand_dims(gl.expand_dims(bit, 0), 1)
-    # as in softmax.hide: of a thread's bits the multiple of eight is known to the compiler
+    # as in softmax.hide: the compiler knows the multiple of eight of a thread's bits
     shifted = gl.expand_dims(words, 2) >> (bit & 7)
-    # and opaque, or the compiler packs the conditions of a thread into a word, and unpacks them
+    # opaque: otherwise the compiler packs a thread's conditions into a word, and unpacks them again
     parts = gl.where(opaque(shifted & (1 << (bit & -8))) != 0, parts, hidden)
     return gl.convert_layout(gl.reshape(parts, x.shape), x.type.layout)

@@ -1,12 +1,12 @@
 """What a causal mask, a window, documents or packed sequences leave of a BlockMask's lists, in plain Triton.
 
-The attention kernels know one kind of mask. So what stands beside a block mask cuts its lists ahead of them,
+The attention kernels know one kind of mask. So a mask beside a block mask cuts the block mask's lists first,
 in one launch that neither waits for the GPU nor reads anything on the host: a line keeps its place among the
-entries, at most fewer of them.
+entries, and has the same number of them or fewer.
 
-A line's intervals begin between two keys and end between two others, and no bound ever moves back from line
-to line. So few blocks are cut, and each of them has a number that the host can make room for: of the blocks
-in which the intervals of line x begin (or end), the number block + x is above those of all lines before.
+The intervals of a line begin within some range of keys and end within another, and no bound ever moves back
+from line to line. So few blocks are cut, and each has a number for which the host can make room in advance:
+for a block in which the intervals of line x begin (or end), block + x is above those of all previous lines.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from kernels.launches import launch
 from kernels.portable.masks import keys_of_queries, queries_of_keys
 from kernels.problem import Problem, list_strides
 
-# entries that are looked at together: by 32 Triton 3.7 spills
+# entries that are examined together: with 32 Triton 3.7 spills
 CHUNK = 16
 
 
@@ -27,8 +27,8 @@ CHUNK = 16
 def classified(
     entries_ptr, positions, whole_end, end, begins, begun, ends, ended, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Of the entries at positions: block, whether it stays whole, whether it stays with a tile of bits, and
-    whether that is a new one, since intervals begin from `begins` to `begun` or end from `ends` to `ended`.
+    """For the entries at positions: block, whether it stays whole, whether it stays with a tile of bits, and
+    whether that tile is new, because intervals begin in `begins` to `begun` or end in `ends` to `ended`.
     """
     block = tl.load(entries_ptr + 2 * positions, mask=positions < end, other=0)
     first, behind = block * BLOCK, block * BLOCK + BLOCK
@@ -82,7 +82,7 @@ def cut_kernel(
             entries_ptr, positions, whole_end, end, begins, begun, ends, ended, BLOCK
         )
         tile = tl.load(entries_ptr + 2 * positions + 1, mask=positions < end, other=0)
-        # a tile of each block in which intervals begin, and of each other in which they end
+        # one tile for each block in which intervals begin, and one for each other block in which they end
         slot = block + line + tl.where((block * BLOCK < begun) & (block * BLOCK + BLOCK > begins), 0, slots)
         slot += n_tiles + tl.program_id(1) * (2 * slots)
         place = tl.where(
@@ -98,7 +98,7 @@ def cut_kernel(
             new_ptr = new_bits_ptr + slot.to(tl.int64)[:, None] * (BLOCK * BLOCK // 32) + of_line
             for word in tl.static_range(BLOCK // 32):
                 origin = block[:, None] * BLOCK + 32 * word
-                # int64, in which a shift by 32 is one
+                # int64, so that a shift by 32 is defined
                 below_first = tl.minimum(tl.maximum(first_seen[None, :] - origin, 0), 32).to(tl.int64)
                 below_end = tl.minimum(tl.maximum(end_seen[None, :] - origin, 0), 32).to(tl.int64)
                 seen = ((1 << below_end) - 1) & ~((1 << below_first) - 1)

@@ -1,12 +1,12 @@
-"""dq on sm_90 in an order of its own, in Gluon: dq = dS k, dS = P * (dP - delta), P = exp(S - lse).
+"""dq on sm_90, summed in a fixed order, in Gluon: dq = dS k, dS = P * (dP - delta), P = exp(S - lse).
 
 For deterministic=True and for short lists of blocks, where backward_64.py and backward_128.py leave dq out:
-they would add it to its sum in any order, and the sum takes 16 D bytes a query. This kernel runs before them
-and makes lse and delta as they read them. Tiles, roles and rings are forward.py's: a block is persistent, one
-warp fills rings of q, dout, k and v tiles by bulk copies, and CONSUMERS warpgroups own 64 query rows each,
-whose dq stays in registers. out, read once a tile, passes through the ring of k. dS is the left operand of
-its product without leaving the registers. q and dout are left operands of a whole tile: in shared memory, for
-ptxas would give their registers away in the loop.
+they would add it to its sum in any order, and the sum moves 16 D bytes per query. This kernel runs before
+them and makes lse and delta as they read them. Tiles, roles and rings are forward.py's: a block is
+persistent, one warp fills rings of q, dout, k and v tiles by bulk copies, and CONSUMERS warpgroups own 64
+query rows each, whose dq stays in registers. out, read once a tile, passes through the ring of k. dS is the
+left operand of its product without leaving the registers. q and dout are left operands of a whole tile, but
+in shared memory, since ptxas would give their registers away within the loop.
 
 Sources: FlashAttention-2 (arXiv:2307.08691), FlashAttention-3 (arXiv:2407.08608).
 """
@@ -64,9 +64,9 @@ class Tiles:
 
 @gluon.jit
 def produce(tiles, q_desc, dout_desc, out_desc, k_desc, v_desc, group):
-    """Fills the rings as they are emptied: out of a tile, k and v of each place, q and dout behind the first.
+    """Fills the rings as they are emptied: out of a tile, k and v of each place, q and dout after the first.
 
-    n counts blocks of keys, and so uses of the ring of v; out takes OUT_STAGES more of the ring of k a tile.
+    n counts blocks of keys, and so uses of v's ring; out takes OUT_STAGES more uses of k's ring per tile.
     """
     PARTS: gl.constexpr = tiles.BLOCK_N // ROWS
     n = 0
@@ -91,7 +91,7 @@ def produce(tiles, q_desc, dout_desc, out_desc, k_desc, v_desc, group):
             mbarrier.expect(full, v_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(v_desc, coordinates, full, tiles.v.index(stage))
             n += 1
-            # the tile before leaves buffers of keys before that of its queries
+            # the previous tile frees buffers of keys before that of its queries
             if place == begin:
                 stage, full = tiles.q_ring.fill(turn)
                 mbarrier.expect(full, 2 * tiles.CONSUMERS * q_desc.block_type.nbytes)
@@ -154,7 +154,7 @@ def step(tiles, q, dout, dq, n_k, n_v, place, masked, first, end, minus_lse, min
         masks = tiles.dropout.masks(zeros, draw(dropping, tiles.dropout.read(zeros, v_stage)))
     s = warpgroup_mma_wait(1, deps=[s])
     p = gl.exp2(s * tiles.scale_log2 + gl.expand_dims(minus_lse, 1))
-    # behind the exponentials: the assembler moves no wait across a branch, and dP runs beside them
+    # after the exponentials: the assembler moves no wait across this branch, so dP runs beside them
     if masked:
         if tiles.mask.KIND == "blocks":
             p = hide_unseen(p, words_at(tiles, place, first, p), 0.0)
@@ -184,7 +184,7 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
     for turn in range(tiles.order.turns()):
         batch, head, row, begin, whole_begin, whole_end, end = locate(tiles, tiles.order.dealt(turn))
         own_end = end
-        # as in forward.py, under a causal mask alone: each warpgroup has the rows that see most in turn
+        # as in forward.py, under causal masks only: the rows that see most rotate among the warpgroups
         part = (INDEX + turn) % tiles.CONSUMERS if KIND == "causal" else INDEX
         row += part * ROWS
         if KIND == "causal":
@@ -193,7 +193,7 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
         q_stage = tiles.q_ring.take(turn)
         out = take_out(tiles, part, n_k - tiles.OUT_STAGES)
         if row >= 0:
-            # opaque: else addresses made of it are made when the kernel begins, and spilled
+            # opaque: otherwise addresses derived from it are computed when the kernel begins, and spilled
             rows = opaque(row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT)))
             buffer = q_stage * tiles.CONSUMERS + part
             q = tiles.q.index(buffer).reshape([ROWS, tiles.HEAD_DIM])
@@ -202,7 +202,7 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
             minus_lse, minus_delta = lse_and_delta(tiles, out, dout, line, rows)
             minus_lse *= tiles.scale_log2
             if KIND == "blocks":
-                # what a tile of bits shows takes the place of an interval: each query's line in it
+                # in place of an interval: each query's line in tiles of bits
                 key_first = rows % BLOCK_SIZE
                 key_end = key_first
             else:
@@ -257,7 +257,7 @@ def dq_kernel(
     )  # fmt: skip
     PARTS: gl.constexpr = BLOCK_N // ROWS
     OUT_STAGES: gl.constexpr = (CONSUMERS + PARTS - 1) // PARTS
-    # the first k of a tile is copied before its queries, and out handed back behind them: one buffer more
+    # a tile's first k is copied before its queries, and out is freed after them: one more buffer
     gl.static_assert(STAGES > OUT_STAGES)
     k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
     tiles = Tiles(
@@ -279,7 +279,7 @@ def dq_kernel(
         lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, padded,
         scale_log2, softmax_scale, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_DLSE, OUT_STAGES,
     )  # fmt: skip
-    # tiles of keys handed out, see key_tiles.KeyTiles
+    # counts tiles of keys, see key_tiles.KeyTiles
     if gl.program_id(0) == 0:
         gl.store(counter_ptr, 0)
     fence_async_shared()

@@ -1,9 +1,9 @@
 """The dropout mask of kernels/dropout.py in the Hopper kernels: halves of words for pairs of probabilities.
 
 A thread of a product holds all eight probabilities that a draw serves. A warpgroup keeps the words of the
-rows (or pairs of columns) that it has all along; those of a block that comes by are made by the warp that
-copies the block, and lie beside it. Where scores are held transposed, an instruction transposes what was
-drawn as if they were not.
+rows (or pairs of columns) that it has for a whole tile; those of a block that comes by are computed by the
+warp that copies the block, and lie beside it in shared memory. Where scores are held transposed, the words
+are drawn as if they were not, and an instruction transposes them.
 """
 
 import triton.experimental.gluon.language as gl
@@ -42,9 +42,9 @@ PAIRS_OF_EIGHT = gl.constexpr(4)
 
 @record
 class Dropout:
-    """What a kernel is given of it. keep_scale: what a kept probability is multiplied by."""
+    """What a kernel needs for dropout. keep_scale: what a kept probability is multiplied by."""
 
-    seed: gl.shared_memory_descriptor  # (2, 1) int32, its parts of the sums that a row's word begins from
+    seed: gl.shared_memory_descriptor  # (2, 1) int32, its parts of the sums that begin a row's word
     limit: gl.tensor  # int32, twice the bfloat16 from which on a half means "drop"
     line: gl.tensor  # int32, both of kernels/dropout.py's line_bits
     keep_scale: gl.tensor
@@ -53,8 +53,8 @@ class Dropout:
 
     @gluon.jit
     def row_word(self, batch, head, row, WARPS: gl.constexpr):
-        """Of a row's number among those that share a draw with the one eight behind it."""
-        # from shared memory for each tile: it would take two registers all along
+        """A row's word, by its number among the rows that share a draw with the row eight further on."""
+        # read from shared memory for each tile: kept, it would take two registers throughout
         x, y = announced(self.seed.index(0), WARPS), announced(self.seed.index(1), WARPS)
         x += head * SPREAD_X[1] + batch * SPREAD_X[2] + row * SPREAD_X[0]
         y += head * SPREAD_Y[1] + batch * SPREAD_Y[2] + row * SPREAD_Y[0]
@@ -64,7 +64,7 @@ class Dropout:
 
     @gluon.jit
     def leave_rows(self, buffer, batch, head, row):
-        """Makes the words of a block of queries from `row` on, before its barrier is armed."""
+        """Computes the words of a block of queries from `row` on, before its barrier is armed."""
         line, sixteenth = places_in(self.words)
         words = self.row_word(batch, head, row // 2 + sixteenth * ROWS_OF_EIGHT + line, 1)
         self.words.index(buffer).store(words)
@@ -75,13 +75,13 @@ class Dropout:
         """The same of the keys from `column` on."""
         line, sixteenth = places_in(self.words)
         words = pair_word(column // 4 + sixteenth * PAIRS_OF_EIGHT + line)
-        # opaque: else a part of the address is made when the kernel begins, and spilled
+        # opaque: otherwise a part of the address is computed when the kernel begins, and spilled
         self.words.index(opaque(buffer)).store(words)
         thread_barrier()
 
     @gluon.jit
     def rows_of(self, like, batch, head, row):
-        """Words of queries from `row` on, for scores that lie as `like`."""
+        """Words of queries from `row` on, for scores in the layout of `like`."""
         LAYOUT: gl.constexpr = draws_layout(parts(like).type.layout)
         sixteenth = index_of(parts(like).shape[0], 0, 4, LAYOUT)
         row = row // 2 + sixteenth * ROWS_OF_EIGHT + index_of(ROWS_OF_EIGHT, 1, 4, LAYOUT)
@@ -89,14 +89,14 @@ class Dropout:
 
     @gluon.jit
     def pairs_of(self, like, column):
-        """Words of keys from `column` on, for scores that lie as `like`, transposed."""
+        """Words of keys from `column` on, for transposed scores in the layout of `like`."""
         LAYOUT: gl.constexpr = draws_layout(parts(like).type.layout)
         sixteenth = index_of(parts(like).shape[0], 0, 4, LAYOUT)
         return pair_word(column // 4 + sixteenth * PAIRS_OF_EIGHT + index_of(PAIRS_OF_EIGHT, 3, 4, LAYOUT))
 
     @gluon.jit
     def read(self, like, buffer, TRANSPOSED: gl.constexpr = False):
-        """Words of a block that lie beside it, for scores that lie as `like`."""
+        """Words that lie beside a block, for scores in the layout of `like`."""
         LAYOUT: gl.constexpr = draws_layout(parts(like).type.layout)
         words = self.words.index(buffer)
         if TRANSPOSED:
@@ -109,7 +109,7 @@ class Dropout:
 
     @gluon.jit
     def halves_for(self, like, drawn, TRANSPOSED: gl.constexpr = False):
-        """Halves of words for pairs of scores (M, N) that lie as `like`: (M, N // 2) int32."""
+        """Halves of words for pairs of scores (M, N) in the layout of `like`: (M, N // 2) int32."""
         LAYOUT: gl.constexpr = parts(like).type.layout
         x, y = drawn
         if TRANSPOSED:
@@ -123,7 +123,7 @@ class Dropout:
 
     @gluon.jit
     def masks(self, like, drawn, TRANSPOSED: gl.constexpr = False):
-        """Ones or zeros in place of each half."""
+        """All ones or all zeros in place of each half."""
         words = self.halves_for(like, drawn, TRANSPOSED)
         limits = gl.full(words.shape, 0, gl.int32, words.type.layout) + self.limit
         return gl.inline_asm_elementwise(
@@ -133,7 +133,7 @@ class Dropout:
 
 @gluon.jit
 def make_dropout(seed_ptr, limit, line, keep_scale, words, IS_ON: gl.constexpr):
-    """What the arguments of a kernel say; seed_ptr: (1,) int64."""
+    """Dropout as a kernel's arguments describe it; seed_ptr: (1,) int64."""
     seed = make_numbers(2 if IS_ON else 1)
     if IS_ON:
         whole = gl.load(seed_ptr)
@@ -172,7 +172,7 @@ def pair_word(pair):
 
 @gluon.jit
 def draw(row_words, pair_words):
-    """Two words for each eight scores."""
+    """Two words for every eight scores."""
     row_words, pair_words = gl.broadcast(row_words, pair_words)
     high, low = multiply(row_words, pair_words)
     return one_round(high, low)
@@ -188,7 +188,7 @@ def transpose(words):
 
 @gluon.jit
 def exchange_bytes(words):
-    """Of each half."""
+    """Exchanges the bytes of each half."""
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, 0, 0x2301;", "=r,r", [words], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -196,13 +196,13 @@ def exchange_bytes(words):
 
 @gluon.constexpr_function
 def is_lowered(tiles):
-    """Whether P is held as 2**-7 of itself, less than what kernels/dropout.py's line leaves of it."""
+    """Whether P is held as 2**-7 of itself: below what dropout's multiply-add gives where P is kept."""
     return tiles.dropout.IS_ON and tiles.q.dtype == gl.bfloat16
 
 
 @gluon.jit
 def weights(tiles, p, row_words, pair_words):
-    """Pairs of P (M, N // 2), 0 where dropout has it; see is_lowered."""
+    """Pairs of P (M, N // 2), 0 where dropped; see is_lowered."""
     pairs = pack_pairs(p, tiles.q.dtype)
     if tiles.dropout.IS_ON:
         drawn = draw(row_words, pair_words)
@@ -221,7 +221,7 @@ def weights(tiles, p, row_words, pair_words):
 
 @gluon.jit
 def mark(pairs, masks):
-    """Pairs of P, negative where dropout has it: so a sign says what becomes of dP, and no register."""
+    """Pairs of P, negative where dropped: the sign says what becomes of dP, so no register holds a mask."""
     return pairs | (~masks & SIGNS)
 
 
@@ -239,7 +239,7 @@ def gradient_asm(of_marked, dtype):
             "setp.lt.f16x2 low|high, $1, zero; and.b32 sizes, $1, 0x7fff7fff; mov.b32 {a, b}, sizes; "
             "cvt.f32.f16 p, a; cvt.f32.f16 q, b; "
         )
-    # by predicates: choosing a factor would take as many instructions, of half the speed
+    # by predicates: selecting a factor would take as many instructions, at half the speed
     return (
         "{.reg .pred low, high; .reg .b16 a, b; .reg .b32 zero, sizes; .reg .f32 p, q, x, y; "
         + "mov.b32 zero, 0; " + take_p + "mul.f32 x, p, $4; mul.f32 y, q, $5; "
@@ -249,7 +249,7 @@ def gradient_asm(of_marked, dtype):
 
 @gluon.jit
 def gradient(p, dp, minus_delta, masks, dtype: gl.constexpr):
-    """Pairs of dS = P (dP - delta), rounded, or of -P delta where masks have it dropped."""
+    """Pairs of dS = P (dP - delta), rounded, or of -P delta where masks drop P."""
     ASM: gl.constexpr = gradient_asm(False, dtype)
     p_low, p_high = halves(p)
     dp_low, dp_high = halves(dp)
@@ -262,7 +262,7 @@ def gradient(p, dp, minus_delta, masks, dtype: gl.constexpr):
 
 @gluon.jit
 def gradient_of_marked(pairs, dp, minus_delta, dtype: gl.constexpr):
-    """The same, of P in 16 bits and by its signs, which `mark` gave: pair by pair it takes few registers."""
+    """The same from P in 16 bits and its signs, which `mark` set: pair by pair it takes few registers."""
     ASM: gl.constexpr = gradient_asm(True, dtype)
     dp_low, dp_high = halves(dp)
     delta_low, delta_high = halves(minus_delta)
@@ -287,13 +287,13 @@ def parts(x):
 
 @gluon.constexpr_function
 def draws_layout(layout):
-    """Of the draws for what `parts` gave: one for both eighths of a sixteenth of rows, and of columns."""
+    """Layout of the draws for what `parts` gave: one for both eighths of a sixteenth, of rows and columns."""
     return gl.SliceLayout(1, gl.SliceLayout(4, layout))
 
 
 @gluon.jit
 def multiply(x, factor):
-    """High and low word of the product of words."""
+    """High and low word of the product of two words."""
     return gl.inline_asm_elementwise(
         "{.reg .u64 t; mul.wide.u32 t, $2, $3; mov.b64 {$1, $0}, t;}", "=r,=r,r,r", [x, factor],
         dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
@@ -302,6 +302,6 @@ def multiply(x, factor):
 
 @gluon.jit
 def one_round(x, y):
-    """Of Philox2x32, see kernels/dropout.py."""
+    """One round of Philox2x32, see kernels/dropout.py."""
     high, low = multiply(x, gl.full(x.shape, FACTOR, gl.int32, x.type.layout))
     return high ^ y, low

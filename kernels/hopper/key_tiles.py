@@ -1,4 +1,4 @@
-"""The tiles of keys of the backward kernels: who takes which, what queries it visits, their probabilities.
+"""The tiles of keys of the backward kernels: who takes which, which queries it visits, their probabilities.
 
 A place is a block of ROWS queries, or half of a listed one; see schedule.Mask.
 """
@@ -24,7 +24,7 @@ ROWS = gl.constexpr(64)
 CONSUMERS = gl.constexpr(2)
 BLOCK_N = gl.constexpr(128)
 
-# arguments of the two kernels of which no value is worth a kernel of its own
+# arguments of the two kernels on whose values Triton should not specialize
 NOT_SPECIALIZED = [
     "group", "seq_q", "seq_k", "window", "padded", "n_heads", "n_tiles", "n_kv_head", "section",
     "by_section_tiles", "by_section", "by_last_section", "by_n_kv_head",
@@ -35,7 +35,7 @@ NOT_SPECIALIZED = [
 
 @record
 class KeyTiles:
-    """All tiles of BLOCK_N keys, which blocks take one after the other from a counter."""
+    """All tiles of BLOCK_N keys, which thread blocks take one after the other from a counter."""
 
     order: TileOrder
     mask: Mask
@@ -65,7 +65,7 @@ class KeyTiles:
 
     @gluon.jit
     def take_behind_the_first(self, counter_ptr):
-        """The same, where each block was given its first tile, by its own number."""
+        """The same, if each thread block was given its first tile by its own number."""
         return gl.num_programs(0) + self.take(counter_ptr)
 
 
@@ -113,8 +113,8 @@ def visit(mask, batch, kv_head, tile):
         first_of_first, end_of_first = mask.queries_of(batch, key)
         first_of_last, end_of_last = mask.queries_of(batch, key + BLOCK_N - 1)
         if mask.KIND == "intervals":
-            # keys that nobody sees may begin behind the last query, where other heads have their sums
-            # (and not seq_q - 1, which would be made when the kernel begins, and spilled)
+            # keys that nobody sees may begin after the last query, where other heads have their sums
+            # (and not seq_q - 1, which would be computed when the kernel begins, and spilled)
             first_of_first = gl.minimum(first_of_first + 1, mask.seq_q) - 1
         begin, whole_begin, whole_end, end = blocks_between(
             first_of_first, end_of_first, first_of_last, end_of_last, ROWS
@@ -133,10 +133,10 @@ def query_block(mask, place):
 
 @gluon.jit
 def key_limits(mask, batch, key, nowhere, like):
-    """What `hide` takes of each key from `key` on, for P that lies as `like`.
+    """What `hide` needs for each key from `key` on, for P in the layout of `like`.
 
-    Its line in tiles of bits; or its interval of queries, (ROWS, 4), less what a thread's columns have beyond
-    those that the compiler knows, see hide_outside.
+    Its line in tiles of bits; or its interval of queries, (ROWS, 4), less the part of a thread's column
+    numbers that the compiler does not know, see hide_outside.
     """
     if mask.KIND == "blocks":
         first = (key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, like.type.layout))) % BLOCK_SIZE
@@ -145,10 +145,10 @@ def key_limits(mask, batch, key, nowhere, like):
         LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, pairs_of_eights(like).type.layout))
         keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
         first, end = mask.queries_of(batch, keys)
-        # keys behind the last see no query
+        # keys beyond the last see no query
         first = gl.where(keys < mask.seq_k, first, nowhere)
         pair = gl.expand_dims(2 * gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT)), 0)
-        # opaque: else the pair is subtracted in each step, which takes one more register
+        # opaque: otherwise the pair is subtracted in each step, which takes one more register
         first = opaque(gl.expand_dims(first, 1) - pair)
         end = opaque(gl.expand_dims(end, 1) - pair)
     return first, end
@@ -167,7 +167,7 @@ def hide(mask, p, first, end, place):
 
 @gluon.jit
 def pairs_of_eights(p):
-    """p (ROWS, ROWS) by key, eight, pair and one of it, of which a thread holds one pair."""
+    """p (ROWS, ROWS) by key, eight, pair, and one of the pair; a thread holds one pair of each eight."""
     return gl.reshape(p, [ROWS, ROWS // 8, 4, 2])
 
 
@@ -176,7 +176,7 @@ def hide_outside(mask, p, first, end):
     """0 outside of each key's interval of queries, counted from the first column."""
     x = pairs_of_eights(p)
     LAYOUT: gl.constexpr = x.type.layout
-    # as in softmax.hide, but of a pair the compiler knows which one a column is, too
+    # as in softmax.hide, but the compiler also knows which one of its pair a column is
     known = 8 * index_of(ROWS // 8, 1, 4, LAYOUT) + index_of(2, 3, 4, LAYOUT)
     visible = known >= gl.expand_dims(gl.expand_dims(opaque(first), 1), 3)
     if mask.KIND == "window" or mask.KIND == "intervals":
@@ -194,9 +194,9 @@ def columns(x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def probabilities(work, s, place, masked, limits, scale_log2, LATE: gl.constexpr = False):
-    """P of the queries at a place, (keys, queries), of S - lse / scale.
+    """P of the queries at a place, (keys, queries), from S - lse / scale.
 
-    limits: what key_limits gave; or if LATE batch and first key, so that it is asked where they cut alone.
+    limits: what key_limits gave; if LATE, batch and first key, so that limits are read only where they cut.
     """
     p = gl.exp2(s * scale_log2)
     if masked:
@@ -209,7 +209,7 @@ def probabilities(work, s, place, masked, limits, scale_log2, LATE: gl.constexpr
 
 @gluon.jit
 def begin_to_drop(tiles, like, key):
-    """Dropout's words of a tile of keys, for scores that lie as `like`."""
+    """Dropout's words of a tile of keys, for scores in the layout of `like`."""
     dropping = gl.to_tensor(0)
     if tiles.dropout.IS_ON:
         dropping = tiles.dropout.pairs_of(like, key)
@@ -221,7 +221,7 @@ def draw(tiles, like, dropping, n):
     """What dropout draws for block n of queries, once it has arrived."""
     words = gl.to_tensor(0), gl.to_tensor(0)
     if tiles.dropout.IS_ON:
-        # opaque: else a part of the address is made when the kernel begins, and spilled
+        # opaque: otherwise a part of the address is computed when the kernel begins, and spilled
         row_words = tiles.dropout.read(like, opaque(n % tiles.q_ring.STAGES), TRANSPOSED=True)
         words = dropout.draw(row_words, dropping)
     return words
@@ -229,7 +229,7 @@ def draw(tiles, like, dropping, n):
 
 @gluon.jit
 def begin_dp(tiles, stage, LAYOUT: gl.constexpr):
-    """What dP begins from: -delta; under dropout 0, since of a dropped probability -delta alone stays."""
+    """What dP begins from: -delta; under dropout 0, since a dropped probability keeps -delta alone."""
     if tiles.dropout.IS_ON:
         dp = gl.full([ROWS, ROWS], 0.0, gl.float32, LAYOUT)
     else:
@@ -239,7 +239,7 @@ def begin_dp(tiles, stage, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def minus_deltas(tiles, stage, dp):
-    """-delta of each query, as dP lies: what of dP - delta is left to a probability that dropout has."""
+    """-delta of each query, in dP's layout: what is left of dP - delta for a dropped probability."""
     of_query = gl.expand_dims(tiles.minus_delta.index(stage).load(gl.SliceLayout(0, dp.type.layout)), 0)
     of_query, _ = gl.broadcast(of_query, dp)
     return of_query
@@ -249,21 +249,21 @@ def minus_deltas(tiles, stage, dp):
 def store_ds(tiles, ds, n, INDEX: gl.constexpr):
     """Stores one warpgroup's half of the n-th dS for the warpgroup that makes dq; gives its full barrier.
 
-    What is stored behind the issue of a product waits for it in the queue of memory instructions, and the
-    fence waits for what is stored: so the store comes before the products that need not wait for it, and
-    `hand_over` behind them.
+    A store that follows the issue of a product waits for it in the queue of memory instructions, and the
+    fence waits for the store. So the store comes before the products that need not wait for it, and
+    `hand_over` after them.
     """
     stage, full = tiles.ds_ring.fill(n)
-    # opaque: else a part of the address is made when the kernel begins, and spilled
+    # opaque: otherwise a part of the address is computed when the kernel begins, and spilled
     tiles.ds.index(opaque(stage)).slice(INDEX * ROWS, ROWS, 0).store(ds)
     return full
 
 
 @gluon.jit
 def leave(buffer, x):
-    """Rounds a warpgroup's dk or dv into shared memory, (ROWS, D), where others copy it out.
+    """Rounds a warpgroup's dk or dv into shared memory, (ROWS, D), from where others copy it out.
 
-    So it waits for no copy, and the assembler carries no address of one around its loops.
+    So the warpgroup waits for no copy, and the assembler carries no copy's address around its loops.
     """
     buffer.store(x.to(buffer.dtype))
 

@@ -42,17 +42,17 @@ from kernels.layouts import bulk_strides
 from kernels.problem import Problem, list_strides
 
 LOG2E = 1.4426950408889634
-# rows of one program of the kernels before and behind, and what lse, delta and the sums of dq are padded to
+# rows per program of the kernels before and after, and what lse, delta and the sums of dq are padded to
 PREPARE_ROWS = STRETCH.value
 
 
 def registers(consumers: int, blocks: int = 1) -> int:
-    """Of one thread when all warpgroups start: 65536 over the consumers' threads and the producer's."""
+    """Registers per thread when all warpgroups start: 65536 over the consumers' and producer's threads."""
     return 65536 // blocks // ((consumers + 1) * 128) // 8 * 8
 
 
 def mask_kind(problem: Problem) -> str:
-    """Which schedule.Mask a kernel is made for."""
+    """Which kind of schedule.Mask a kernel is compiled for."""
     return "blocks" if problem.blocks else problem.mask
 
 
@@ -75,7 +75,7 @@ def dropout_arguments(problem: Problem, nothing: Tensor) -> tuple[Tensor, int, i
 
 
 def keys_per_query(problem: Problem, seq_q: int, seq_k: int) -> float:
-    """On average, of what the host knows: bounds that it has not read count as a causal mask does."""
+    """The average, as far as the host knows it: bounds that it has not read count as a causal mask."""
     if problem.blocks:
         spans, entries, _ = problem.row_lists
         listed = len(entries) / spans.shape[:3].numel() * problem.block_size
@@ -97,7 +97,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def memory_bandwidth(device: torch.device) -> float:
-    """GB/s that its memory is made for."""
+    """Peak bandwidth of the GPU's memory, in GB/s."""
     return triton.testing.get_dram_gbps(device.index)
 
 
@@ -106,7 +106,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """out (B, Tq, H, D) in q's dtype and lse (B, H, Tq) float32.
 
-    In one launch, behind one that clears a counter where there are more tiles than blocks are dealt.
+    One launch, after one that clears a counter if there are more tiles than the thread blocks are dealt.
     """
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
@@ -173,8 +173,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, contiguous or in `gradients`.
 
-    In three launches: lse and delta; the gradients; what is left of dq rounded. Or in two: lse, delta and dq;
-    dk and dv. Heads that share keys and have masks of their own get keys of their own, see backward_apart.
+    Three launches: lse and delta; the gradients; rounding what is left of dq. Or two: lse, delta and dq; dk
+    and dv. Heads that share keys but have masks of their own get keys of their own, see backward_apart.
     """
     batch, seq_q, n_head, head_dim = q.shape
     width = tile_width(head_dim)
@@ -182,7 +182,7 @@ def attention_backward(
     if problem.blocks and problem.blocks[0].shape[1] > n_kv_head:
         return backward_apart(problem, dout, dlse, q, k, v, out, lse, tile, gradients)
     keys = keys_per_query(problem, seq_q, seq_k)
-    # else dq.py makes dq: the same bits in every run, and faster where rows are short
+    # otherwise dq.py makes dq: the same bits in every run, and faster where rows are short
     sums_dq = not problem.deterministic and sum_pays(
         width, mask_kind(problem), keys, memory_bandwidth(q.device)
     )

@@ -1,4 +1,4 @@
-"""What runs before and behind the backward kernels, in plain Triton: lse and delta, and dq rounded."""
+"""What runs before and after the backward kernels, in plain Triton: lse and delta; rounding dq."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def in_memory(inside, columns, HEAD_DIM: tl.constexpr):
-    """Of a tile, what its tensor has: the rows that are inside, and of narrow heads HEAD_DIM columns."""
+    """The part of a tile that its tensor has: the rows inside, and of narrow heads HEAD_DIM columns."""
     held = inside[:, None]
     if columns.shape[0] > HEAD_DIM:
         held = held & (columns < HEAD_DIM)[None, :]

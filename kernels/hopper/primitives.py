@@ -13,7 +13,7 @@ thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 @builtin
 def reduce_add_to_global(desc, coordinates, source, _semantic=None):
-    """Adds a tile in shared memory to global memory: only Triton's C++ has a name for it so far."""
+    """Adds a tile in shared memory to global memory; Gluon has no name for this yet, Triton's C++ has."""
     handles = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     _semantic.builder.create_async_tma_reduce(
         ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, handles, source.handle
@@ -33,9 +33,9 @@ def copy_out(desc, coordinates, x, buffer, PENDING: gl.constexpr):
 
 @gluon.jit
 def fragments(x):
-    """The 64 x 64 result of a product, in an order of elements in which a thread has four neighbours.
+    """The 64 x 64 result of a product, reordered so that each thread holds four neighbours.
 
-    So it stores 16 bytes at once, and no two threads of a warp to the same bank. Rounding undoes it.
+    It then stores 16 bytes at once, and no two threads of a warp use one bank. Rounding undoes the order.
     """
     x = gl.reshape(x, [4, 2, 8, 8, 4, 2])  # rows: warp, half, eighth; columns: eight, pair, one
     return gl.reshape(gl.permute(x, (3, 0, 2, 4, 1, 5)), [64, 64])
@@ -62,19 +62,19 @@ def index_of(N: gl.constexpr, DIM: gl.constexpr, RANK: gl.constexpr, LAYOUT: gl.
 
 @gluon.jit
 def settle(x):
-    """x, float32, each element in a register of its own here, where a product may begin from it later."""
+    """x, float32, each element in a register of its own from here on, so that a product may begin from it."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def opaque(x):
-    """x, int32, made anew here: the compiler cannot compute what follows before the loop and keep it."""
+    """x, int32, as a new value: what depends on it the compiler cannot compute before the loop, and keep."""
     return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def peek(ptr):
-    """An int32 that others change, as it is now. L1 keeps what it holds, which `acquire` empties it of."""
+    """The present value of an int32 that others change. L1 keeps what it holds, unlike after `acquire`."""
     address = ptr.to(gl.int64)
     return gl.inline_asm_elementwise(
         "ld.relaxed.gpu.global.s32 $0, [$1];", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
@@ -83,7 +83,7 @@ def peek(ptr):
 
 @gluon.jit
 def acquire(ptr):
-    """The same; what they wrote before they released it is seen from here on."""
+    """The same; what the others wrote before releasing it is visible from here on."""
     address = ptr.to(gl.int64)
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
@@ -97,25 +97,25 @@ def with_a_result(instructions, *numbers):
 
 @gluon.jit
 def issue(token, ASM: gl.constexpr):
-    """Runs instructions that have no result; token is any scalar, here and below."""
+    """Executes instructions that have no result; token is any scalar, here and below."""
     gl.inline_asm_elementwise(ASM, "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def pause(token):
-    """Lets others issue for a while."""
+    """Sleeps briefly, so that other warps can issue."""
     issue(token, with_a_result("nanosleep.u32 100;"))
 
 
 @gluon.jit
 def fence_proxies(token):
-    """Orders stores before it, one's own or acquired, and copies behind it."""
+    """Orders earlier stores, this thread's or acquired ones, before later bulk copies."""
     issue(token, with_a_result("fence.proxy.async;"))
 
 
 @gluon.jit
 def copies_arrived(token, PENDING: gl.constexpr):
-    """Waits until all but the last PENDING copies to global memory are there, and fences the proxies.
+    """Waits until all but the last PENDING copies to global memory have arrived, and fences the proxies.
 
     tma.store_wait waits only until they have left shared memory.
     """
@@ -131,7 +131,7 @@ def pack_asm(dtype):
 def pack_pairs(x, dtype: gl.constexpr):
     """(M, N) float32 rounded to 16 bits, neighbours in one int32: (M, N // 2).
 
-    A tensor of 16 bits that lives across a loop is taken apart and packed anew in each step.
+    A tensor of 16 bits that lives across a loop would be taken apart and packed again in each step.
     """
     low, high = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
     return pack(low, high, dtype)
@@ -152,7 +152,7 @@ def not_negative_asm(dtype):
 
 @gluon.jit
 def not_negative(pairs, dtype: gl.constexpr):
-    """Numbers that pack_pairs rounded, 0 in place of negative ones."""
+    """Packed pairs with 0 in place of negative numbers."""
     ASM: gl.constexpr = not_negative_asm(dtype)
     return gl.inline_asm_elementwise(ASM, "=r,r", [pairs], dtype=gl.int32, is_pure=True, pack=1)
 
@@ -176,8 +176,8 @@ def widen_asm(dtype):
 
 @gluon.jit
 def widen_pairs(x, dtype: gl.constexpr, layout: gl.constexpr):
-    """The (M, N) numbers that pack_pairs rounded, float32 again: until here they took half the room."""
-    # not pure: else it is moved to where they were packed, and they take all of it
+    """The (M, N) numbers that pack_pairs rounded, as float32; until here they take half the registers."""
+    # not pure: otherwise it is moved to where they were packed, and they take all of them
     ASM: gl.constexpr = widen_asm(dtype)
     low, high = gl.inline_asm_elementwise(
         ASM, "=f,=f,r", [x], dtype=(gl.float32, gl.float32), is_pure=False, pack=1
@@ -198,7 +198,7 @@ def named_barrier_arrive(token, ID: gl.constexpr, THREADS: gl.constexpr):
 
 
 def record(cls):
-    """A kernel's value of several fields, made from them in their order."""
+    """Class decorator: a value of several fields within a kernel, constructed from them in order."""
     names = tuple(cls.__annotations__)
     constants = tuple(kind is gl.constexpr for kind in cls.__annotations__.values())
 
@@ -213,7 +213,7 @@ def record(cls):
 
 @record
 class Ring:
-    """Full and empty barriers of STAGES buffers, used in turn: use number i has buffer i % STAGES."""
+    """Full and empty barriers of STAGES buffers, used in turn: use number i takes buffer i % STAGES."""
 
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
@@ -235,7 +235,7 @@ class Ring:
 
     @gluon.jit
     def release(self, i):
-        """Hands the buffer of use i back: every warp of the partition is done with it."""
+        """Hands the buffer of use i back: every warp of the partition has finished with it."""
         thread_barrier()
         mbarrier.arrive(self.empty.index(i % self.STAGES), count=1)
 

@@ -1,4 +1,4 @@
-"""Which rows and keys a tile of queries has: what the forward kernel and dq.py share.
+"""Which rows and keys a tile of queries has; shared by the forward kernel and dq.py.
 
 tiles: forward.Tiles or dq.Tiles. A tile is CONSUMERS * ROWS queries of one head.
 """
@@ -29,7 +29,7 @@ def locate(tiles, i):
         row = line * BLOCK_SIZE
         ranges = begin * PARTS, begin * PARTS, whole_end * PARTS, end * PARTS
     else:
-        # the rows that the last tile has too many stand before row 0, where a causal mask hides most
+        # the surplus rows of the last tile come before row 0, where a causal mask hides most
         missing = tiles.order.n_tiles * tiles.CONSUMERS - gl.cdiv(tiles.mask.seq_q, ROWS)
         row = (tile * tiles.CONSUMERS - missing) * ROWS
         ranges = places(tiles, batch, row, tiles.CONSUMERS * ROWS)
@@ -66,9 +66,9 @@ def words_at(tiles, place, lines, x):
 
 @gluon.jit
 def skip(tiles, n_k, n_v):
-    """Hands back a block of keys and values that these rows do not see, but others of the tile do.
+    """Hands back a block of keys and values that other rows of the tile see, but these do not.
 
-    A warpgroup that skipped without waiting could hand it back before it has come.
+    It waits for the block first: otherwise it could hand it back before it has arrived.
     """
     tiles.k_ring.take(n_k)
     tiles.k_ring.release(n_k)

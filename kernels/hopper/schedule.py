@@ -1,4 +1,4 @@
-"""Which tile a block computes next, and which blocks of keys or queries that tile visits."""
+"""Which tile a thread block computes next, and which blocks of keys or queries that tile visits."""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from kernels.hopper.block_lists import BlockLists
 from kernels.hopper.primitives import opaque, record
 
-# tiles that a block has without asking a counter
+# tiles that a thread block has without asking a counter
 DEALT = gl.constexpr(2)
 
 
@@ -22,9 +22,9 @@ def quotient(n, division):
 class TileOrder:
     """All tiles of all heads, in sections of heads that share L2, see tiles.section_heads and below it.
 
-    In a section the tile index is the slow one: neighbours in time read the same heads. LAST_FIRST runs from
-    the last tiles, the longest under a causal mask, to the first in one section and back in the next, ending
-    with the first: short ones fill the end.
+    Within a section the tile index varies slowest: neighbours in time read the same heads. LAST_FIRST runs
+    from the last tiles, the longest under a causal mask, to the first in one section and back in the next,
+    and ends with the first, so that short tiles come at the end.
     """
 
     n_heads: gl.tensor  # of all batches
@@ -38,12 +38,12 @@ class TileOrder:
 
     @gluon.jit
     def total(self):
-        # opaque: not kept in a register from the kernel's beginning on
+        # opaque: so that it is not kept in a register throughout the kernel
         return opaque(self.n_heads) * self.n_tiles
 
     @gluon.jit
     def find(self, i):
-        """Head over all batches, and tile in it, of the i-th in order."""
+        """Head over all batches, and tile in it, of the i-th tile in order."""
         section = self.section_of(i)
         first_head = section * self.section
         i -= first_head * self.n_tiles
@@ -62,21 +62,21 @@ class TileOrder:
 
     @gluon.jit
     def section_of(self, i):
-        """The section of the i-th in order."""
+        """The section of the i-th tile in order."""
         return quotient(i, self.by_section_tiles)
 
     @gluon.jit
     def turns(self):
-        """How many tiles a block is dealt where all are."""
+        """How many tiles a thread block is dealt if all tiles are dealt."""
         whole = self.total() // gl.num_programs(0)
         return whole + (self.dealt(whole) < self.total()).to(gl.int32)
 
     @gluon.jit
     def dealt(self, turn):
-        """The place in order of the `turn`-th tile that this block is dealt.
+        """The place in order of the `turn`-th tile that this thread block is dealt.
 
-        Turns go from the first block to the last and back: so every block gets as much work as any other,
-        which a stride misses by 15% with few heads.
+        Turns go from the first thread block to the last and back, so that all get the same amount of work; a
+        plain stride misses that by 15% with few heads.
         """
         block = gl.program_id(0)
         n_blocks = gl.num_programs(0)
@@ -86,11 +86,11 @@ class TileOrder:
 
     @gluon.jit
     def next(self, turn, counter_ptr, DEALT: gl.constexpr):
-        """The same where the first DEALT tiles of a block are dealt, and others taken by who asks."""
+        """The same if only a thread block's first DEALT tiles are dealt, and others go to whoever asks."""
         i = self.dealt(turn)
         if turn >= DEALT:
             i = DEALT * gl.num_programs(0)
-            # where all are dealt the counter is no counter
+            # if all are dealt, counter_ptr is no counter
             if i < self.total():
                 i += gl.atomic_add(counter_ptr, 1, sem="relaxed")
         return i
@@ -133,7 +133,7 @@ class Mask:
     @gluon.jit
     def queries_of(self, batch, columns):
         """[first, end) of the queries that see each key."""
-        # opaque: else what is made of them for each tile is made when the kernel begins, and spilled
+        # opaque: otherwise what each tile derives from them is computed when the kernel begins, and spilled
         seq_q, seq_k = opaque(self.seq_q), opaque(self.seq_k)
         columns = gl.minimum(columns, seq_k - 1)
         if self.KIND == "intervals":

@@ -1,4 +1,4 @@
-"""What a warpgroup of the forward kernel does where two blocks share a multiprocessor: one product at a time.
+"""One product at a time: a warpgroup of the forward kernel when two thread blocks share a multiprocessor.
 
 Other warpgroups fill the gaps that steps.py fills with products of its own, and nothing waits from tile to
 tile: that leaves S (64 x 64), P and o in 104 registers. tiles: forward.Tiles.
@@ -52,7 +52,7 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
     """Attention of 64 rows of every tile of this block."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.HEAD_DIM, 16])
-    # a list serves all rows of a tile; of an interval each warpgroup's rows have a part
+    # a list serves all rows of a tile; of an interval each warpgroup's rows see a part
     LISTED: gl.constexpr = tiles.mask.KIND == "blocks"
     n = gl.to_tensor(0)
     turn = 0
@@ -70,10 +70,10 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             own_begin, whole_begin, whole_end, own_end = places(tiles, batch, row, ROWS)
             first, key_end = tiles.mask.keys_of(batch, gl.maximum(row, 0) + lines)
             if tiles.mask.KIND == "intervals":
-                # rows that see nothing may stand behind the last block that the tile visits
+                # rows that see nothing may come after the last block that the tile visits
                 own_begin = gl.minimum(own_begin, end - 1)
                 own_end = gl.minimum(own_end, end)
-            # what the first tile has too many stands before row 0
+            # the surplus rows of the first tile come before row 0
             if row < 0:
                 own_begin = begin
                 own_end = begin

@@ -34,7 +34,8 @@ TURN_BARRIER = gl.constexpr(9)
 def take_turn(token, INDEX: gl.constexpr):
     """Waits until every other warpgroup has issued its products since this one last did.
 
-    At once they would take turns instruction by instruction, be done together, and wait together.
+    Issued at the same time, products would alternate instruction by instruction, end together, and leave all
+    warpgroups waiting together.
     """
     named_barrier_sync(token, TURN_BARRIER + INDEX, 256)
 
@@ -62,10 +63,10 @@ def begin_to_drop(tiles, batch, head, row):
 
 @gluon.constexpr_function
 def reads_early(consumers, mask):
-    """Whether dropout's words of a block are read in front of its softmax, to be of use beside it.
+    """Whether dropout's words of a block are read before its softmax, so that they are ready beside it.
 
-    Three warpgroups lack the registers for them until P of the block before has gone, and two those for both
-    edges of a window too.
+    Three warpgroups lack the registers for them until P of the previous block is gone, and so do two under a
+    window, with its two edges.
     """
     return consumers == 2 and mask != "window"
 
@@ -74,7 +75,7 @@ def reads_early(consumers, mask):
 def words_buffer(tiles, n):
     """Where the words of block n of keys are.
 
-    Read late they have one buffer more than k: it is released before them, and the next k behind them.
+    Read late, they have one buffer more than k, which is released before they are read.
     """
     return n % tiles.dropout.words.shape[0]
 
@@ -90,7 +91,7 @@ def read_words(tiles, n):
 
 @gluon.jit
 def products(tiles, q, p, o, n, n_before, begun, pending, INDEX: gl.constexpr):
-    """Issues S = Q K_n^T and O += P V of the block before, and waits for the first; words are early, or 0.
+    """Issues S = Q K_n^T and O += P V of the previous block, and waits for the first; words are early, or 0.
 
     begun: whether O holds earlier blocks of its tile; pending: whether there is a block before.
     """
@@ -125,7 +126,7 @@ def step(
     """One block of keys after the first, at `place`."""
     LISTED: gl.constexpr = MASKED and tiles.mask.KIND == "blocks"
     if LISTED:
-        # asked for before the products, to arrive beside them
+        # loaded before the products, to arrive while they run
         bits = words_at(tiles, place, first, scores_of_nothing(tiles))
     s, o, words = products(tiles, q, p, o, n, n - 1, begun, True, INDEX)
     if LISTED:
@@ -195,9 +196,9 @@ def store(tiles, out_desc, lse_ptr, o, m_i, l_i, head, row, INDEX: gl.constexpr)
     if LOWERED:
         inverse *= 2.0**LOWERED_BY
     o = o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout)), 1)
-    # opaque: else addresses are made when the kernel begins, and spilled where dropout has the registers
+    # opaque: otherwise addresses are computed when the kernel begins, and spilled under dropout
     buffer = tiles.out.index(opaque(gl.to_tensor(INDEX)) if tiles.dropout.IS_ON else INDEX)
-    # the copy of the tile before must have left the buffer
+    # the previous tile's copy must have left the buffer
     tma.store_wait(0)
     thread_barrier()
     buffer.reshape([ROWS, tiles.HEAD_DIM]).store(o.to(tiles.q.dtype))

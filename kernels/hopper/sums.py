@@ -1,21 +1,21 @@
-"""Whose turn it is at dq's float32 sums: zeroed, added to, rounded, zeroed again, while they lie in L2.
+"""Turns at dq's float32 sums: zeroed, added to, rounded and zeroed again while they stay in L2.
 
 The sums of SLOTS sections of heads exist at a time, section s in slot s % SLOTS. Tiles of keys add to those
 of their section. Once all its tiles have, two warps of every thread block round it, a stretch of queries at a
-time, and leave zeros for the section that has the slot next, if there is one. Tiles of that one wait for it;
-they seldom have to: a section is a tile for each multiprocessor, and the slot was left two sections before.
-The last section is rounded by a kernel of its own (prepare_and_round.py), as fast as memory is. Where turns
-do not pay (tiles.turns_pay) every section has sums of its own, and that kernel rounds them all.
+time, and leave zeros for the section that uses the slot next, if there is one. Tiles of that section wait for
+this, but seldom have to: a section is about one tile per multiprocessor, and the slot was left two sections
+earlier. The last section is rounded by a kernel of its own (prepare_and_round.py), at the speed of memory.
+Where turns do not pay (tiles.turns_pay) every section has sums of its own, and that kernel rounds them all.
 
-Nobody waits for ever. Tiles and stretches are taken from counters by whoever is free, so none belongs to a
-thread block that has not begun to run. Of the tiles that are not counted yet the first is in work, and all
-that it may wait for, its slot, comes from tiles before it, and from two warps that, once they have taken a
-stretch, wait for nobody. A tile that is done but not counted is counted before its thread block waits
+Nobody waits forever. Tiles and stretches are taken from counters by whoever is free, so none belongs to a
+thread block that has not begun to run. The first tile that is not counted yet is being worked on. All that it
+may wait for is its slot, which depends on earlier tiles, and on two warps that wait for nobody once they have
+taken a stretch. A tile that is finished but not counted is counted before its thread block waits
 (`Sums.open`).
 
-One handover: copies add; their thread waits until they have arrived, fences the proxies and, behind a
-barrier, releases a count. Others acquire it, fence the proxies, and copy. So it goes from adding to rounding,
-and from zeros to adding.
+A handover: copies add; their thread waits until they have arrived, fences the proxies and, after a barrier,
+releases a count. Others acquire the count, fence the proxies, and copy. This is how sums pass from adding to
+rounding, and from zeroing to adding.
 """
 
 import triton.experimental.gluon.language as gl
@@ -37,9 +37,9 @@ from kernels.hopper.primitives import (
 
 # sections whose sums exist at a time: most thread blocks add to one, the last to another, one is rounded
 SLOTS = gl.constexpr(3)
-# int32 of each section
+# int32 counts of each section
 COUNTS = gl.constexpr(4)
-# of all sections, kept with the first: tiles taken
+# tiles taken, of all sections together; kept with the first
 TAKEN = gl.constexpr(0)
 # tiles that have been added
 ADDED = gl.constexpr(1)
@@ -52,13 +52,13 @@ HEAD_DIM = gl.constexpr(64)
 STRETCH = gl.constexpr(128)
 PART = gl.constexpr(16)
 STAGES = gl.constexpr(3)
-# warps of a thread block that round
+# warps per thread block that round
 WARPS = gl.constexpr(2)
 
 
 @gluon.jit
 def wait_for(count, n):
-    """Returns when a count has come to n; what was written before that is seen then."""
+    """Returns when a count has reached n; what was written before that is then visible."""
     seen = peek(count)
     while seen < n:
         pause(seen)
@@ -83,7 +83,7 @@ class Sums:
 
     @gluon.jit
     def count(self, section, WHICH: gl.constexpr):
-        """Where one of a section's counts is."""
+        """The address of one of a section's counts."""
         return self.counts_ptr + section * COUNTS + WHICH
 
     @gluon.jit
@@ -98,7 +98,7 @@ class Sums:
 
     @gluon.jit
     def dq_of(self, section, stretch):
-        """Where dq of a stretch of the section begins, and how many rows its head has from there."""
+        """Where dq of a stretch of the section begins, and how many rows its head has from there on."""
         head = stretch // (self.work.padded // STRETCH)
         row = stretch * STRETCH - head * self.work.padded
         head += section * self.heads()
@@ -110,7 +110,7 @@ class Sums:
 
     @gluon.jit
     def is_open(self, section):
-        """Whether tiles of a section may add: what had its slot before is rounded and zeroed."""
+        """Whether tiles of a section may add: the slot's previous section is rounded and zeroed."""
         is_open = (section < SLOTS) | (self.n_rounded == 0)
         # a constant and a condition of the GPU do not mix
         if self.SUMS_DQ:  # noqa: SIM102
@@ -129,13 +129,13 @@ class Sums:
 
     @gluon.jit
     def behind(self, section):
-        """What to subtract of a row's number among those of all heads, to have it among the sums."""
+        """What to subtract from a row's number among all heads to get its number among the sums."""
         before = section - section % SLOTS
         return gl.where(self.n_rounded == 0, 0, before) * self.heads() * self.work.padded
 
     @gluon.jit
     def count_tile(self, section, PENDING: gl.constexpr):
-        """Counts a tile of the section, which no copy of the last PENDING belongs to."""
+        """Counts a tile of the section to which none of the last PENDING copies belongs."""
         copies_arrived(section, PENDING)
         thread_barrier()
         gl.atomic_add(self.count(section, ADDED), 1, sem="release")
@@ -186,7 +186,7 @@ def round_sums(sums, parts, part_desc):
     for section in range(sums.n_rounded):
         wait_for(sums.count(section, ADDED), order.section * order.n_tiles)
         fence_proxies(section)
-        # the last section, which is not of theirs, has a slot too
+        # the last section, which they do not round, has a slot too
         zeroes = section + SLOTS <= sums.n_rounded
         stretch = gl.atomic_add(sums.count(section, BEGUN), 1, sem="relaxed")
         while stretch < sums.stretches():
@@ -220,7 +220,7 @@ def round_sums(sums, parts, part_desc):
 @gluon.jit
 def round_eight(part, dq_ptr, stride_t, n_rows, scale):
     """Rounds the sums of eight queries, of which n_rows exist."""
-    # one, half, and an eighth of a fragment; so what a thread loads is 16 bytes, and what it stores 4
+    # one, half, and an eighth of a fragment, so that a thread loads 16 bytes at a time and stores 4
     LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 16]], [[0, 4], [0, 8], [0, 32], [1, 0], [2, 0]], [[4, 0]], [], [8, HEAD_DIM]
     )

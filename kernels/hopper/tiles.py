@@ -10,11 +10,11 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from kernels.launches import Descriptor
 from kernels.layouts import bulk_strides
 
-# of which numbers that follow are kept, because making them takes Python longer than a launch
+# how many results below are cached, because computing them takes Python longer than a launch
 MOST_SHAPES = 1024
-# what is read again and again of one section of heads may take of the 50 MB of L2
+# how much of the 50 MB of L2 may be taken by what one section of heads reads again and again
 SECTION_BYTES = 32 * 2**20
-# of shared memory; made once, because making one takes Python longer than the rest of a descriptor
+# layouts of shared memory; cached, because creating one takes Python longer than the rest of a descriptor
 HEAD_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 FLOAT32_LAYOUTS = {
     rank: NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank) for rank in (1, 2)
@@ -24,7 +24,7 @@ FLOAT32_LAYOUTS = {
 class ForwardTile(NamedTuple):
     """consumers: warpgroups of 64 query rows; stages: buffers in the rings of Q, and of K and V.
 
-    blocks: on one multiprocessor at a time. dealt: tiles that a block has before it asks a counter for more.
+    blocks: thread blocks per multiprocessor. dealt: tiles that one has before it asks a counter for more.
     """
 
     consumers: int
@@ -37,19 +37,19 @@ class ForwardTile(NamedTuple):
     dealt: int = 2
 
 
-# of dealt: no counter is asked
+# value of dealt: no counter is asked
 EVERY = 2**31 - 1
 
-# another block fills the gaps of two warpgroups, and small blocks of keys leave little to a mask's edges
+# a second thread block fills the gaps of two warpgroups, and small blocks of keys waste little at mask edges
 SHORT = ForwardTile(2, 64, 2, 4, 104, 24, blocks=2)
-# measured: up to how many keys a query, on average, SHORT is the faster one
+# measured: up to how many keys per query, on average, SHORT is faster
 SHORT_ROWS = {"full": 400, "causal": 520, "window": 1024}
 
 
 def forward_tile(width: int, mask: str, keys_per_query: float) -> ForwardTile:
     if width == 128:
         return ForwardTile(2, 128, 2, 2, 240, 24)
-    # a list serves 128 queries, so two warpgroups; how long documents are nobody knows here
+    # a list serves 128 queries, so two warpgroups; the lengths of documents are not known here
     if mask in ("blocks", "intervals"):
         return SHORT
     if keys_per_query <= SHORT_ROWS[mask]:
@@ -98,8 +98,8 @@ ROWS_WITHOUT_SUMS = {
 def sum_pays(width: int, mask: str, keys_per_query: float, bandwidth: float) -> bool:
     """Whether dq is summed in float32 beside dk and dv, or made by dq.py; bandwidth: of memory, GB/s.
 
-    The sum costs 16 D bytes a query, to zero, add to and round, however few keys it sees; dq.py two products
-    more for each block. Where the two are even: see docs/hopper.md.
+    The sum moves 16 D bytes per query, to zero, add to and round, however few keys it sees; dq.py takes two
+    more products for each block. For where the two are even see docs/hopper.md.
     """
     return keys_per_query * bandwidth > ROWS_WITHOUT_SUMS[width][mask] * H200_BANDWIDTH
 
@@ -116,7 +116,7 @@ class DqTile(NamedTuple):
 
 
 def dq_tile(width: int, mask: str, dropout: bool = False) -> DqTile:
-    # what dropout draws takes the registers of 64 keys
+    # dropout's draws take the registers of 64 keys
     if width == 128 and dropout:
         return DqTile(2, 64, 1, 4, 240, 24)
     # blocks of 64 keys leave registers for a third warpgroup with heads of 64
@@ -131,12 +131,12 @@ def float32_descriptor(x: Tensor, block: tuple[int, ...]) -> Descriptor:
 
 
 def cdiv(n: int, size: int) -> int:
-    """n / size, rounded up; Triton's own takes Python ten times as long."""
+    """n / size, rounded up; Triton's own function takes ten times as long."""
     return -(-n // size)
 
 
 def tile_width(head_dim: int) -> int:
-    """Channels of a head in shared memory: copies fill what its own leave with zeros, or leave it out."""
+    """Channels of a head in shared memory: copies pad narrower heads with zeros and leave these out again."""
     return 64 if head_dim <= 64 else 128
 
 
@@ -159,9 +159,9 @@ def order_arguments(n_heads: int, n_tiles: int, section: int) -> tuple[int, int,
 
 
 def key_section_bytes(mask: str) -> int:
-    """What keys and values of one section take at most, measured.
+    """How many bytes the keys and values of one section may take, as measured.
 
-    The fewer heads, the more blocks read one of them at a time. Under a full mask they read it in step.
+    The fewer heads, the more thread blocks read the same one at a time; under a full mask they do so in step.
     """
     return SECTION_BYTES // {"full": 4, "causal": 2}.get(mask, 1)
 
@@ -188,9 +188,9 @@ def backward_section_heads(seq_q: int, width: int, group: int, n_kv_heads: int) 
 
 
 def turns_pay(n_tiles: int, n_sm: int, keys_per_query: float) -> bool:
-    """Whether sums of dq take turns, see sums.py, or are all there at once; n_tiles: of all heads of q.
+    """Whether sums of dq take turns, see sums.py, or all exist at once; n_tiles: of all heads of q.
 
-    Measured: few tiles end while some wait for others' sums, and short ones leave no time to round.
+    Measured: few tiles end while some still wait for others' sums, and short ones leave no time to round.
     """
     return n_tiles >= 8 * n_sm and keys_per_query >= 384
 
@@ -199,19 +199,19 @@ def turns_pay(n_tiles: int, n_sm: int, keys_per_query: float) -> bool:
 def turn_heads(n_tiles: int, n_kv_heads: int, n_sm: int) -> int:
     """Heads of k and v of a section whose sums take turns, see sums.py; n_tiles: of one head.
 
-    Measured, without groups: a tile for about each multiprocessor. With fewer, tiles wait for others' sums to
-    be rounded (0.8 of the speed with half as many); with more, less stays in L2.
+    Measured, without grouped heads: about one tile per multiprocessor. With fewer, tiles wait for others'
+    sums to be rounded (0.8 of the speed with half as many); with more, less stays in L2.
     """
     return min(math.ceil(15 / 16 * n_sm / n_tiles), n_kv_heads)
 
 
 @lru_cache(MOST_SHAPES)
 def division(divisor: int) -> int:
-    """What `quotient` takes instead of a divisor: a multiplier in 32 bits, a shift above them.
+    """What `quotient` takes instead of a divisor: a multiplier in the low 32 bits, a shift above them.
 
     Exact for 0 <= n < 2**30. Source: Granlund and Montgomery, Division by invariant integers, 1994.
     """
     shift = (divisor - 1).bit_length()
     multiplier = 2**32 * (2**shift - divisor) // divisor + 1
-    # the highest bit makes every one an int64, so that no divisor compiles a kernel of its own
+    # the highest bit makes every result an int64, so that no divisor compiles a kernel of its own
     return 1 << 62 | shift << 32 | multiplier

@@ -6,7 +6,7 @@
 Three kernels: `preprocess_kernel` computes delta and lse in base 2 for every query, `dkdv_kernel` and
 `dq_kernel` the rest. Scores are computed in both of these: two more matrix products than one fused kernel, in
 exchange for no float32 dq in memory and no order of additions that depends on timing. dk and dv are computed
-for each head of q, and added up behind the kernel where heads share keys.
+for each head of q, and added up after the kernel where heads share keys.
 
 Source: Dao, FlashAttention-2, arXiv:2307.08691, algorithm 2; the gradient of lse enters through delta.
 """
@@ -60,7 +60,7 @@ def preprocess_kernel(
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + offsets, mask=rows < seq_q, other=0.0)
     lse = tl.load(lse_ptr + offsets, mask=rows < seq_q, other=float("-inf"))
-    # a row that sees nothing, or is not there: 2^(s - inf) is 0, and so are all its gradients
+    # a row that sees nothing, or does not exist: 2^(s - inf) is 0, and so are all its gradients
     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
     offsets = head_of_batch * seq_padded + rows
     tl.store(delta_ptr + offsets, delta)
@@ -132,7 +132,7 @@ def attention_backward(
 
     keys_first = dkdv_tile.keys_first and problem.dropout_p == 0.0
     lists = problem.transposed_column_lists if keys_first else problem.column_lists
-    # of each head of q: in a loop over the heads that share a key, registers would be too few
+    # for each head of q: a loop over the heads that share a key would run out of registers
     parts = (dk, dv)
     if group_size > 1:
         parts = torch.empty(2, batch, seq_k, n_head, head_dim, dtype=k.dtype, device=k.device).unbind()

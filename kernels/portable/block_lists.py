@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kernels.portable.masks import block_at, n_blocks, split_blocks
 
-# entries that are looked at together
+# list entries that are examined together
 CHUNK = tl.constexpr(64)
 
 
@@ -72,8 +72,8 @@ def listed_span(listed, entries_ptr, start, full_start, full_end, end, MASK: tl.
     if MASK == "full":
         span = (first, first, partial, partial, partial, last)
     else:
-        # how many full and partial blocks lie before each bound, six counts in the bytes of one sum: each
-        # sum makes the threads wait for each other
+        # how many full and partial blocks come before each bound: six counts in the bytes of one sum, since
+        # every sum makes the threads wait for each other
         full_0, full_1, full_2, full_3, partial_0, partial_3 = 0, 0, 0, 0, 0, 0
         for position in tl.range(first, last, CHUNK, num_stages=1):
             positions = position + tl.arange(0, CHUNK)
@@ -143,8 +143,8 @@ def visible_bits(
     rows = first_row % BLOCK_SIZE + tl.arange(0, BLOCK_M)
     words_ptr = bits_ptr + tl.cast(tile, tl.int64) * (BLOCK_SIZE * BLOCK_SIZE // 32)
     words_ptr += rows * (BLOCK_SIZE // 32) + first_column % BLOCK_SIZE // 32
-    # column = 32 * dim 1 + 8 * dim 2 + 2 * dim 3 + dim 4. A thread holds one index of dim 3 alone: it shifts
-    # a word by that, and takes bits at constant places
+    # column = 32 * dim 1 + 8 * dim 2 + 2 * dim 3 + dim 4. A thread holds a single index of dim 3: it shifts a
+    # word by that, and takes bits at constant positions
     word = tl.reshape(tl.arange(0, N_WORDS), (1, N_WORDS, 1, 1, 1))
     own = tl.reshape(2 * tl.arange(0, 4), (1, 1, 1, 4, 1))
     if BLOCK_N < 32:

@@ -1,14 +1,14 @@
-"""Attention of a few new queries to a long cache of keys: the keys of a query shared out over the GPU.
+"""Attention of a few new queries to a long cache of keys: the keys of each query are split over the GPU.
 
-One query has no rows to share out, so its keys are: program (b, kv head, split) takes the queries of all
-heads that share the kv head, and every tile of keys of its split, by the recurrence of forward.py. A second
-kernel merges the splits by their lse:
+A few queries are too few rows to fill the GPU, so their keys are split: program (b, kv head, split) takes
+the queries of all heads that share the kv head, and walks the keys of its split by the recurrence of
+forward.py. A second kernel merges the splits by their lse:
 
     lse = log sum_s e^lse_s        out = sum_s e^(lse_s - lse) out_s
 
-How many keys a sequence has is read from the GPU's memory, and so is which blocks a pattern keeps: the launch
-is the same for every token, and a CUDA graph of it can be replayed. A token is a hundred small kernels: each
-of these may be launched before the one in front has ended (programmatic dependent launch), and waits then.
+The number of keys of a sequence, and the blocks that a pattern keeps, are read from GPU memory: so the launch
+is the same for every token, and its CUDA graph can be replayed. A token takes a hundred small kernels: each
+may be launched before the previous one has ended (programmatic dependent launch), and then waits.
 
 Source: Dao et al., Flash-Decoding for long-context inference, 2023 (crfm.stanford.edu/2023/10/12).
 """
@@ -25,27 +25,27 @@ from kernels.problem import dot_precision
 from kernels.tiles import Tile, choose_tile, padded_head_dim
 
 LN2 = tl.constexpr(0.6931471805599453)
-# programs on each multiprocessor: enough loads are under way to fill its share of the bandwidth
+# programs per multiprocessor: enough loads in flight to fill its share of the bandwidth
 PROGRAMS_PER_MULTIPROCESSOR = 4
 MAX_SPLITS = 128
-# queries times heads that share a kv head: beyond, the work is flash_attention's
+# queries times heads that share a kv head: more rows than this are flash_attention's work
 MAX_ROWS = 128
-# of a matrix unit
+# rows of a matrix unit's product
 MIN_ROWS = 16
-# of a program that merges: few, so that more programs share one short kernel
+# channels of a program that merges: few, so that more programs share one short kernel
 MERGED_CHANNELS = 16
 
 
 @triton.jit
 def wait_and_let_the_next_start():
-    """Waits for what the kernel before has written; the one behind may be launched from here on."""
+    """Waits for what the previous kernel has written; from here on the next one may be launched."""
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def load_turned(row_ptrs, channels, mask, cos, sin, TURNS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Rows in their dtype, channels i and i + D / 2 turned as a pair; sin has the sign of its channel."""
+    """Rows in their dtype, channels i and i + D / 2 rotated as a pair; sin has the sign of its channel."""
     x = tl.load(row_ptrs + channels, mask=mask, other=0.0)
     if TURNS:
         other_of_pair = (channels + HEAD_DIM // 2) % HEAD_DIM
@@ -69,9 +69,9 @@ def decode_kernel(
 ):  # fmt: skip
     """Row r of the tile is query r // GROUP of head kv_head * GROUP + r % GROUP.
 
-    With APPENDS the newest key and value are not in the cache yet: the first split stores them, the split
-    that meets their place leaves it out of its loop and adds them at the end. With TURNS every program turns
-    the query and the newest key by itself: a kernel for these few numbers would take longer.
+    With APPENDS the newest key and value are not in the cache yet: the first split stores them, and the split
+    that their place belongs to leaves it out of its loop and adds them at the end. With TURNS every program
+    rotates the query and the newest key itself: a kernel for these few numbers would take longer.
     """
     split, n_splits = tl.program_id(0), tl.num_programs(0)
     batch = (tl.program_id(1) // n_kv_head).to(tl.int64)
@@ -90,7 +90,7 @@ def decode_kernel(
     is_channel = (offs_d < HEAD_DIM)[None, :]
     head = kv_head * GROUP + rows % GROUP
     q_ptrs = q_ptr + batch * stride_qb + (rows // GROUP).to(tl.int64) * stride_qt + head * stride_qh
-    # of no use without TURNS
+    # not used without TURNS
     cos, sin = offs_d, offs_d
     if TURNS:
         pair = batch * (HEAD_DIM // 2) + offs_d % (HEAD_DIM // 2)
@@ -193,7 +193,7 @@ def merge_kernel(
     splits, offs_d = tl.arange(0, BLOCK_S), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     rows = (kv_head_of_batch * n_splits + splits) * (N_QUERY * GROUP) + row
     lse = tl.load(lse_ptr + rows, mask=splits < n_splits, other=float("-inf"))
-    # asked for beside lse, not behind it
+    # loaded together with lse, not after it
     inside = (splits < n_splits)[:, None] & (offs_d < HEAD_DIM)[None, :]
     parts = tl.load(parts_ptr + rows[:, None] * HEAD_DIM + offs_d[None, :], mask=inside, other=0.0)
     largest = tl.max(lse, 0)
@@ -225,7 +225,7 @@ def launch_decode(
     tile = with_rows(choose_tile("decode", head_dim, q.dtype, q.device, block_size=block_size), n_rows)
     if n_splits is None:
         n_splits = choose_splits(batch * n_kv_head, triton.cdiv(capacity, tile.block_n), q.device)
-    # one behind the other, as the kernel reads them
+    # contiguous, as the kernel reads them
     lengths = lengths.contiguous()
     parts = torch.empty(batch * n_kv_head, n_splits, n_rows, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(batch * n_kv_head, n_splits, n_rows, dtype=torch.float32, device=q.device)
@@ -252,14 +252,14 @@ def launch_decode(
 
 @cache
 def can_overlap(device: torch.device) -> bool:
-    """Whether a kernel may be launched before the one in front of it has ended: NVIDIA's since Hopper."""
+    """Whether a kernel may be launched before the previous one has ended: on NVIDIA's GPUs since Hopper."""
     if device.type != "cuda" or torch.version.hip:
         return False
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def choose_splits(n_heads: int, n_tiles: int, device: torch.device) -> int:
-    """Programs for each of n_heads, batches counted in, so that they fill the GPU together."""
+    """The number of splits for each of n_heads (over all batches), so that together they fill the GPU."""
     wanted = PROGRAMS_PER_MULTIPROCESSOR
     if device.type == "cuda":
         wanted *= torch.cuda.get_device_properties(device).multi_processor_count
@@ -267,7 +267,7 @@ def choose_splits(n_heads: int, n_tiles: int, device: torch.device) -> int:
 
 
 def with_rows(tile: Tile, n_rows: int) -> Tile:
-    """The tile for so many rows; more of them than a matrix unit's need more registers than a warp has."""
+    """The tile for this many rows; more than one matrix unit's rows need more registers than a warp has."""
     block_m = max(MIN_ROWS, triton.next_power_of_2(n_rows))
     least = 1 if block_m == MIN_ROWS else 8 if block_m == MAX_ROWS else 4
     return tile._replace(block_m=block_m, num_warps=max(tile.num_warps, least))

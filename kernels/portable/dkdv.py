@@ -1,8 +1,8 @@
 """dk and dv: one program owns BLOCK_N keys and walks the queries of one head that see them.
 
-With KEYS_FIRST tiles are keys by queries, and p and ds are left operands in the registers where products
-leave them. Else they are queries by keys, as in the other kernels, and p and ds pass through shared memory:
-so it is under dropout, because that is how the bits of a mask lie.
+With KEYS_FIRST tiles are keys by queries, and p and ds are left operands in the very registers in which
+products leave them. Otherwise tiles are queries by keys, as in the other kernels, and p and ds pass through
+shared memory. Dropout needs this form, because the bits of its mask are laid out that way.
 """
 
 import triton
@@ -24,13 +24,13 @@ from kernels.portable.tile_io import anew, load_tile, store_tile
 
 @triton.jit
 def of_queries(x, KEYS_FIRST: tl.constexpr):
-    """x, one number a query, along the queries of a tile."""
+    """x, one number per query, broadcast along the queries of a tile."""
     return x[None, :] if KEYS_FIRST else x[:, None]
 
 
 @triton.jit
 def add_product(total, tile, x, KEYS_FIRST: tl.constexpr, PRECISION: tl.constexpr):
-    """total + what the tile's queries add to its keys of x, one row a query."""
+    """total + what the tile's queries add to its keys; x has one row per query."""
     return tl.dot(tile if KEYS_FIRST else tl.trans(tile), x, total, input_precision=PRECISION)
 
 
@@ -50,7 +50,7 @@ def add_queries(
     # the same sums, in the order that for each mask compiles without spills and is fastest:
     # docs/kernels_experiments.md
     HAS_ENDS: tl.constexpr = BLOCK_SIZE == 0 and BLOCK_D <= 64 and (MASK == "window" or MASK == "intervals")
-    # dropout's words beside two wide sums: what can be computed in each turn is not kept
+    # dropout's words lie beside two wide sums: what each iteration can compute is not kept in registers
     TIGHT: tl.constexpr = DROPOUT and BLOCK_D == 128
     DELTA_LATE: tl.constexpr = TIGHT or BLOCK_D > 128
     DOUT_FIRST: tl.constexpr = KEYS_FIRST and (BLOCK_SIZE != 0 or HAS_ENDS)
@@ -70,7 +70,7 @@ def add_queries(
             )  # fmt: skip
         lse = tl.load(lse_ptr + (row_of_head + rows))
         if not DELTA_LATE:
-            # before the scores: a product begins from it, and such a load is not issued a step ahead
+            # loaded before the scores: dP begins from it, and such a load is not issued a step ahead
             delta = tl.load(delta_ptr + (row_of_head + rows))
         if KEYS_FIRST:
             scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
@@ -78,7 +78,7 @@ def add_queries(
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
         p = tl.exp2(scores * scale_log2 - of_queries(lse, KEYS_FIRST))
         if CUT:
-            # what each of the tile's rows sees of its columns: a thread holds few rows
+            # bounds for each of the tile's rows, of which a thread holds few
             if KEYS_FIRST:
                 if BLOCK_D > 64:
                     # again, as registers are too few to keep them; where they are not, this is slower
@@ -97,7 +97,7 @@ def add_queries(
                 else:
                     visible &= visible_bits(bits_ptr, bits, m, column, BLOCK_SIZE, BLOCK_M, BLOCK_N)
             if IS_SHORT:
-                # in fewer registers, but slower in a pipeline
+                # this needs fewer registers, but is slower in a pipeline
                 scores = tl.where(visible, scores, float("-inf"))
                 p = tl.exp2(scores * scale_log2 - of_queries(lse, KEYS_FIRST))
             else:
@@ -115,7 +115,7 @@ def add_queries(
                 anew(seed, m), limit, anew(batch, m), anew(head, m), m, anew(first_column, m),
                 BLOCK_M, BLOCK_N,
             )  # fmt: skip
-            # the sign of a probability says from here on whether it is kept
+            # from here on the sign of a probability says whether it is kept
             p = tl.where(keep, p, -p)
             kept = tl.maximum(p, 0.0, propagate_nan=tl.PropagateNan.ALL)
         if DV_FIRST:
@@ -129,7 +129,7 @@ def add_queries(
             p = tl.abs(p)
         elif DROPOUT:
             dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
-            # beside sums of wide heads no column's part of the words is kept
+            # beside the sums of wide heads no column's part of the words is kept
             column = anew(first_column, m) if BLOCK_D > 128 else first_column
             keep = keep_tile(seed, limit, batch, head, m, column, BLOCK_M, BLOCK_N)
             kept = tl.where(keep, p, 0.0)
@@ -169,7 +169,7 @@ def dkdv_kernel(
         dout_source += batch * stride_dob + head * stride_doh
         k_source += batch * stride_kb + kv_head * stride_kh
         v_source += batch * stride_vb + kv_head * stride_vh
-    # the first keys of a causal mask are seen by the most queries: longest first
+    # longest first: under a causal mask the first keys are seen by the most queries
     first_column = program * BLOCK_N
     if BLOCK_SIZE != 0:
         spans_ptr += batch * stride_sb + head * stride_sh
@@ -200,7 +200,7 @@ def dkdv_kernel(
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     row_of_head = head_of_batch.to(tl.int64) * seq_padded
     if DROPOUT and BLOCK_D > 64:
-        # one number of 32 bits through the loop, not two pointers: backward.py refuses more
+        # one 32-bit number through the loop, not two pointers; backward.py refuses rows beyond 32 bits
         row_of_head = row_of_head.to(tl.int32)
     else:
         lse_ptr, delta_ptr, row_of_head = lse_ptr + row_of_head, delta_ptr + row_of_head, 0

@@ -52,7 +52,7 @@ def add_keys(
             if BLOCK_D > 64 or BLOCK_SIZE != 0:
                 dp = tl.where(keep, dp * keep_scale, 0.0) - delta[:, None]
             else:
-                # an instruction less, and faster only where the products are small
+                # one instruction less, and faster only where the products are small
                 dp = tl.where(keep, dp * keep_scale - delta[:, None], -delta[:, None])
         else:
             begin = tl.broadcast_to(-delta[:, None], [BLOCK_M, BLOCK_N])
@@ -106,7 +106,7 @@ def dq_kernel(
     row_of_head = head_of_batch.to(tl.int64) * seq_padded
     lse = tl.load(lse_ptr + row_of_head + rows)
     delta = tl.load(delta_ptr + row_of_head + rows)
-    # behind these loads: they are waited for, and those come meanwhile
+    # after these loads: they are waited for, and meanwhile those arrive
     q = load_tile(
         q_source, batch, head, first_row, seq_q, stride_qt, stride_qd, TMA, HEAD_DIM, BLOCK_M, BLOCK_D, True
     )

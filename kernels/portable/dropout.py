@@ -14,7 +14,7 @@ SPREAD_PAIR = tl.constexpr(dropout.SPREAD_PAIR)
 
 @triton.jit
 def spread(seed, row, head, batch, FACTORS: tl.constexpr):
-    """A word, uint32, of all that a row's word depends on; seed: int64, the others broadcast."""
+    """Hashes all that a row's word depends on into one uint32; seed: int64, the others broadcast."""
     whole = seed.to(tl.uint64, bitcast=True)
     low, high = whole.to(tl.uint32), (whole >> 32).to(tl.uint32)
     of_tile = tl.cast(head, tl.uint32) * FACTORS[1] + tl.cast(batch, tl.uint32) * FACTORS[2]
@@ -47,8 +47,8 @@ def one_round(x, y):
 
 @triton.jit
 def multiply(x, factor):
-    """High and low word of the product of words."""
-    # whole, not by halves: one instruction
+    """High and low word of the product of two words."""
+    # as one 64-bit product: a single instruction
     product = x.to(tl.uint64) * factor
     return (product >> 32).to(tl.uint32), product.to(tl.uint32)
 
@@ -57,7 +57,7 @@ def multiply(x, factor):
 def keep_tile(
     seed, limit, batch, head, first_row, first_column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """True where a probability is kept. limit: float32, of the numbers that halves of words are."""
+    """True where a probability is kept. limit: float32, compared with halves of words read as bfloat16."""
     rows = (first_row // 2 + tl.arange(0, BLOCK_M // 2)[:, None]).to(tl.uint32)
     pairs = (first_column // 4 + tl.arange(0, BLOCK_N // 4)[None, :]).to(tl.uint32)
     high, low = multiply(row_word(seed, rows, head, batch), pair_word(pairs))

@@ -10,9 +10,9 @@ the reference m of the exponent, the sum l of the probabilities and the unnormal
 
 `shift` differs from row to row. In exact arithmetic it cancels. In 16 bits it keeps the largest probabilities
 from being exactly 1: when several keys tie for the maximum, p v is a plain sum of rounded values, whose own
-rounding is biased the same way in every such row (Qiu and Yao, arXiv:2510.04212, who shift the maximum of the
-tied rows alone). Here p at the maximum is a little more or less than 3/4, and p v takes it as 3/4. Where one
-key outweighs all others, that error would be the row's; the division by l takes it back.
+rounding is biased the same way in every such row (Qiu and Yao, arXiv:2510.04212, who shift the maximum of
+tied rows alone). Here p at the maximum is a little more or less than 3/4, and p v uses 3/4. Where one key
+outweighs all others, that error would be an error of the whole row; the division by l corrects it.
 
 Source: Dao, FlashAttention-2, arXiv:2307.08691, algorithm 1.
 """
@@ -76,7 +76,7 @@ def attend_blocks(
     TMA: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Takes in the keys of the span; CUT: those of blocks that a mask or the last key cuts."""
+    """Attends to the keys of the span; CUT: those of blocks that a mask or the last key cuts."""
     for i in tl.range(0, n_tiles(span, CUT, BLOCK_SIZE, BLOCK_N)):
         n, bits = tile_at(i, span, entries_ptr, CUT, BLOCK_SIZE, BLOCK_N)
         k = load_tile(
@@ -144,7 +144,7 @@ def forward_kernel(
     first_a, end_a = keys_of_queries(first_row, seq_q, seq_k, window, bounds_ptr, MASK)
     first_b, end_b = keys_of_queries(first_row + BLOCK_M - 1, seq_q, seq_k, window, bounds_ptr, MASK)
     listed = load_list(spans_ptr, first_row, BLOCK_SIZE)
-    # behind these loads: it is waited for, and they come meanwhile
+    # after these loads: it is waited for, and meanwhile they arrive
     q = load_tile(
         q_source, batch, head, first_row, seq_q, stride_qt, stride_qd, TMA, HEAD_DIM, BLOCK_M, BLOCK_D, True
     )
@@ -174,7 +174,7 @@ def forward_kernel(
     l_safe = tl.where(sees_nothing, 1.0, l_i)
     total = l_safe
     if q.dtype != tl.float32:
-        # less than two peaks: one key outweighs all others
+        # a sum below two peaks: one key outweighs all others
         peak = peak_of(rows, q.dtype)
         total = tl.where(l_safe < 1.9 * peak, l_safe - (peak - PEAK), l_safe)
     acc = acc * (keep_scale / total)[:, None]

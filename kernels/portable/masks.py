@@ -11,7 +11,8 @@ No bound ever decreases from one line to the next, so the first and the last lin
 import triton
 import triton.language as tl
 
-# what another length or mask changes: a kernel would be compiled for each that 16 divides, and for each other
+# arguments that change with length or mask: Triton would compile a kernel for multiples of 16 and another one
+# for all other values
 NOT_SPECIALIZED = ["stride_sb", "stride_sh", "seq_q", "seq_k", "seq_padded", "window", "limit"]
 
 
@@ -19,7 +20,7 @@ NOT_SPECIALIZED = ["stride_sb", "stride_sh", "seq_q", "seq_k", "seq_padded", "wi
 def line_numbers(first, LINES: tl.constexpr):
     """first + tl.arange(0, LINES), for the columns of a product: constants added to one number of a thread.
 
-    What tl.arange gives, a compiler makes before a loop and holds in a register each.
+    The compiler would compute the numbers of tl.arange before a loop, and hold each in a register.
     """
     own = first + 2 * tl.arange(0, 4)[None, :, None]
     constant = 8 * tl.arange(0, LINES // 8)[:, None, None] + tl.arange(0, 2)[None, None, :]

@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.launches import enter_context
 from kernels.layouts import bulk_strides
 
-# of a tile: rows, and channels of one
+# shape of a tile: rows, and channels of each
 MAX_EXTENT = 256
 
 
@@ -54,10 +54,10 @@ def load_tile(
 
 @triton.jit
 def in_registers(tile, first_row, n_rows, ROWS: tl.constexpr):
-    """A loaded tile with the zeros behind the last row put there once more.
+    """A loaded tile, with the zeros after the last row written once more, so that it is a computed value.
 
-    What a load gives, Triton leaves in shared memory; of what was computed, a product takes its left operand
-    from registers, and reads half as much of shared memory.
+    Triton leaves a loaded tile in shared memory. A computed left operand a product takes from registers, and
+    then it reads half as much of shared memory.
     """
     rows = first_row + tl.arange(0, ROWS)
     return tl.where(rows[:, None] < n_rows, tile, 0.0)
@@ -65,10 +65,10 @@ def in_registers(tile, first_row, n_rows, ROWS: tl.constexpr):
 
 @triton.jit
 def anew(x, line):
-    """x, by a sum of which the compiler does not know that it is x.
+    """x, as a sum that the compiler cannot recognize as x.
 
-    line: not negative, another one in each turn of a loop. What follows from x is computed in each turn then,
-    not once and held in registers that the loop lacks.
+    line: not negative, and different in each iteration of a loop. What depends on x is then computed in each
+    iteration, and not once to be held in registers that the loop lacks.
     """
     return x + (line >> 31)
 
@@ -92,7 +92,7 @@ def store_tile(
 
 
 def in_reach(x: Tensor) -> Tensor:
-    """x (B, T, H, D), or a copy if it lies so far apart that offsets within a tile would pass 2**31."""
+    """x (B, T, H, D), or a copy if its strides are so large that offsets within a tile would pass 2**31."""
     return x if max(x.stride(1), x.stride(3)) < 2**31 // MAX_EXTENT else x.contiguous()
 
 

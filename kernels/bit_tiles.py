@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 WORD_BITS = 32
-# of a table: everything is visible
+# index in a table of the tile in which everything is visible
 FULL = 0
-# that `distinct` multiplies
+# rows that `distinct` multiplies at a time
 ROWS_AT_ONCE = 4096
 
 
 def full_tile(block_size: int, device) -> Tensor:
-    """A table of the full tile alone."""
+    """A table that holds only the full tile."""
     return torch.full((1, block_size, block_size // WORD_BITS), -1, dtype=torch.int32, device=device)
 
 
 def interval_tiles(first: Tensor, end: Tensor) -> Tensor:
     """(n, block_size, words): each query sees the keys from first to before end, (n, block_size)."""
     start = torch.arange(first.shape[1] // WORD_BITS, device=first.device) * WORD_BITS
-    # all bits below a bound, in each word
+    # in each word, all bits below a bound
     below_first, below_end = (
         (1 << (x.long()[..., None] - start).clamp(0, WORD_BITS)) - 1 for x in (first, end)
     )
@@ -64,8 +64,8 @@ def signed(words: Tensor) -> Tensor:
 
 
 def distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices of rows (n, m) that are all different, and for each row which of these it equals."""
-    # sorting sums with random weights is faster than sorting the rows, and equal sums are checked
+    """Indices of the distinct rows of (n, m), and for each row which of these it equals."""
+    # sorting randomly weighted sums is faster than sorting the rows; rows of equal sums are compared
     generator = torch.Generator().manual_seed(0)
     weights = torch.randint(2**62, (rows.shape[1],), generator=generator, device="cpu").to(rows.device)
     # a part at a time: the products take twice the memory of the rows

@@ -35,7 +35,7 @@ def from_intervals(
 ) -> BlockMask:
     """Query i sees the keys from first[i] to before end[i]; (Tq,) or (B, Tq); neither ever decreases.
 
-    first, end: int32 or int64. causal: says that no query sees a key behind it; ValueError if one does.
+    first, end: int32 or int64. causal: declares that no query sees a later key; ValueError if one does.
     """
     n_batch, seq_q = first.shape[:-1].numel(), first.shape[-1] if first.dim() else 0
     check_sizes(block_size, n_batch=n_batch, seq_q=seq_q, seq_k=seq_k)
@@ -71,7 +71,7 @@ def from_intervals(
 def from_dense(mask: Tensor, *, block_size: int = 128) -> BlockMask:
     """The same mask as a (Tq, Tk), or (B or 1, H or 1, Tq, Tk), bool tensor, which must fit in memory.
 
-    Here a text whose first one and a half blocks see each other, before the causal rest:
+    For example, a text whose first one and a half blocks see each other, and whose rest is causal:
 
     #+..
     #+..
@@ -101,7 +101,7 @@ def listed_blocks(
     seq_q: int, seq_k: int, block_size: int, n_batch: int, n_head: int, head: Tensor, row: Tensor,
     column: Tensor, causal: bool,
 ) -> BlockMask:  # fmt: skip
-    """Full blocks; with causal (and Tq = Tk, and none behind the diagonal) those on it see up to it."""
+    """Full blocks; with causal (Tq = Tk, none beyond the diagonal) those on the diagonal are cut at it."""
     assert not causal or bool((column <= row).all())
     n_rows, n_columns = n_blocks(seq_q, block_size), n_blocks(seq_k, block_size)
     dtype = key_dtype(n_batch * n_head * n_rows * n_columns)
@@ -114,7 +114,7 @@ def listed_blocks(
 
 
 def check_causal(first: Tensor, end: Tensor, seq_k: int) -> None:
-    """Raises ValueError if intervals (B, Tq) let a query see ahead; the last one stands at the last key."""
+    """Raises ValueError if intervals (B, Tq) let a query see ahead; the last query is at the last key."""
     own = torch.arange(seq_k - first.shape[1], seq_k, dtype=end.dtype, device=first.device)
     ahead = ((end > own + 1) & (end > first)).nonzero()
     if len(ahead):
@@ -126,7 +126,7 @@ def check_causal(first: Tensor, end: Tensor, seq_k: int) -> None:
 
 
 def places(count: Tensor) -> tuple[Tensor, Tensor]:
-    """Of rows with count (n,) blocks: the row of every block, and its place among those of its row, int32."""
+    """For rows with count (n,) blocks: each block's row, and its place among the row's blocks, int32."""
     n_before = (count.cumsum(0) - count).int()
     row = torch.arange(len(count), dtype=torch.int32, device=count.device).repeat_interleave(count)
     return row, torch.arange(len(row), dtype=torch.int32, device=count.device) - n_before[row]

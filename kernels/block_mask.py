@@ -6,7 +6,7 @@ key. Equal tiles are stored once, so a window over a million tokens keeps a hand
 block_masks.py; they combine by `&` and `|`, exactly, to the token.
 
 The kernels read lists, sorted by rows (for each block of queries the blocks of keys: forward, dq) and by
-columns (dk, dv). They are tensors of run time: another mask, length or batch compiles nothing.
+columns (dk, dv). The lists are run-time tensors: another mask, length or batch compiles nothing.
 """
 
 import warnings
@@ -21,14 +21,14 @@ from torch import Tensor
 from kernels.bit_tiles import FULL, distinct, pack, transpose, unpack
 
 BLOCK_SIZES = (64, 128)
-# blocks that a mask's lists sort together
+# blocks that a mask's lists sort at a time
 SORTED_AT_ONCE = 2**18
 _makes_lists = ContextVar("_makes_lists", default=True)
 
 
 @contextmanager
 def without_lists():
-    """Masks that are made inside are for combining: without lists, which are most of a mask's memory."""
+    """Context in which masks are only made to be combined: without lists, most of a mask's memory."""
     token = _makes_lists.set(False)
     try:
         yield
@@ -41,9 +41,9 @@ class BlockLists:
     """The blocks that each line of blocks meets; a line is a block of queries, or of keys.
 
     spans: (B or 1, H or 1, n_lines, 8) int32. spans[..., x, :4]: where the full blocks of line x start among
-    the entries, where its partial ones start, where these end, and x. spans[..., r, 4:]: the same of the line
-    with the r-th longest list, the order to work in. entries: (n, 2) int32, block of the other side and its
-    tile.
+    the entries, where its partial ones start, where these end, and x. spans[..., r, 4:]: the same for the
+    line with the r-th longest list, which is the order to work in. entries: (n, 2) int32, the block of the
+    other side and its tile.
     """
 
     spans: Tensor
@@ -56,8 +56,8 @@ class BlockMask:
     seq_q, seq_k: Tq, Tk. n_batch, n_head: 1 where one mask serves all. keys: (n,) `key_dtype`, the stored
     blocks, sorted: ((b n_head + h) n_rows + row) n_columns + column. tiles: (n,) int32, their tiles. bits:
     (n_tiles, block_size, block_size / 32) int32, tile 0 all ones; bit c % 32 of word c // 32 of row r: query
-    r of the block sees key c. causal: that no query sees a key behind it, the last query standing at the last
-    key; from_intervals checks it and from_dense finds it out, here and in `build` it is believed.
+    r of the block sees key c. causal: no query sees a later key, if the last query is at the last key;
+    from_intervals checks this and from_dense determines it, while here and in `build` it is trusted.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class BlockMask:
 
     def make_lists(self) -> None:
         """Sets what the kernels read: rows, columns and transposed_bits."""
-        # an array of a number for each block is large: without a name here, each goes when the next is made
+        # an array with a number per block is large: unnamed, each is freed when the next is made
         self.rows = self._lists(self.keys // self.n_columns, self.keys % self.n_columns, self.n_rows)
         self.columns = self._lists(
             self.keys // (self.n_rows * self.n_columns) * self.n_columns + self.keys % self.n_columns,
@@ -118,7 +118,7 @@ class BlockMask:
             bits, n_tiles = torch.cat([bits, bits[tiles[cut]] & pack(inside)]), len(bits)
             new = torch.arange(n_tiles, len(bits), dtype=tiles.dtype, device=keys.device)
             tiles = tiles.index_copy(0, cut, new)
-        # asked of tiles, not of blocks, of which there may be hundreds times as many
+        # checked for tiles, not for blocks, which may be hundreds of times as many
         is_used = tiles.bincount(minlength=len(bits)) > 0
         is_empty = (bits == 0).flatten(1).all(1)
         if bool((is_used & is_empty).any()):
@@ -163,7 +163,7 @@ class BlockMask:
         )  # fmt: skip
 
     def expand(self, n_batch: int, n_head: int) -> "BlockMask":
-        """The same mask for each of n_batch and n_head, where it had one for all."""
+        """The mask with a copy for each of n_batch and n_head, where it had one for all."""
         if (n_batch, n_head) == (self.n_batch, self.n_head):
             return self
         for name, have, want in (("n_batch", self.n_batch, n_batch), ("n_head", self.n_head, n_head)):
@@ -232,7 +232,7 @@ class BlockMask:
         return f"BlockMask({sizes}, {blocks}, causal={self.causal}, {self.keys.device})"
 
     def density(self) -> float:
-        """The share of blocks that are kept, among all, or, of a causal mask, among those of causal ones."""
+        """The share of all blocks that are kept; for a causal mask, of the blocks up to the diagonal."""
         n_all = self.n_rows * self.n_columns
         if self.causal:
             last = torch.arange(1, self.n_rows + 1, device="cpu") * self.block_size + self.seq_k - self.seq_q
@@ -275,13 +275,13 @@ class BlockMask:
                 )
 
     def _aligned(self, other: "BlockMask") -> tuple["BlockMask", "BlockMask"]:
-        """Both, for the same batches and heads."""
+        """Both masks, expanded to the same batches and heads."""
         self.check_combines(other)
         shape = max(self.n_batch, other.n_batch), max(self.n_head, other.n_head)
         return self.expand(*shape), other.expand(*shape)
 
     def _combine(self, other: "BlockMask", keys: Tensor, operation, causal: bool) -> "BlockMask":
-        """The blocks at keys, by an operation on the bits; where a mask has no block, its bits are 0."""
+        """The blocks at keys, combined by an operation on bits; where a mask has no block, its bits are 0."""
         mine, others = self._find(keys), other._find(keys)
         n_pairs = (len(self.bits) + 1) * (len(other.bits) + 1)
         pairs = mine.to(key_dtype(n_pairs)).mul_(len(other.bits) + 1).add_(others)
@@ -296,7 +296,7 @@ class BlockMask:
         """The tile at each of keys, or the number of tiles where there is no block."""
         keys = keys.to(self.keys.dtype)
         place = torch.searchsorted(self.keys, keys, out_int32=True)
-        # behind the last one nothing is found
+        # beyond the last key nothing is found
         found = torch.cat([self.keys, self.keys.new_full((1,), -1)])[place] == keys
         tiles = torch.cat([self.tiles, self.tiles.new_full((1,), len(self.bits))])[place]
         return tiles.masked_fill_(~found, len(self.bits))
@@ -318,7 +318,7 @@ class BlockMask:
         place = line.mul(2).add_(partial).mul_(n_others).add_(block)
         del line, block, partial
         entries = torch.empty(len(place), 2, dtype=torch.int32, device=place.device)
-        # some lines at a time: to sort takes five times the memory of what is sorted
+        # some lines at a time: sorting takes five times the memory of what is sorted
         n_lines_at_once = -(-n_all // (len(place) // SORTED_AT_ONCE + 1))
         n_done = 0
         for first in range(0, n_all, n_lines_at_once):
@@ -337,9 +337,9 @@ class BlockMask:
 def reach(masks: Sequence[BlockMask]) -> float:
     """The share of block pairs that information can cross through layers with these masks, in order.
 
-    Of all pairs, or, of causal masks, of those up to the diagonal; any head may carry it, and every layer
-    hands on what it has. Warns below 100%. Takes n_rows x n_columns numbers, and for each layer until all is
-    reached a product of two such matrices: on a CPU, minutes for a million tokens.
+    Among all pairs or, for causal masks, those up to the diagonal. Any head may carry information, and every
+    layer passes on what it has. Warns below 100%. Takes n_rows x n_columns numbers, and a product of two such
+    matrices for each layer until all is reached: on a CPU, minutes for a million tokens.
     """
     if not masks:
         raise ValueError("reach needs at least one layer, got none")
@@ -373,9 +373,9 @@ def reach(masks: Sequence[BlockMask]) -> float:
 
 
 def numbered(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The different ones of x (m,), each from 0 to before n, in order; and of each x its place there, int32.
+    """The distinct values of x (m,), each from 0 to n - 1, in order; and each x's place among them, int32.
 
-    By a table where n is small: sorting takes several times the memory of x, and longer.
+    By a table if n is small: sorting takes several times the memory of x, and longer.
     """
     if n > len(x):
         values, place = x.unique(return_inverse=True)
@@ -390,5 +390,5 @@ def n_blocks(seq_len: int, block_size: int) -> int:
 
 
 def key_dtype(n: int) -> torch.dtype:
-    """int32 where it holds the numbers of twice n blocks, by which `_lists` sorts; else int64."""
+    """int32 if it holds the numbers of twice n blocks, by which `_lists` sorts; otherwise int64."""
     return torch.int32 if 2 * n <= torch.iinfo(torch.int32).max else torch.int64

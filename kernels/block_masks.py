@@ -45,7 +45,7 @@ __all__ = [
     "window",
 ]
 
-# of random blocks for a row where a sequence has fewer: 2^31 would not fit in memory
+# random blocks drawn per row if a sequence has fewer blocks: 2^31 draws would not fit in memory
 MOST_DRAWS = 1024
 
 
@@ -63,7 +63,7 @@ def causal(seq_len: int, *, block_size: int = 128, device="cpu") -> BlockMask:
 
 
 def window(seq_len: int, n: int, *, block_size: int = 128, device="cpu") -> BlockMask:
-    """The last n keys, the query itself among them, to the token; n of two blocks:
+    """The last n keys, including the query's own, exact to the token; n = two blocks:
 
     +.......
     #+......
@@ -76,7 +76,7 @@ def window(seq_len: int, n: int, *, block_size: int = 128, device="cpu") -> Bloc
 
 
 def sinks(seq_len: int, n: int, *, block_size: int = 128, device="cpu") -> BlockMask:
-    """The first n keys, on which attention without anything to look at rests (Xiao et al., arXiv:2309.17453).
+    """The first n keys, where attention goes that has nowhere else to go (Xiao et al., arXiv:2309.17453).
 
     +.......
     +.......
@@ -142,7 +142,7 @@ def butterfly(seq_len: int, *, block_size: int = 128, device="cpu") -> BlockMask
 
 
 def fixed(seq_len: int, n_group: int, *, block_size: int = 128, device="cpu") -> BlockMask:
-    """Groups of n_group blocks: a query sees its own group and the last block of each one before; n = 2:
+    """Groups of n_group blocks: a query sees its own group and the last block of each earlier one; n = 2:
 
     +.......
     #+......
@@ -154,7 +154,7 @@ def fixed(seq_len: int, n_group: int, *, block_size: int = 128, device="cpu") ->
     check_sizes(block_size, seq_len=seq_len, n_group=n_group)
     i = torch.arange(n_blocks(seq_len, block_size), device=device)
     row, place = places(i // n_group + i % n_group + 1)
-    # first the summary of each group before, then the own group
+    # first the last block of each earlier group, then the query's own group
     n_before = row // n_group
     column = torch.where(place < n_before, (place + 1) * n_group - 1, n_before * n_group + place - n_before)
     return _causal_blocks(seq_len, row, column, block_size)
@@ -172,8 +172,8 @@ def bigbird(
 ) -> BlockMask:
     """The last n_window blocks, the first n_global, and n_random earlier ones (BigBird, arXiv:2007.14062).
 
-    The random ones are drawn with repetition, from `seed`; a sequence has those that a longer one begins
-    with, unless n_random exceeds both its blocks and MOST_DRAWS. 2, 1 and 1:
+    The random ones are drawn with repetition, from `seed`; a shorter sequence has the same draws as the
+    beginning of a longer one, unless n_random exceeds both its blocks and MOST_DRAWS. 2, 1 and 1:
 
     +.......
     #+......
@@ -192,7 +192,7 @@ def bigbird(
     n_random = min(n_random, max(n, MOST_DRAWS))
     row = torch.arange(n, device=device)[:, None]
     generator = torch.Generator().manual_seed(seed)
-    # in 16 bits draws would be coarse, and in 64 others: a mask is the same under any default dtype
+    # a fixed dtype: a mask must be the same under any default, 16 bits would be coarse and 64 draw others
     draw = torch.rand(n, n_random, generator=generator, dtype=torch.float32, device="cpu").to(device)
     columns = [
         row - torch.arange(n_window, device=device),
@@ -205,7 +205,7 @@ def bigbird(
 
 
 def documents(document_ids: Tensor, *, block_size: int = 128) -> BlockMask:
-    """A token sees its own document, before and behind it; two of one and a half blocks, and one of one:
+    """A token sees its whole document, before and after it; two of one and a half blocks, and one of one:
 
     #+..
     +++.
@@ -223,7 +223,7 @@ def documents(document_ids: Tensor, *, block_size: int = 128) -> BlockMask:
 
 
 def top_k(q: Tensor, k: Tensor, n: int, *, causal: bool = True, block_size: int = 128) -> BlockMask:
-    """For each block of queries the n blocks of keys whose mean key likes the mean query best; n = 2:
+    """For each block of queries the n blocks of keys whose mean scores highest with the mean query; n = 2:
 
     +...
     #+..
@@ -231,7 +231,7 @@ def top_k(q: Tensor, k: Tensor, n: int, *, causal: bool = True, block_size: int 
     .#.+
 
     q: (B, T, H, D), k: (B, T, Hkv, D). With causal, the query's own block is always one of the n, and only
-    earlier ones compete. Nothing flows back through the choice. Source: MoBA, arXiv:2502.13189.
+    earlier ones compete. No gradient flows through the choice. Source: MoBA, arXiv:2502.13189.
     Raises ValueError for other shapes, and for scores that are nan or infinite, which have no order.
     """
     if q.dim() != 4 or k.shape != (*q.shape[:2], *k.shape[2:3], q.shape[3]) or q.shape[2] % k.shape[2]:
@@ -243,7 +243,7 @@ def top_k(q: Tensor, k: Tensor, n: int, *, causal: bool = True, block_size: int 
     check_sizes(block_size, seq_len=seq_len, n=n)
     mean_q, mean_k = (_block_means(x.detach(), block_size) for x in (q, k))
     mean_k = mean_k.repeat_interleave(n_head // k.shape[2], dim=1)
-    # in 16 bits other blocks would be the best
+    # 16 bits would choose other blocks
     with torch.autocast(q.device.type, enabled=False):
         scores = mean_q @ mean_k.mT  # (B, H, n_blocks, n_blocks)
     n_bad = int((~scores.isfinite()).sum())
@@ -301,7 +301,7 @@ def parse(text: str, seq_len: int, *, block_size: int = 128, device="cpu") -> Bl
 
 
 def _integer(node: ast.AST) -> int | None:
-    """The integer that is written there, None if it is anything else."""
+    """The integer that a node of the expression writes; None if it is anything else."""
     with suppress(ValueError, TypeError):
         number = ast.literal_eval(node)
         if type(number) is int:
@@ -310,14 +310,14 @@ def _integer(node: ast.AST) -> int | None:
 
 
 def _causal_steps(seq_len: int, steps: Tensor, block_size: int) -> BlockMask:
-    """Each block of queries with the blocks that lie so many steps back; steps: (n,), ascending from 0."""
+    """Each block of queries with the blocks that many steps back; steps: (n,), ascending from 0."""
     i = torch.arange(n_blocks(seq_len, block_size), device=steps.device)
     row, place = places(torch.searchsorted(steps, i, right=True))
     return _causal_blocks(seq_len, row, row - steps.int()[place], block_size)
 
 
 def _causal_blocks(seq_len: int, row: Tensor, column: Tensor, block_size: int) -> BlockMask:
-    """The blocks (row[x], column[x]), none behind its queries; those on the diagonal see up to it."""
+    """The blocks (row[x], column[x]), none after its queries; those on the diagonal are cut at it."""
     head = row.new_zeros(1)
     return listed_blocks(seq_len, seq_len, block_size, 1, 1, head, row, column, True)
 

@@ -1,4 +1,4 @@
-"""What the public functions refuse: each error names the argument, what it was, and what it must be."""
+"""Checks of the public functions' arguments: each error names the argument, its value and the rule."""
 
 import os
 from collections.abc import Callable
@@ -19,19 +19,20 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 HEAD_DIMS = "a multiple of 8 from 8 to 256"
 
-# of Python, of NumPy, tensors of one, and torch.compile's; the first two are Real too, and found faster
+# Python's and NumPy's numbers, tensors of one element, and torch.compile's; the first two are Real as well,
+# but found faster
 NUMBERS = (int, float, Real, Tensor, torch.SymInt, torch.SymFloat)
 
-# float32 holds these with scores times them, and lse over them. The upper one is lower than that: a row all
-# of whose scores, times scale, are below LOWEST of kernels/hopper, -1e30, looks as if it saw nothing; so a
+# float32 holds these, scores times them, and lse over them. The upper one is lower still: a row whose scores
+# times scale are all below LOWEST of kernels/hopper, -1e30, looks as if it saw nothing; with this limit a
 # score may be as low as -1e9
 SCALES = 1e-30, 1e20
 
 # the kernels add a window to a position in 32 bits
 MOST_TOKENS = 2**30
 
-# tensor -> the version whose values were found right, for how many tokens, and what else was found: a mask is
-# read once, not in every layer
+# tensor -> the version whose values were checked, for how many tokens, and what was found: a mask is read
+# once, not in every layer
 CHECKED = WeakIdKeyDictionary()
 
 
@@ -40,13 +41,13 @@ def autocast(**tensors: Tensor) -> tuple[Tensor, ...]:
     for name, x in tensors.items():
         check_is_tensor(name, x)
     name, x = next(iter(tensors.items()))
-    # PyTorch knows no autocast of some devices, as of meta
+    # PyTorch has no autocast for some devices, such as meta
     check_device(name, x)
     device_type = x.device.type
     if not torch.is_autocast_enabled(device_type):
         return tuple(tensors.values())
     dtype = torch.get_autocast_dtype(device_type)
-    # neither float64 nor integers: check_tensors refuses them by their own dtype
+    # float64 and integers stay: check_tensors refuses them by their own dtype
     return tuple(
         x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors.values()
     )
@@ -55,7 +56,7 @@ def autocast(**tensors: Tensor) -> tuple[Tensor, ...]:
 def check_is_tensor(name: str, x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(x).__name__}: torch.as_tensor makes one")
-    # a nested one may say that it is strided
+    # a nested tensor may claim to be strided
     if x.is_nested or x.layout != torch.strided:
         kind = "nested" if x.is_nested else x.layout
         raise ValueError(
@@ -65,12 +66,12 @@ def check_is_tensor(name: str, x: Tensor) -> None:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether the kernels run there: on a GPU, or on the CPU in Triton's interpreter."""
+    """Whether the kernels run on a device: on a GPU, or on the CPU in Triton's interpreter."""
     return device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def check_device(name: str, x: Tensor, instead: str = "attention_reference") -> None:
-    """instead: what does the same on every device."""
+    """Raises ValueError unless x is where kernels run. instead: what does the same on every device."""
     if not has_kernels(x.device):
         raise ValueError(
             f"{name} must be on a GPU, got {x.device}: move it, use {instead}, "
@@ -79,7 +80,7 @@ def check_device(name: str, x: Tensor, instead: str = "attention_reference") -> 
 
 
 def is_interpreted_wrongly(device: torch.device, dtype: torch.dtype) -> bool:
-    """Triton 3.6 and 3.7: products of bfloat16 are off by factors of 1e8 in the interpreter."""
+    """Whether Triton's interpreter errs: products of bfloat16 in 3.6 and 3.7, by factors of up to 1e8."""
     return device.type == "cpu" and dtype == torch.bfloat16
 
 
@@ -92,12 +93,12 @@ def check_scale(name: str, scale: float) -> None:
 
 
 def takes_head_dim(head_dim: int) -> bool:
-    """Whether the kernels take heads of so many channels, HEAD_DIMS."""
+    """Whether the kernels take heads of this many channels, HEAD_DIMS."""
     return head_dim % 8 == 0 and 8 <= head_dim <= 256
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, n_dims: int) -> None:
-    """Whether the kernels take q, k and v: their shapes, dtypes and devices."""
+    """Raises ValueError unless the kernels take the shapes, dtypes and devices of q, k and v."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in DTYPES:
             raise ValueError(f"{name} must be bfloat16, float16 or float32, got {x.dtype}: cast it")
@@ -113,7 +114,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, n_dims: int) -> None:
 
 
 def check_together(q: Tensor, k: Tensor, v: Tensor, n_dims: int) -> None:
-    """Whether the shapes of q, k and v fit each other, and dtype and device are one, whichever these are."""
+    """Raises ValueError unless the shapes of q, k and v match, and all have one dtype and device."""
     layout = "(B, T, H, D)" if n_dims == 4 else "(total, H, D)"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != n_dims:
@@ -159,7 +160,7 @@ def check_options(
     dropout_p: float,
     dropout_seed: int | Tensor | None,
 ) -> None:
-    """Every number, and the seed; causal has passed check_flags."""
+    """Checks every number, and the seed; causal has passed check_flags."""
     if isinstance(softmax_scale, Tensor):
         raise ValueError("softmax_scale must be a float, got a tensor: multiply q by it, gradients flow then")
     scale = 1.0 if softmax_scale is None else softmax_scale
@@ -201,7 +202,7 @@ def check_dropout(dropout_p: float, name: str = "dropout_p") -> None:
 
 
 def check_document_ids(document_ids: Tensor, q: Tensor, k: Tensor) -> float | None:
-    """Shape and order of document_ids; gives intervals.mean_length where there may be a backward pass.
+    """Checks shape and order of document_ids; returns intervals.mean_length if a backward pass may come.
 
     While compiling or capturing, and of fake tensors, no value is read, and it gives None.
     """
@@ -216,20 +217,20 @@ def check_document_ids(document_ids: Tensor, q: Tensor, k: Tensor) -> float | No
 
     def read() -> float | None:
         check_order(document_ids)
-        # of use to the backward pass alone, and another wait for the GPU
+        # only the backward pass uses it, and it costs another wait for the GPU
         return mean_length(document_ids) if torch.is_grad_enabled() else None
 
     return read_once(document_ids, k.shape[1], read)
 
 
 def check_document_lengths(seq_q: int, seq_k: int) -> None:
-    """Whether every query has a document: they are the last seq_q of the seq_k tokens."""
+    """Checks that every query has a document: queries are the last seq_q of the seq_k tokens."""
     if seq_q > seq_k:
         raise ValueError(f"document_ids need Tq <= Tk, got Tq {seq_q} and Tk {seq_k}")
 
 
 def check_order(document_ids: Tensor) -> None:
-    """Whether documents (B, T) are numbered in their order; reads the values."""
+    """Checks that documents (B, T) are numbered in their order; reads the values."""
     if bool((document_ids[:, 1:] < document_ids[:, :-1]).any()):
         raise ValueError("document_ids must not decrease along a row: number the documents in their order")
 
@@ -242,7 +243,7 @@ def check_is_block_mask(block_mask: BlockMask) -> None:
 
 
 def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor) -> None:
-    """Whether a block mask was built for these lengths, heads and device; (B, T, H, D) or (total, H, D)."""
+    """Checks that a block mask is for these lengths, heads and device; (B, T, H, D) or (total, H, D)."""
     check_is_block_mask(block_mask)
     for name, have, x in (("seq_q", block_mask.seq_q, q), ("seq_k", block_mask.seq_k, k)):
         if have != x.shape[-3]:
@@ -253,7 +254,7 @@ def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor) -> None:
 
 
 def check_block_mask_serves(block_mask: BlockMask, q: Tensor) -> None:
-    """Whether a block mask is one for q's batches and heads, on its device; (B, T, H, D) or (total, H, D)."""
+    """Checks that a block mask serves q's batches, heads and device; (B, T, H, D) or (total, H, D)."""
     n_batch = q.shape[0] if q.dim() == 4 else 1
     for name, have, need in (
         ("batches", block_mask.n_batch, n_batch),
@@ -268,7 +269,7 @@ def check_block_mask_serves(block_mask: BlockMask, q: Tensor) -> None:
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, x: Tensor) -> float | None:
-    """Shape and values of cu_seqlens; gives how long a token's own sequence is, on average over all tokens.
+    """Checks shape and values of cu_seqlens; returns the length of a token's sequence, averaged over tokens.
 
     While compiling or capturing, and of fake tensors, no value is read, and it gives None.
     """
@@ -310,20 +311,20 @@ def check_index_tensor(name: str, x: Tensor, q: Tensor) -> None:
 
 
 def may_read(x: Tensor) -> bool:
-    """Whether x has values, and they can be read without breaking a graph."""
+    """Whether x has values that can be read without breaking a graph."""
     if torch.compiler.is_compiling() or isinstance(x, FakeTensor):
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def read_once(x: Tensor, n_tokens: int, read: Callable[[], float | None]) -> float | None:
-    """What read() finds, once for each version of x; it raises ValueError for wrong values.
+    """What read() returns, called once per version of x; it raises ValueError for wrong values.
 
-    None where x cannot be read; what read() leaves out without gradients is read again with them.
+    None if x cannot be read. What read() leaves out without gradients is read later, when they are needed.
     """
     if not may_read(x):
         return None
-    # what inference_mode makes counts no versions: it is read every time
+    # tensors made under inference_mode have no version: they are read every time
     if x.is_inference():
         return read()
     version, found_for, found = CHECKED.get(x, (None, None, None))

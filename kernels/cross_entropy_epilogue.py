@@ -48,7 +48,7 @@ def _row_kernel(
     row = tl.program_id(0).to(tl.int64)
     total = tl.load(sums_ptr + row)
     subtrahend = tl.load(subtrahends_ptr + row)
-    # not a number where the target's logit is none
+    # NaN where the target's logit is NaN
     tl.store(losses_ptr + row, (tl.log2(total) + SHIFT) / LOG2E + (subtrahend - subtrahend))
     others = total - tl.exp2(-SHIFT)
     place = exponentials_ptr + row * n_columns + tl.load(targets_ptr + row)

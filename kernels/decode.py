@@ -1,6 +1,6 @@
-"""Attention of a few new queries to a long cache of keys, to which it may add the newest, for generation.
+"""Attention of a few new queries to a long cache of keys, for generation; it may append the newest key.
 
-The kernels, and how they share out one query's work: portable/decode.py.
+For the kernels, and how they split the work of one query, see portable/decode.py.
 """
 
 import torch
@@ -27,7 +27,7 @@ def decode_attention(
     """Causal attention of the last Tq tokens of each sequence to all of its keys, (B, Tq, H, D) in q's dtype.
 
     q: (B, Tq, H, D), Tq H / Hkv at most 128; k, v: (B, capacity, Hkv, D), channels contiguous, of which the
-    first lengths[b] are filled, the new tokens' own among them, or, with Tq = 1, all if lengths[b] is larger;
+    first lengths[b] are filled, including the new tokens' own, or, with Tq = 1, all if lengths[b] is larger;
     lengths: (B,) int32 or int64 on q's device. A sequence of length 0 gives zeros. block_mask: of capacity
     queries and keys, one for all batches and heads, with Tq = 1. Not differentiable. Raises ValueError for
     other shapes. Source: Flash-Decoding.
@@ -52,8 +52,8 @@ def append_and_decode(
     qkv: (B, 1, H + 2 Hkv, D), its queries, key and value, in one tensor as one product gives them: a compiler
     would copy the parts. Key and value count, and are written to place (lengths[b] - 1) % capacity of k and v
     if lengths[b] is at least 1. turn: cos and sin, (B, 1, 1, D / 2) float32, contiguous, by which queries and
-    key turn before, channels i and i + D / 2 as a pair (RoFormer, arXiv:2104.09864). Raises ValueError for
-    other shapes, and for an expanded cache.
+    key are rotated first, channels i and i + D / 2 as a pair (RoFormer, arXiv:2104.09864). Raises ValueError
+    for other shapes, and for an expanded cache.
     """
     n_kv_head = k.shape[2] if k.ndim == 4 else 0
     n_head = qkv.shape[2] - 2 * n_kv_head if qkv.ndim == 4 else 0
@@ -152,7 +152,7 @@ def _check_turn(turn: tuple[Tensor, Tensor], qkv: Tensor) -> None:
 def _check(
     given: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, block_mask: BlockMask | None
 ) -> None:
-    """given: the tensor that q is, or is a part of, by its name."""
+    """given: the tensor that q is, or is part of, by name."""
     for name, x in {**given, "k": k, "v": v, "lengths": lengths}.items():
         checks.check_is_tensor(name, x)
     if block_mask is not None:

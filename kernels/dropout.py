@@ -9,18 +9,18 @@ columns, that the matrix units leave in the registers of one thread, so that no 
     half  = words[i // 8 % 2] >> 16 * (j % 2) & 0xFFFF, its bytes exchanged if j // 8 % 2
     kept  = not bfloat16(half) >= limit                                                   # so NaN is kept
 
-A half decides as one bfloat16 among others: an order of 16 bits as good as any, in which one instruction
-compares two. Rates are whole multiples of 2**-16, at least two of them, and what is kept is divided by the
+A half is compared as a bfloat16: that order of 16-bit numbers is as good as any, and one instruction compares
+two of them. Rates are whole multiples of 2**-16, at least two of them, and what is kept is divided by the
 rate at which it is kept, so that means are exact. Two probabilities read one half, each from its own byte on,
 so every bit is in the leading byte of some decision. The two are correlated by less than 0.4%, because their
-decisions meet only where the leading byte falls on that of the limit, once in 256.
+decisions depend on each other only if the leading byte equals the limit's, once in 256.
 
-What is long is done for each row, and for each pair, alone: a row's word is Philox2x32 of its number, head,
-batch and seed, whose counters are sums of them, each times numbers without a pattern, with constant keys. A
-pair's word is the same for all rows and seeds: an odd number, a different one for each pair. A draw is their
-product, 64 bits, and one more round of Philox, of its upper half: without that round decisions are
-correlated, with it no test of tests/test_attention_dropout.py tells them from independent ones. Words of rows
-have 31 bits: of 2**31 pairs of rows one has the same mask twice.
+The long part is done once per row, and once per pair: a row's word is Philox2x32 of its number, head, batch
+and seed; the counters are sums of these, each times numbers without a pattern, and the keys are constant. A
+pair's word is the same for all rows and seeds: an odd number, different for each pair. A draw is the product
+of the two, 64 bits, and one more round of Philox on its upper half. Without that round decisions are
+correlated; with it no test of tests/test_attention_dropout.py can tell them from independent ones. Words of
+rows have 31 bits: of 2**31 pairs of rows one has the same mask twice.
 
 Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
 """
@@ -36,11 +36,11 @@ FACTOR, KEY = 0xD256D193, 0x9E3779B9
 # first ten primes, made odd
 SPREAD_X = (0x6A09E667, 0xBB67AE85, 0x3C6EF373, 0xA54FF53B, 0x510E527F)
 SPREAD_Y = (0x9B05688D, 0x1F83D9AB, 0x5BE0CD19, 0xCBBB9D5D, 0x629A292B)
-# of the words of pairs
+# constants for the words of pairs
 SPREAD_PAIR = (0x9E3779B1, 0x85EBCA77)
 WORD = 0xFFFFFFFF
 
-# of 2**16 halves
+# the number of different halves
 NANS = 254
 # all but infinity and the largest number; NaN and minus infinity
 MOST_KEPT, FEWEST_KEPT = 2**16 - 2, NANS + 1
@@ -52,7 +52,7 @@ NEGATIVE = NANS + 0x7F80
 def kept_halves(dropout_p: float) -> int:
     """How many of 2**16 halves mean "keep"; dropout_p: at most MOST_DROPPED, see checks.check_dropout."""
     kept = min(round((1.0 - dropout_p) * 2**16), MOST_KEPT)
-    # -0 and 0 are equal: both are kept, or neither
+    # -0 and 0 are equal: either both are kept, or neither
     return kept + (kept == NEGATIVE + 1)
 
 
@@ -75,8 +75,8 @@ def limit_number(dropout_p: float) -> float:
 def line_bits(dropout_p: float) -> tuple[int, int]:
     """The bits of two bfloat16, slope and start: half * slope + start is at least 2**-6 where half is kept.
 
-    Else it is not positive; of a half that is NaN it is NaN. So a maximum with 0 and a minimum with a smaller
-    probability drop this, and leave it where it is kept: faster instructions than a comparison.
+    Otherwise it is not positive; for a half that is NaN it is NaN. So a maximum with 0, and a minimum with a
+    smaller probability, drop that probability or leave it as it is: faster instructions than a comparison.
     """
     # the steepest of which start is a number: two neighbours at the limit are 2**-133 apart, or more
     k = min(127, 253 - (limit_bits(dropout_p) >> 7 & 0xFF))
@@ -115,7 +115,7 @@ def draw(row_word: Tensor, pair_word: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def one_round(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Of Philox2x32."""
+    """One round of Philox2x32."""
     high, low = multiply_words(x, FACTOR)
     return high ^ y, low
 
@@ -140,7 +140,7 @@ def dropout_keep_mask(
     words = draw(rows, pair_word(j // 16 * 4 + j % 8 // 2))
     half = torch.where(i // 8 % 2 == 0, *words) >> 16 * (j % 2) & 0xFFFF
     half = torch.where(j // 8 % 2 == 0, half, half >> 8 | (half & 0xFF) << 8)
-    # as the float32 of the same number
+    # compared as the float32 of the same number
     numbers = (half << 16).to(torch.uint32).view(torch.float32)
     # no default dtype: float16 would make infinity of most limits
     return ~(numbers >= torch.tensor(limit_number(dropout_p), dtype=torch.float32, device=numbers.device))

@@ -1,4 +1,4 @@
-"""quack-kernels, whose products epilogues.py extends: whether it is there, and its import at first use."""
+"""quack-kernels, whose products epilogues.py extends: whether it is installed; its import at first use."""
 
 from functools import cache
 from importlib import import_module
@@ -8,7 +8,7 @@ from types import ModuleType
 
 import torch
 
-# as the tests run with
+# the version that the tests run with
 VERSION = "0.6.5"
 INSTALL = f"pip install 'quack-kernels[cu13]=={VERSION}'"
 

@@ -42,8 +42,8 @@ def _gelu_and_slope(x):
     return hidden, half + (rest - half * rest)
 
 
-# To quack acc is an element of the product in float32, c that of a matrix beside it, and "D" what is written
-# in the product's place.
+# For quack acc is an element of the product in float32, c one of a matrix beside it, and "D" what is written
+# in place of the product.
 
 
 @gemm_epilogue(outputs=("hidden",))
@@ -113,8 +113,9 @@ def mm_exp2_and_sum(
 ) -> Tensor:
     """out = exp2(log2(e) a b - subtrahend + mask), (N, V), and its sums over columns in float32, (N,).
 
-    a: (N, C), b: (C, V); subtrahend: (N,) and mask: (V,), float32; width: of a tile, divides V, because what
-    a tile has beyond the edge would be summed too. The sums are made in the same order in every run.
+    a: (N, C), b: (C, V); subtrahend: (N,) and mask: (V,), float32; width: of a tile; it must divide V,
+    because what a tile has beyond the edge would be summed too. The order of the sums is the same in every
+    run.
     """
     _check(hidden=a, weight=b, logits=out)
     config = replace(default_config(a.device), tile_n=width)
@@ -123,7 +124,7 @@ def mm_exp2_and_sum(
 
 
 def _check(**matrices: Tensor) -> None:
-    """matrices: by the names that they have in gelu_mlp.py and cross_entropy.py, whose callers read them."""
+    """matrices: under their names in gelu_mlp.py and cross_entropy.py, whose callers read the errors."""
     for name, x in matrices.items():
         row = max(x.stride()) * x.element_size()
         if min(x.stride()) != 1 or row % ALIGNMENT or x.data_ptr() % ALIGNMENT:

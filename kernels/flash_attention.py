@@ -1,7 +1,7 @@
 """Exact attention that never stores the (Tq, Tk) scores. Start reading here.
 
     flash_attention            (B, T, H, D): causal, full, window, documents, grouped heads, dropout
-    flash_attention_varlen     (total, H, D): sequences of any lengths, packed one behind the other
+    flash_attention_varlen     (total, H, D): sequences of any lengths, packed one after the other
 
 Both check their arguments, turn documents and lengths into intervals (intervals.py), and call one PyTorch
 operator, `nanoflash::attention_forward`, whose gradient is another, `nanoflash::attention_backward`. The
@@ -40,14 +40,14 @@ def flash_attention(
     float32, through which gradients flow. softmax_scale: default D**-0.5. causal: query i sees keys up to
     i + Tk - Tq. window: only the last `window` of these. document_ids: (B, Tk) int32, non-decreasing; a token
     sees its own document only, a negative id is padding; the queries are the last Tq tokens. A row that sees
-    nothing gives 0, lse -inf and zero gradients. What is hidden weighs 0 and must be finite too, padding and
-    other documents: 0 * NaN is NaN. dropout_p: the share of probabilities that is dropped, at most 0.9961,
-    rounded to 2**-16, see kernels/dropout.py. dropout_seed: int, or int64 tensor of one element on q's
-    device, which a CUDA graph reads anew at each replay; default: drawn from PyTorch's generator of that
-    device. deterministic: gradients equal bit for bit in every run. Under autocast q, k and v are cast to its
-    dtype. Raises ValueError for anything else, before anything is launched, but for the 2**31 queries of all
-    heads that the backward pass cannot number. Second derivatives and transforms of torch.func (grad, vmap)
-    are not there. Source: FlashAttention-2, arXiv:2307.08691.
+    nothing gives 0, lse -inf and zero gradients. Hidden keys and values weigh 0 but must be finite too,
+    including padding and other documents: 0 * NaN is NaN. dropout_p: the share of probabilities that is
+    dropped, at most 0.9961, rounded to 2**-16, see kernels/dropout.py. dropout_seed: int, or int64 tensor of
+    one element on q's device, which a CUDA graph reads again at each replay; default: drawn from PyTorch's
+    generator of that device. deterministic: gradients equal bit for bit in every run. Under autocast q, k and
+    v are cast to its dtype. Raises ValueError for anything else before anything is launched, except for 2**31
+    queries over all heads, which only the backward pass cannot number. Second derivatives and transforms of
+    torch.func (grad, vmap) are not supported. Source: FlashAttention-2, arXiv:2307.08691.
     """
     q, k, v = checks.autocast(q=q, k=k, v=v)
     checks.check_tensors(q, k, v, n_dims=4)
@@ -55,7 +55,7 @@ def flash_attention(
     checks.check_options(q, causal, softmax_scale, window, dropout_p, dropout_seed)
     if block_mask is not None:
         checks.check_block_mask(block_mask, q, k)
-        # its own tiles cut at the diagonal
+        # the block mask's own tiles cut at the diagonal
         causal = causal and not (block_mask.causal and window is None)
     key_bounds = query_bounds = keys_per_query = None
     if document_ids is not None:
@@ -99,9 +99,9 @@ def flash_attention_varlen(
     """`flash_attention` for packed sequences: a token sees its own sequence only.
 
     q: (total_q, H, D); k, v: (total_k, Hkv, D). cu_seqlens: (n_sequences + 1,) int32, where each sequence
-    starts, and behind the last one total_q. cu_seqlens_k: the same for k and v, if their lengths differ.
+    starts, followed by total_q. cu_seqlens_k: the same for k and v, if their lengths differ.
     Returns (total_q, H, D), and with return_lse also (H, total_q). A new set of lengths never recompiles a
-    kernel. Sequences share tiles: a number that is not finite may spoil its neighbours.
+    kernel. Sequences share tiles: a number that is not finite may spoil neighbouring sequences.
     """
     q, k, v = checks.autocast(q=q, k=k, v=v)
     checks.check_tensors(q, k, v, n_dims=3)
@@ -153,7 +153,7 @@ def attend(
     block_mask: BlockMask | None,
     keys_per_query: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Fills in the defaults and calls the operator, or what it runs."""
+    """Fills in the defaults and calls the operator, or directly what it would run."""
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     if dropout_p == 0.0:

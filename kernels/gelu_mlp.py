@@ -1,7 +1,7 @@
 """The MLP of a GPT, gelu(x W1^T + b1) W2^T + b2, whose GELU and its gradient need no kernels of their own.
 
 Both run in the epilogues of the products beside them (epilogues.py): the forward pass writes GELU and its
-derivative, and the backward pass multiplies by that where a product makes the gradient.
+derivative, and the backward pass multiplies by that derivative in the product that makes the gradient.
 """
 
 import torch
@@ -45,7 +45,7 @@ def gelu_mlp_forward(
 @operator(fake=_fake_gradient)
 @below_autocast
 def gelu_gradient(dout: Tensor, w2: Tensor, slope: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
-    """By what GELU is of, (N, F), and by the bias in it, (F,), or (0,) without one, given dout (N, C)."""
+    """The gradients of GELU's input, (N, F), and of its bias, (F,) or (0,) without one; dout: (N, C)."""
     if not dout.is_cuda:
         dinner = (dout @ w2) * slope
         return dinner, dinner.sum(0) if bias else dinner.new_empty(0)

@@ -1,9 +1,9 @@
 """Hugging Face models on these kernels: attn_implementation="nanoflash", after register().
 
-Padding masks of shape (B, Tk), or of the filled slots of a static cache, packed position_ids or
-cu_seq_lens, sliding windows, grouped heads, dropout and the learned sinks of GPT-OSS are taken over; what
-these kernels do not compute (soft caps, attention weights, windows that look ahead) is refused, and models
-that transformers runs with no flash attention are. Only `register` imports transformers.
+Supported are padding masks of shape (B, Tk), or of the filled slots of a static cache, packed position_ids or
+cu_seq_lens, sliding windows, grouped heads, dropout and the learned sinks of GPT-OSS. What these kernels do
+not compute (soft caps, attention weights, windows that look ahead) is refused, and so are models that
+transformers runs with no flash attention. Only `register` imports transformers.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from kernels.checks import may_read
 from kernels.flash_attention import flash_attention, flash_attention_varlen
 
 NAME = "nanoflash"
-# mask or positions -> the version and sizes that they were read for, the last layer that asked, and what was
-# found
+# mask or positions -> the version and sizes for which they were read, the last layer that asked, and the
+# result
 READ = WeakIdKeyDictionary()
 
 
@@ -36,7 +36,7 @@ def register() -> None:
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, flash_attention_mask)
 
-    # transformers takes every name with "flash" in it for a package of its own, and loads that package's
+    # transformers takes every name with "flash" in it for one of its packages, and loads that package's
     # functions before it looks at what is registered: give it functions under our name
     load = modeling_flash_attention_utils._lazy_imports
 
@@ -48,7 +48,7 @@ def register() -> None:
 
     modeling_flash_attention_utils._lazy_imports = load_ours_too
 
-    # models with sinks list the packages that take them, and would load the first of these in our place
+    # models with sinks list the packages that support them, and would load the first of these instead of ours
     check = PreTrainedModel._check_and_adjust_attn_implementation
 
     def check_with_ours(self, implementation, *args, **kwargs):
@@ -101,7 +101,7 @@ def attention_forward(
         given, missing = ("q", "k") if cu_seq_lens_k is None else ("k", "q")
         raise ValueError(f"cu_seq_lens_{missing} must be given with cu_seq_lens_{given}, got None: pass both")
     causal = module.is_causal if is_causal is None else is_causal
-    # a window as long as the keys hides nothing
+    # a window at least as long as the keys hides nothing
     window = sliding_window if sliding_window and sliding_window < key.shape[2] else None
     if window is not None and not causal:
         raise ValueError(
@@ -119,14 +119,14 @@ def attention_forward(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     starts, ids = None, None
     if attention_mask is not None and attention_mask.dim() == 2 and causal:
-        # the slots of a static cache behind the mask are empty
+        # a static cache's slots beyond the mask are empty
         k, v = (x[:, : attention_mask.shape[1]] for x in (k, v))
     if attention_mask is not None and causal:
         ids = once(module, attention_mask, of_mask, q, k)
     elif attention_mask is not None:
         starts = once(module, attention_mask, of_text, q, k)
     elif cu_seq_lens_q is not None:
-        # sequences one behind the other, in a batch of one
+        # sequences one after the other, in a batch of one
         starts = cu_seq_lens_q.int(), cu_seq_lens_k.int()
     elif position_ids is not None:
         ids = once(module, position_ids, of_causal_positions if causal else of_positions, q, k)
@@ -141,23 +141,23 @@ def attention_forward(
 
 
 def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Attention in which each head has a key more, without a value, of score `sinks`.
+    """Attention in which each head has one more key, with score `sinks` and value 0.
 
-    out: (..., T, H, D), lse: (..., H, T), those without it; sinks: (H,).
+    out: (..., T, H, D), lse: (..., H, T), those without that key; sinks: (H,).
     """
     kept = torch.sigmoid(lse - sinks[:, None].float())
     return (out * kept.transpose(-1, -2).unsqueeze(-1)).to(out.dtype)
 
 
 def once(module: torch.nn.Module, source: Tensor, find: Callable, q: Tensor, k: Tensor):
-    """find(source, q, k), for all layers that follow each other.
+    """find(source, q, k), called once for all layers of a pass.
 
-    Every layer of a model gets the same mask or positions: they are read by the first, for reading waits for
-    the GPU. A layer that does not follow the one before belongs to another pass, in whose buffer there may be
-    other values: a broadcast, for one, changes no version.
+    Every layer of a model gets the same mask or positions, so only the first reads them, because reading
+    waits for the GPU. A layer that does not follow the previous one belongs to another pass, for which the
+    same buffer may hold other values: a broadcast, for example, changes no version.
     """
     layer = getattr(module, "layer_idx", None)
-    # what inference_mode makes counts no versions, and fits nowhere else
+    # tensors made under inference_mode have no version
     if layer is None or not may_read(source) or source.is_inference() or torch.is_inference_mode_enabled():
         return find(source, q, k)
     made_for = source._version, find, q.shape[1], *k.shape[:2]
@@ -169,7 +169,7 @@ def once(module: torch.nn.Module, source: Tensor, find: Callable, q: Tensor, k: 
 
 
 def of_mask(attention_mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Documents (B, Tk) int32 of a mask (B, Tk) under which text sees text: text and padding take turns.
+    """Documents (B, Tk) int32 of a mask (B, Tk), under which text sees text, and padding sees padding.
 
     Raises ValueError if a row's text is not one unbroken run.
     """
@@ -186,7 +186,8 @@ def of_mask(attention_mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
 def of_text(attention_mask: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """cu_seqlens of q and k (3 B + 1,) int32 under which every query sees a row's text, and no padding.
 
-    Of each row the keys are padding, text and padding, and all queries stand at the text. Raises as of_mask.
+    The keys of each row are padding, text and padding, and all its queries belong to the text. Raises as
+    of_mask.
     """
     of_mask(attention_mask, q, k)
     (batch, seq_k), seq_q = attention_mask.shape, q.shape[1]
@@ -199,7 +200,7 @@ def of_text(attention_mask: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tenso
 
 
 def of_positions(position_ids: Tensor, q: Tensor, k: Tensor) -> Tensor | None:
-    """Documents (B, T) int32 of positions that start anew; None where they do not, or are not of the keys."""
+    """Documents (B, T) int32 of positions that restart; None if they do not, or are not those of the keys."""
     if position_ids.dim() != 2 or position_ids.shape[1] != k.shape[1]:
         return None
     starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
@@ -210,7 +211,7 @@ def of_positions(position_ids: Tensor, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def of_causal_positions(position_ids: Tensor, q: Tensor, k: Tensor) -> Tensor | None:
-    """The same. Raises ValueError where the last query stands before the last key: in a half empty cache."""
+    """The same. Raises ValueError if the last query is before the last key: in a half-empty cache."""
     one_each = position_ids.dim() == 2 and position_ids.shape[1] == q.shape[1] < k.shape[1]
     if one_each and may_read(position_ids) and (last := int(position_ids[:, -1].max())) + 1 < k.shape[1]:
         raise ValueError(

@@ -25,7 +25,7 @@ def document_bounds(
     end = torch.searchsorted(ids, ids, right=True, out_int32=True)
     bounds = torch.stack([first, end], dim=1).masked_fill_((ids < 0)[:, None], 0)
     if offset == 0 and not causal and window is None:
-        # whoever sees is seen
+        # the mask is symmetric
         return bounds, bounds
     position = torch.arange(seq_k, dtype=torch.int32, device=ids.device)
 
@@ -44,9 +44,9 @@ def mean_length(document_ids: Tensor) -> float:
 
 
 def mean_keys(length: float | None, *, causal: bool, window: int | None) -> float | None:
-    """What a query sees on average of sequences or documents that are `length` long in this sense.
+    """How many keys a query sees on average, in sequences or documents of this mean length.
 
-    Lengths that differ count as equal ones of the same work. None where the length is not known.
+    Different lengths count like equal ones with the same work. None if the length is not known.
     """
     if length is None:
         return None
@@ -63,7 +63,7 @@ def varlen_bounds(
     of_row = torch.searchsorted(cu_seqlens_q, rows, right=True).clamp(max=cu_seqlens_q.shape[0] - 1)
     of_column = torch.searchsorted(cu_seqlens_k, columns, right=True).clamp(max=cu_seqlens_k.shape[0] - 1)
 
-    # in a sequence the last query stands at the last key
+    # within a sequence the last query is at the last key
     key_of_row = rows + cu_seqlens_k[of_row] - cu_seqlens_q[of_row]
     row_of_key = columns + cu_seqlens_q[of_column] - cu_seqlens_k[of_column]
     return narrow(
@@ -90,7 +90,7 @@ def narrow(
 ) -> tuple[Tensor, Tensor]:
     """Cut the intervals to the causal and window masks, from both sides alike."""
     if causal:
-        # max and min keep an empty interval at its own place, and so the order of the bounds
+        # max and min keep an empty interval where it is, and so the bounds in order
         key_end = torch.minimum(key_end, key_of_row + 1).maximum(key_first)
         query_first = torch.maximum(query_first, row_of_key).minimum(query_end)
     if window is not None:

@@ -1,10 +1,10 @@
-"""Launches Triton kernels with little Python around a launch of a kind that has come before.
+"""Launches Triton kernels with little Python, once a launch of the same kind has come before.
 
-Triton looks at every argument of every launch, its type and what divides it, and encodes every descriptor of
-a tensor anew: for a kernel of attention some 100 us of a CPU core, several times what PyTorch's own operators
-take, and where sequences or batches are short the GPU waits for it. But two launches of one kind differ in
-the addresses of their tensors alone. So the parameters of a kind that has come before lie ready: a launch
-writes addresses into them and calls the driver.
+In every launch Triton inspects each argument, its type and what divides it, and encodes each tensor
+descriptor again. For an attention kernel that is some 100 us of a CPU core, several times what PyTorch's own
+operators take, and with short sequences or small batches the GPU waits for it. But two launches of one kind
+differ only in the addresses of their tensors. So the parameters of a known kind are kept: a launch writes
+addresses into them and calls the driver.
 """
 
 import ctypes
@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 from triton import JITFunction, knobs
 
-# of which something is kept, some 10 KB where a launch lies ready; behind the last all are forgotten
+# kinds that are kept, with some 10 KB for each prepared launch; when there are more, all are forgotten
 MOST_KINDS = 1024
 ONCE = "came once: the next one of its kind is prepared"
-# addresses behind the parameters that a kernel names: scratch memory, which a plain launch does without
+# addresses after a kernel's named parameters: scratch memory, which a plain launch does without
 N_SCRATCH = 2
-# what Triton's signatures call numbers
+# names of number types in Triton's signatures
 NUMBERS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
-# of a CUtensorMap, and what its address must be a multiple of
+# bytes of a CUtensorMap, and the alignment of its address
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
-# types whose number in kernels (PTX) is not that of the driver: float32 without subnormals, float64, bfloat16
+# types that have another number in kernels (PTX) than in the driver: float32 without subnormals, float64,
+# bfloat16
 MAP_TYPES = {8: 10, 9: 8, 10: 9}
 PROMOTION_128_BYTES = 2
 # bits of a number in a kernel's PTX, or bytes of an array
@@ -40,7 +41,7 @@ class Descriptor(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     block: tuple[int, ...]
-    # one object for all that an argument of a kernel gets
+    # one object that serves as every argument of a kernel
     layout: Any
 
     def for_triton(self):
@@ -52,7 +53,7 @@ class Descriptor(NamedTuple):
 
 
 class Launch:
-    """A launch of one kind: everything lies ready but the addresses of its tensors."""
+    """A prepared launch of one kind: everything but the addresses of its tensors."""
 
     def __init__(self, compiled, grid: tuple[int, ...], arguments: tuple):
         """compiled: what Triton has launched with these arguments. Raises ValueError if it is not plain."""
@@ -75,12 +76,12 @@ class Launch:
             for place in parameters[:-N_SCRATCH]
             if isinstance(place, ctypes.c_uint64 | TensorMap)
         ]
-        # which keeps the kernel loaded
+        # a reference that keeps the kernel loaded
         self.compiled, self.function = compiled, compiled.function
         self.grid = (*grid, 1, 1)[:3]
         self.threads = 32 * metadata.num_warps
         self.shared_bytes = metadata.shared
-        # autograd has threads of its own, and the driver is called without Python's lock
+        # autograd has threads of its own, and the driver is called without the GIL
         self.lock = threading.Lock()
 
     def begins(self, device: int, addresses: list[int]) -> bool:
@@ -100,7 +101,7 @@ class Launch:
         return error == 0
 
 
-# by kind, or why none is ready
+# prepared launches by kind, or the reason why there is none
 launches: dict[tuple, Launch | str] = {}
 
 
@@ -109,7 +110,7 @@ def launch(kernel, grid: tuple[int, ...], *arguments, **constants) -> None:
 
     arguments: tensors, Descriptors, ints and floats, each of the same type in every launch of a kernel;
     constants: its constexprs, which are its last arguments, and options of the compiler. Raises what Triton
-    raises. Triton's interpreter runs a kernel as ever.
+    raises. In Triton's interpreter a kernel runs as usual.
     """
     if not isinstance(kernel, JITFunction):
         kernel[grid](*arguments, **constants)
@@ -132,7 +133,7 @@ def launch(kernel, grid: tuple[int, ...], *arguments, **constants) -> None:
 def kind_of(
     kernel, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any], device: int
 ) -> tuple[tuple, list[int]]:
-    """All that a launch is but the addresses of its tensors, to be looked up; and these."""
+    """Everything about a launch except its tensors' addresses, as a key to look up; and the addresses."""
     kind = [id(kernel), device, grid, *constants.values()]
     addresses = []
     for argument in arguments:
@@ -156,9 +157,9 @@ def for_triton(argument):
 
 
 def enter_context(x: Tensor) -> None:
-    """Gives this thread the context of x's GPU, if it has none: a thread in which nothing has run yet.
+    """Gives this thread the context of x's GPU if it has none, because nothing has run in it yet.
 
-    A descriptor needs it, and Triton enters one behind the descriptors, where it launches.
+    Descriptors need a context, and Triton enters one only after it has made them, when it launches.
     """
     if not x.is_cuda:
         return
@@ -171,7 +172,7 @@ def enter_context(x: Tensor) -> None:
 
 
 def is_watched() -> bool:
-    """Whether a profiler of Triton's own wants to hear of launches."""
+    """Whether one of Triton's own profilers wants to be told of launches."""
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return any(getattr(hook, "calls", hook) for hook in hooks)
 
@@ -249,7 +250,7 @@ def parameter_sizes(ptx: str) -> list[int]:
 
 @cache
 def driver() -> ctypes.CDLL:
-    """CUDA's driver. Types are told for each function that Python calls, or it would cut addresses."""
+    """CUDA's driver. Each function is given its argument types: otherwise ctypes would truncate addresses."""
     cuda = ctypes.CDLL("libcuda.so.1")
     number, address = ctypes.c_uint, ctypes.c_void_p
     cuda.cuLaunchKernel.argtypes = address, *[number] * 7, address, address, address

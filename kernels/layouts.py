@@ -1,9 +1,9 @@
-"""Layouts of (B, T, H, D) tensors: which the kernels read in place, and copies of the others."""
+"""Layouts of (B, T, H, D) tensors: which ones the kernels read in place, and copies of the others."""
 
 import torch
 from torch import Tensor
 
-# of addresses and strides that a bulk copy (TMA) of NVIDIA's GPUs takes, in bytes
+# alignment in bytes of the addresses and strides of a bulk copy (TMA) on NVIDIA's GPUs
 BULK_ALIGNMENT = 16
 
 
@@ -27,7 +27,7 @@ def bulk_readable(x: Tensor) -> Tensor:
 
 
 def bulk_strides(x: Tensor) -> tuple[int, int, int]:
-    """Of batches, tokens and heads; that of a single one is never used, but its alignment is checked."""
+    """Strides of batches, tokens and heads; that of a single one is never used, but must be aligned too."""
     batch, seq_len, n_head, head_dim = x.shape
     stride_b, stride_t, stride_h, _ = x.stride()
     # spelled out, as in is_bulk_readable: run for each tensor of each call
@@ -39,10 +39,10 @@ def bulk_strides(x: Tensor) -> tuple[int, int, int]:
 
 
 def with_tokens_in_memory(dout: Tensor) -> Tensor:
-    """dout (B, T, H, D), with its tokens and channels written out where they are expanded, as behind a mean.
+    """dout (B, T, H, D), with expanded tokens and channels, as after a mean, written out.
 
-    Else all multiprocessors would ask for the same few numbers at once, and the whole backward pass would
-    take up to 2.5 times as long (docs/kernels.md). Heads and batches may stay expanded.
+    Otherwise all multiprocessors would ask for the same few numbers at once, and the whole backward pass
+    would take up to 2.5 times as long (docs/kernels.md). Heads and batches may stay expanded.
     """
     stride_b, stride_t, stride_h, stride_d = dout.stride()
     if stride_t and stride_d:

@@ -1,6 +1,6 @@
 """The two PyTorch operators, their gradients, and which implementation runs them.
 
-An operator is opaque to torch.compile: what is decided inside is decided at run time, from real tensors.
+An operator is opaque to torch.compile: decisions inside of it are made at run time, from real tensors.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,15 +19,15 @@ from kernels.layouts import with_tokens_in_memory
 from kernels.problem import CannotBuildError, Problem
 from kernels.registration import differentiate, operator
 
-# packages of kernels/, fastest first; the last one takes every problem, each other says what it refuses by
-# refusal(problem, q, k, v) -> str | None
+# packages of kernels/, fastest first; the last one takes every problem, and each of the others says what it
+# refuses by refusal(problem, q, k, v) -> str | None
 IMPLEMENTATIONS = ("hopper", "portable")
 
 # the rows of implementation_table
 TABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TABLE_HEAD_DIMS = (16, 32, 64, 128, 256)
 
-# set by use_implementation; of the whole process, because autograd runs backward passes in threads of its own
+# set by use_implementation; for the whole process, because autograd runs backward passes in its own threads
 forced: str | None = None
 
 
@@ -52,7 +52,8 @@ def _problem(
     deterministic: bool,
     keys_per_query: float | None,
 ) -> Problem:
-    # numbers of any kind, past the dispatcher: Triton compiles a kernel for the int 1, and True is no number
+    # past the dispatcher numbers may be of any kind: Triton compiles a kernel for the int 1, and True is no
+    # int
     return Problem(
         softmax_scale=float(softmax_scale),
         causal=causal,
@@ -133,7 +134,8 @@ def _backward(ctx, dout, dlse):
     if dout is None:
         dout = torch.zeros_like(out)
     if dlse is not None:
-        # of a row that sees nothing it may be nan, as -inf * 0 behind a mask is: no other row may hear of it
+        # dlse of a row that sees nothing may be nan, such as -inf * 0 after a mask: it must not reach other
+        # rows
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
     gradients = backward(
         dout, dlse, q, k, v, out, lse, key_bounds, query_bounds, dropout_seed, blocks, *ctx.options
@@ -165,11 +167,11 @@ def run(problem: Problem, q: Tensor, k: Tensor, v: Tensor, call: Callable):
     except CannotBuildError:
         if forced is not None:
             raise
-    # its refusal is known now, and said
+    # why it cannot be built is known by now, and has been said
     return run(problem, q, k, v, call)
 
 
-# importing it again and again takes Python longer than choosing
+# importing it each time would take Python longer than choosing
 @cache
 def package(name: str):
     return import_module(f"kernels.{name}")
@@ -218,7 +220,7 @@ def implementation_table(device: torch.device | str) -> str:
 
 @contextmanager
 def use_implementation(name: str | None) -> Iterator[None]:
-    """Inside, all threads run every problem on this one, for tests and benchmarks; None means choose."""
+    """Context in which all threads run every problem on this one, for tests and benchmarks; None: choose."""
     if name not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {name!r}")
     global forced

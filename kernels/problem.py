@@ -1,4 +1,4 @@
-"""All of one attention call but q, k, v: what the operators hand to an implementation."""
+"""Everything about one attention call except q, k, v: what the operators hand to an implementation."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ class Problem:
     dropout_p: float = 0.0
     dropout_seed: Tensor | None = None
     deterministic: bool = False
-    # of bounds, on average, where the host has read them: speed depends on it, no result does
+    # keys that a query sees on average, if the host has read the bounds: only speed depends on it
     keys_per_query: float | None = None
     # of a BlockMask, as BlockMask.tensors gives them: lists of rows and of columns, tiles, transposed tiles
     blocks: tuple[Tensor, ...] = ()
@@ -84,7 +84,7 @@ class CannotBuildError(RuntimeError):
 
 
 def list_strides(lists: tuple[Tensor | None, ...]) -> tuple[int, int]:
-    """From batch to batch and from head to head of the spans; 0 where one list serves all."""
+    """Strides of the spans from batch to batch and from head to head; 0 where one list serves all."""
     spans = lists[0]
     if spans is None:
         return 0, 0
@@ -95,10 +95,10 @@ def list_strides(lists: tuple[Tensor | None, ...]) -> tuple[int, int]:
 
 def dot_precision(q: Tensor) -> str:
     """How operands of q's dtype are multiplied: IEEE, or TF32 where PyTorch's own float32 products use it."""
-    # set_float32_matmul_precision and allow_tf32 set this too, but cannot tell of it
+    # set_float32_matmul_precision and allow_tf32 set this too, but do not report it
     if q.dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision != "tf32":
         return "ieee"
-    # of AMD's GPUs Triton knows TF32 on this one, and refuses a kernel that asks for it on others
+    # among AMD's GPUs Triton supports TF32 on this one, and refuses kernels that ask for it on others
     if q.is_cuda and torch.version.hip and architecture(q.device) != "gfx942":
         return "ieee"
     return "tf32"

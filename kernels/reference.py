@@ -1,4 +1,4 @@
-"""The definition of attention in plain PyTorch: slow, quadratic in memory, and what kernels are tested by."""
+"""The definition of attention in plain PyTorch: slow, quadratic in memory, the truth for tests of kernels."""
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ def attention_reference(
     """softmax(q k^T * softmax_scale) v over the visible keys, with the arguments of `flash_attention`.
 
     Computes in q's dtype: pass float64 for the truth. lse is at least float32. `deterministic` changes
-    nothing here. Raises ValueError for dropout without a seed, only a given seed makes the mask of the
-    kernels, for a window without causal, and for documents of fewer keys than queries.
+    nothing here. Raises ValueError for dropout without a seed (only a given seed reproduces the kernels'
+    mask), for a window without causal, and for documents of fewer keys than queries.
     """
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]

@@ -1,9 +1,9 @@
-"""Makes PyTorch operators of functions, with a gradient, and with little Python around a call.
+"""Turns functions into PyTorch operators, with a gradient, and with little Python around a call.
 
-torch.library.custom_op serves more kinds of operators, but a forward and a backward pass of attention took
-three times as long through it, in Python, without the work itself. And operators are there to be seen: by
-torch.compile, modes, fake tensors, subclasses. Where none of them looks, an operator's function is called as
-it is, which takes a third less again; a profiler shows it by the name of its gradient.
+torch.library.custom_op serves more kinds of operators, but took three times as much Python time for a forward
+and a backward pass of attention, not counting the work itself. Operators exist to be seen by torch.compile,
+modes, fake tensors and subclasses. Where none of these is looking, an operator's function is called directly,
+which takes another third less; a profiler shows it under the name of its gradient.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,16 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch.autograd import forward_ad
 
 LIBRARY = torch.library.Library("nanoflash", "FRAGMENT")
-# kernels read what they are given by its strides; Inductor must not have other ones for it
+# kernels read their arguments by the strides they have; Inductor must not change these
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
-# of autocast, which casts what products are given
+# dispatch keys of autocast, which casts what products are given
 AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
 
 DEVICES = {"CPU": DispatchKey.CPU, "CUDA": DispatchKey.CUDA}
-# what a function takes as it is, beside tensors
+# types, beside tensors, that a function takes as they are
 PYTHON = frozenset((bool, int, float, list, NoneType))
-# by operator, what runs it on both
+# the function of each operator, on every device
 FUNCTIONS: dict[torch._ops.OpOverload, Callable] = {}
 
 
@@ -46,7 +46,7 @@ def on_its_gpu(function: Callable) -> Callable:
 
 
 def below_autocast(function: Callable) -> Callable:
-    """A decorator: no autocast inside of a function, as inside of PyTorch's own operators."""
+    """A decorator: turns autocast off inside of a function, as inside of PyTorch's own operators."""
 
     @wraps(function)
     def run(*arguments):
@@ -78,7 +78,7 @@ def operator(fake: Callable) -> Callable[[Callable], torch._ops.OpOverload]:
 
 
 def differentiate(operator: torch._ops.OpOverload, setup_context: Callable, backward: Callable) -> Callable:
-    """Gives an operator its gradient. Returns what calls it, past the dispatcher where nothing would see it.
+    """Gives an operator its gradient. Returns a function that calls it, past the dispatcher if nothing looks.
 
     As in torch.autograd.Function: setup_context(ctx, inputs, output) saves what backward(ctx, *gradients of
     the outputs) needs, which returns a gradient or None for each input.
@@ -96,7 +96,7 @@ def differentiate(operator: torch._ops.OpOverload, setup_context: Callable, back
             with torch._C._AutoDispatchBelowAutograd():
                 return run(*inputs)
 
-        # one level: transforms of torch.func have their own
+        # one level deep: transforms of torch.func have levels of their own
         class Gradient(torch.autograd.function._SingleLevelFunction):
             @staticmethod
             def forward(ctx, *inputs):
@@ -115,10 +115,10 @@ def differentiate(operator: torch._ops.OpOverload, setup_context: Callable, back
         Gradient._backward_cls.__name__ = f"{Gradient.__name__}Backward"
 
         def with_gradient(*inputs):
-            # as inside of backward passes; forward derivatives, which no_grad leaves on, Gradient refuses
+            # as in backward passes; forward derivatives, which no_grad leaves on, are refused by Gradient
             if not torch.is_grad_enabled() and forward_ad._current_level < 0:
                 return below_autograd(*inputs)
-            # else PyTorch asks to report a bug of its own
+            # otherwise PyTorch asks its user to report a bug
             if torch._C._are_functorch_transforms_active():
                 refuse()
             return Gradient.apply(*inputs)
@@ -137,7 +137,7 @@ def differentiate(operator: torch._ops.OpOverload, setup_context: Callable, back
         for x, takes_tensor in zip(inputs, takes_tensors, strict=True):
             if type(x) in PYTHON:
                 continue
-            # the dispatcher makes Python's numbers of NumPy's, and of tensors in their place
+            # the dispatcher would turn NumPy's numbers, and tensors in place of numbers, into Python's
             if not (takes_tensor and isinstance(x, Tensor)):
                 return operator(*inputs)
             if torch._C._has_torch_function_unary(x) or not are_plain(torch._C._dispatch_keys(x).raw_repr()):
@@ -149,7 +149,7 @@ def differentiate(operator: torch._ops.OpOverload, setup_context: Callable, back
 
 
 def refuse_forward_derivatives(name: str, way_out: str, *tensors: Tensor) -> None:
-    """Raises NotImplementedError for a tensor with a tangent, which torch.library's operators lose."""
+    """Raises NotImplementedError for a tensor with a tangent, which torch.library's operators would lose."""
     if forward_ad._current_level < 0:
         return
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
@@ -160,7 +160,7 @@ def refuse_forward_derivatives(name: str, way_out: str, *tensors: Tensor) -> Non
 
 @cache
 def are_plain(keys: int) -> bool:
-    """Whether below autograd a kernel alone waits for an operator on tensors with these dispatch keys."""
+    """Whether these dispatch keys lead, below autograd, straight to a kernel."""
     below = DispatchKeySet.from_raw_repr(keys) & torch._C._after_ADInplaceOrView_keyset
     return below.highestPriorityTypeId() in DEVICES.values()
 

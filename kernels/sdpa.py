@@ -98,7 +98,7 @@ def sdpa_backward(
 
 
 def options(query: Tensor, seed: Tensor, dropout_p: float, is_causal: bool, scale: float | None) -> tuple:
-    """The operators' arguments behind q, k, v."""
+    """The operators' arguments after q, k, v."""
     softmax_scale = query.shape[-1] ** -0.5 if scale is None else scale
     deterministic = torch.are_deterministic_algorithms_enabled()
     seed = seed.view(torch.int64)[:1] if dropout_p > 0.0 else None
@@ -111,7 +111,7 @@ def heads_last(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def laid_out_as(like: Tensor, x: Tensor) -> Tensor:
-    """x with the strides of torch.empty_like(like), which torch.compile takes for granted; mostly no copy."""
+    """x with the strides of torch.empty_like(like), which torch.compile assumes; mostly no copy."""
     strides = torch.empty_like(like, device="meta").stride()
     return x if x.stride() == strides else torch.empty_like(like).copy_(x)
 

@@ -4,7 +4,7 @@ A tile is looked up by GPU, kernel, bytes of one element and padded head_dim. "f
 BLOCK_M queries and walk the keys, "decode" too, with the rows of a short tile filled by heads, "dkdv" keeps
 BLOCK_N keys and walks the queries; rows of a variant (variant_of) exist where another tile is better there.
 scripts/tune_tiles.py measures candidates, tests/ahead_of_time.py compiles the rows for their GPUs. What
-is not measured was chosen by the compiler's report: large, and without spills.
+has not been measured was chosen by the compiler's report: as large as possible without spills.
 """
 
 from functools import cache
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-# of a thread. Where no number is named, NVIDIA's assembler may spill some, to let more blocks run at once
+# registers of a thread. Without a limit NVIDIA's assembler may spill some, so that more blocks run at once
 ALL_REGISTERS = 255
 
 
@@ -22,13 +22,14 @@ class Tile(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
-    # read by TMA: of GPUs that have it
+    # read by TMA, on GPUs that have it
     tma: bool = False
-    # most of a thread: fewer, to let another block run beside it, or all; None: what the assembler takes
+    # most registers per thread: fewer, so that another block fits beside it, or all; None: the assembler's
+    # choice
     registers: int | None = None
-    # forward and dq: what stays for a whole loop, q and dout, is held in registers; see tile_io.in_registers
+    # forward and dq: q and dout, which stay for a whole loop, are held in registers; see tile_io.in_registers
     held: bool = False
-    # dkdv: tiles are keys by queries, unless there is dropout
+    # dkdv: tiles are keys by queries, except under dropout
     keys_first: bool = False
 
     def within(self, block_size: int) -> "Tile":
@@ -38,7 +39,7 @@ class Tile(NamedTuple):
         return self._replace(block_m=min(self.block_m, block_size), block_n=min(self.block_n, block_size))
 
     def options(self) -> dict[str, int]:
-        """As the keyword arguments of a kernel launch."""
+        """The tile as keyword arguments of a kernel launch."""
         limit = {} if self.registers is None else {"maxnreg": self.registers}
         return {
             "BLOCK_M": self.block_m,
@@ -68,11 +69,11 @@ def dropping(*tiles: tuple[str, int, Tile], itemsize: int = 2) -> Table:
 
 
 def all_registers(table: Table) -> Table:
-    """The rows, with every register that there is for up to eight warps."""
+    """The rows, with all registers that a thread can have with up to eight warps."""
     return {key: tile._replace(registers=ALL_REGISTERS) for key, tile in table.items()}
 
 
-# exact rather than fast, where TF32 is not asked for: products run without matrix units
+# exact rather than fast unless TF32 is asked for: products run without matrix units
 FLOAT32 = all_registers(
     rows("forward", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(32, 32, 8, 1), to_256=Tile(16, 16, 8, 1))
     | rows("dq", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(32, 16, 8, 1), to_256=Tile(16, 16, 8, 1))
@@ -80,8 +81,8 @@ FLOAT32 = all_registers(
     | {("dkdv", 4, 64): Tile(32, 32, 8, 1)}
     | dropping(("forward", 64, Tile(32, 32, 8, 1)), ("forward", 128, Tile(16, 32, 8, 1)), itemsize=4)
 ) | dropping(("dkdv", 256, Tile(16, 16, 8, 1)), itemsize=4)
-# one query's keys: small tiles, of which many are under way at once; 2 bytes to head_dim 128 measured on an
-# H200 without block masks, docs/long_context.md, the rest not
+# one query's keys: small tiles, so that many loads are in flight; 2 bytes up to head_dim 128 measured on an
+# H200 without block masks, docs/long_context.md, the rest not measured
 DECODE = rows(
     "decode", 4, to_64=Tile(16, 32, 4, 2), to_128=Tile(16, 16, 4, 2), to_256=Tile(16, 16, 4, 2)
 ) | rows("decode", 2, to_64=Tile(16, 32, 1, 4), to_128=Tile(16, 32, 1, 4), to_256=Tile(16, 32, 4, 2))
@@ -121,7 +122,7 @@ HOPPER = (
         ("forward full", 2, 128): Tile(64, 64, 4, 3, True, held=True),
         ("dq full", 2, 64): Tile(64, 64, 4, 3, True, held=True),
         ("dq window", 2, 64): Tile(64, 64, 4, 2, True),
-        # a list's entry is loaded ahead of its tile: of n stages (n - 1) // 2 + 1 are of tiles
+        # a list's entry is loaded ahead of its tile: of n stages (n - 1) // 2 + 1 hold tiles
         ("forward blocks", 2, 64): Tile(64, 64, 4, 5, True, 128, held=True),
         ("dq blocks", 2, 64): Tile(64, 64, 4, 5, True, 168),
         ("dkdv blocks", 2, 64): Tile(64, 64, 4, 2, True, keys_first=True),
@@ -263,7 +264,7 @@ CDNA = (
     | rows("dkdv", 2, to_64=Tile(64, 64, 4, 2), to_128=Tile(64, 64, 4, 1), to_256=Tile(32, 32, 4, 2))
 )
 TABLES = {"sm_80": AMPERE, "sm_90": HOPPER, "sm_100": BLACKWELL, "sm_103": BLACKWELL}
-# small, and neither square nor alike, so that short sequences have several blocks of every kind
+# small, not square and all different, so that short sequences have several blocks of every kind
 INTERPRETER = {
     "forward": Tile(64, 32, 4, 1, held=True),
     "dq": Tile(32, 64, 4, 1),

@@ -21,7 +21,7 @@ from model.ring_attention import ring_attention
 from model.rope import rotate
 
 IMPLEMENTATIONS = ("flash", "sdpa", "reference")
-# of a layer that sees every key up to its own
+# the pattern of a layer in which a query sees every key up to its own
 DENSE = "dense"
 
 
@@ -29,7 +29,7 @@ DENSE = "dense"
 class AttentionConfig:
     # flash: our kernels; sdpa: torch's fused attention; reference: plain PyTorch, stores the (T, T) scores
     implementation: str
-    # which keys the layers see, in turn: dense, or patterns of kernels/block_masks.py such as window(1024)
+    # which keys each layer in turn sees: dense, or patterns of kernels/block_masks.py such as window(1024)
     patterns: list[str] = field(default_factory=lambda: [DENSE])
     # queries and keys of a block of a pattern: 64 or 128
     block_size: int = 128
@@ -67,7 +67,7 @@ class AttentionConfig:
 
 
 def why_not_flash(config: ModelConfig) -> str | None:
-    """What flash needs of the heads, in the configuration's words; None if it takes those of this model."""
+    """Why flash cannot run this model's heads, in the configuration's words; None if it can."""
     if takes_head_dim(config.head_dim):
         return None
     return (
@@ -85,7 +85,7 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.dropout = config.dropout
         self.implementation = implementation
-        # nothing comes between the product and the kernel: its gradient can be written in place
+        # if nothing comes between the product and the kernel, its gradient can be written in place
         equal_heads = config.n_head == config.n_kv_head
         self.takes_packed = implementation == "flash" and equal_heads and not config.qk_norm
         width = config.n_head * config.head_dim
@@ -106,7 +106,7 @@ class SelfAttention(nn.Module):
         ring: Ring | None = None,
         block_mask: BlockMask | None = None,
     ) -> Tensor:
-        """rotation: cos and sin by which queries and keys turn; ring: x is a part of longer sequences."""
+        """rotation: cos and sin that rotate queries and keys; ring: x is a part of longer sequences."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         dropout_p = self.dropout if self.training else 0.0
         dense = ring is None and block_mask is None
@@ -164,7 +164,7 @@ def attend(
         return flash_attention(q, k, v, causal=True, deterministic=deterministic, **options)
     if implementation == "reference":
         if dropout_p > 0.0:
-            # as flash draws its own: recomputation sets the generator back, and draws the same
+            # drawn like flash's own: recomputation resets the generator, and draws the same again
             options["dropout_seed"] = torch.randint(2**62, (1,), device=q.device)
         return attention_reference(q, k, v, causal=True, **options)
     mask = None
@@ -188,15 +188,15 @@ def window_of(pattern: str) -> int | None:
     return int(match[1]) if match else None
 
 
-# so the graph of a compiled model takes the masks as inputs. As torch.compiler.disable, which imports the
-# compiler here: a second, for which a refused command need not wait
+# so that the graph of a compiled model takes the masks as inputs. Like torch.compiler.disable, which would
+# import the compiler here: that takes a second, for which a refused command should not wait
 @torch._disable_dynamo
 def layer_masks(
     config: AttentionConfig, n_layer: int, seq_len: int, device: torch.device, *, warns: bool = True
 ) -> list[BlockMask | None]:
     """The block mask of every layer, None where it is dense.
 
-    warns: if some tokens never hear of others; see kernels.block_mask.reach for what that costs.
+    warns: if information from some tokens can never reach others; see kernels.block_mask.reach for the cost.
     """
     arguments = tuple(config.patterns), config.block_size, n_layer, seq_len, device
     layers = _layer_masks(*arguments)
@@ -209,7 +209,7 @@ def layer_masks(
 def _layer_masks(
     patterns: tuple[str, ...], block_size: int, n_layer: int, seq_len: int, device: torch.device
 ):
-    # masks made in inference mode could not be saved for a backward pass, and training may ask for them next
+    # masks made in inference mode could not be saved for a backward pass, and training may use them next
     with torch.inference_mode(False), torch.no_grad():
         masks = {
             pattern: block_masks.parse(pattern, seq_len, block_size=block_size, device=device)

@@ -1,4 +1,4 @@
-"""What shape of transformer: GPT-2 where nothing else is said, up to Llama, Qwen and what lies between."""
+"""The shape of the transformer: GPT-2 by default, up to Llama, Qwen and what lies between."""
 
 import math
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class ModelConfig:
     vocab_size: int
     # the longest sequence: with learned positions, those that have an embedding
     max_seq_len: int
-    # on embeddings, attention weights and both residual branches; 0 for pretraining on ample data
+    # dropout on embeddings, attention weights and both residual branches; 0 for pretraining on ample data
     dropout: float
     # heads of keys and values, each shared by a group of query heads; null: n_head
     n_kv_head: int | None = None
@@ -43,7 +43,7 @@ class ModelConfig:
     bias: str = "all"
     # RMSNorm of each head's queries and keys (Dehghani et al., arXiv:2302.05442)
     qk_norm: bool = False
-    # the head is the token embedding; else it has weights of its own
+    # true: the head is the token embedding; false: it has weights of its own
     tied_head: bool = True
 
     def __post_init__(self):
@@ -69,7 +69,7 @@ class ModelConfig:
             )
         if self.rotary is not None and self.head_dim % 2:
             raise ValueError(f"model.rotary turns pairs of channels, got model.head_dim={self.head_dim}")
-        # one pair is the slowest and the fastest at once
+        # a single pair would be the slowest and the fastest at once
         if self.rotary is not None and self.rotary.scaling == "ntk" and self.head_dim == 2:
             raise ValueError(
                 "model.rotary.scaling=ntk needs model.head_dim to be at least 4, got 2: use "

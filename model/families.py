@@ -1,4 +1,4 @@
-"""Hugging Face's model families in our terms: what config.json means, and what their tensors are called."""
+"""Hugging Face's model families in our terms: what their config.json means, and their tensors' names."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from model.rope import READS, RotaryConfig
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The tensors of theirs that make up one of ours: stacked along its rows, of `rows` each.
+    """The tensors of theirs that make up one of ours: stacked along its rows, `rows` of each.
 
     transposed: theirs are (in, out), as GPT-2 has them.
     """
@@ -33,7 +33,7 @@ class Family:
 
 
 def family_of(config: ModelConfig) -> str:
-    """The architecture that can hold such a model. Raises ValueError, saying what fits none."""
+    """The family that can represent such a model. Raises ValueError, naming what no family can."""
     if config.rotary is None:
         needed = {"norm": "layer", "mlp": "gelu", "bias": "all", "qk_norm": False, "n_kv_head": config.n_head}
         _check_all("GPT2LMHeadModel", config, {**needed, "n_embd": config.n_head * config.head_dim})
@@ -44,7 +44,7 @@ def family_of(config: ModelConfig) -> str:
         return "Qwen3ForCausalLM"
     if config.bias == "qkv":
         return "Qwen2ForCausalLM"
-    # transformers 5 refuses such a config.json, of this family alone
+    # transformers 5 refuses such a config.json, but only for this family
     if config.n_embd % config.n_head:
         raise ValueError(
             "no Hugging Face family that we know holds this model: LlamaForCausalLM needs model.n_embd to be "
@@ -148,7 +148,7 @@ def read_qwen3_config(theirs: dict) -> ModelConfig:
 
 
 def _read_rotary_family(theirs: dict, *, bias: str, default_eps: float, qk_norm: bool = False) -> ModelConfig:
-    # models that embed texts see what follows too: "is_causal": false
+    # models that embed texts also see what follows: "is_causal": false
     _require(theirs, hidden_act=("silu",), pretraining_tp=(1,), is_causal=(True,))
     return ModelConfig(
         n_layer=theirs["num_hidden_layers"],
@@ -173,7 +173,7 @@ def _read_rotary_family(theirs: dict, *, bias: str, default_eps: float, qk_norm:
 def read_rotary(theirs: dict) -> RotaryConfig:
     """From rope_parameters, or from rope_theta and rope_scaling as transformers before 5 wrote them."""
     new, old = theirs.get("rope_parameters") or {}, theirs.get("rope_scaling") or {}
-    # transformers 5 would read the old ones and lose the new ones, base and all
+    # transformers 5 would read the old keys and lose the new ones, including the base
     if new and not old.items() <= new.items():
         raise ValueError(
             "config.json: rope_scaling and rope_parameters differ: put all into rope_parameters, and leave "
@@ -194,10 +194,10 @@ def read_rotary(theirs: dict) -> RotaryConfig:
     scaling = {"base": base, "scaling": kind, "factor": _number("factor", rope["factor"], way_out)}
     if kind != "linear":
         name = "original_max_position_embeddings"
-        # for transformers too the first of these counts
+        # in transformers too the first of these takes precedence
         longest = theirs.get(name) or rope.get(name) or theirs["max_position_embeddings"]
         scaling["original_seq_len"] = longest
-    # a config.json may hold more than its scaling reads
+    # a config.json may hold values that its scaling does not read
     for name in READS[kind]:
         if name not in scaling and rope.get(name) is not None:
             scaling[name] = float(rope[name])
@@ -234,12 +234,12 @@ def write_rotary_family_config(config: ModelConfig) -> dict:
 
 
 def write_rotary(rotary: RotaryConfig, head_dim: int) -> dict:
-    """In the words that every version of transformers reads."""
+    """Rotary positions under the keys that every version of transformers reads."""
     theirs = {"original_seq_len": "original_max_position_embeddings"}
     if rotary.scaling == "none":
         return {"rope_theta": rotary.base}
     if rotary.scaling == "ntk":
-        # a larger base, and no more
+        # ntk is only a larger base
         return {"rope_theta": rotary.base * rotary.factor ** (head_dim / (head_dim - 2))}
     scaling = {"rope_type": rotary.scaling}
     for name in READS[rotary.scaling]:
@@ -280,7 +280,7 @@ def rotary_family_tensors(config: ModelConfig) -> Iterator[tuple[str, Source]]:
 
 
 def _require(theirs: dict, **allowed: tuple) -> None:
-    """Raises ValueError for a key of config.json whose value changes the model in a way that we lack."""
+    """Raises ValueError for a key of config.json whose value asks for what our model does not have."""
     for name, values in allowed.items():
         if name in theirs and theirs[name] not in values:
             raise ValueError(
@@ -290,7 +290,7 @@ def _require(theirs: dict, **allowed: tuple) -> None:
 
 
 def _number(name: str, value: float | None, way_out: str) -> float:
-    """A number of config.json, which may be null where nothing reads it. Raises ValueError if it is."""
+    """A number of config.json. Raises ValueError if it is null, as it may be where nothing reads it."""
     if value is None:
         raise ValueError(f"config.json: {name} must be a number, got {value}: {way_out}")
     return float(value)

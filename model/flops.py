@@ -12,16 +12,16 @@ from kernels.block_mask import BlockMask
 from model.attention import DENSE, AttentionConfig, layer_masks
 from model.config import ModelConfig, flops_per_token, layer_matrices
 
-# queries and keys of the tiles that causal kernels compute whole at the diagonal, about
+# approximate size of the tiles that causal kernels compute whole at the diagonal
 TILE = 128
-# of the products with D columns a visible pair takes part in: q k and p v forward; dv, dp, dq, dk backward
+# products with D columns that a visible pair takes part in: q k and p v forward; dv, dp, dq, dk backward
 USEFUL_PRODUCTS = 6
-# those that run: flash attention makes the scores again; plain PyTorch has stored them
+# products that actually run: flash attention recomputes the scores, plain PyTorch has stored them
 BACKWARD_PRODUCTS = {"flash": 5, "sdpa": 5, "reference": 4}
 
-# of the blocks of a mask, when their pairs are counted one by one
+# blocks of a mask whose pairs are counted at a time
 BLOCKS_AT_ONCE = 256
-# behind every key
+# a position after every key
 NOWHERE = 2**40
 
 
@@ -38,13 +38,12 @@ def flops_ledger(
     """FLOPs of one training token, forward and backward, by convention.
 
     palm: 6 N + 12 L H D T, every pair of tokens (PaLM, arXiv:2204.02311; nanoGPT). causal: half of the pairs
-    (llm.c, Megatron-LM). mask: exactly the pairs that the layers' masks and documents leave. kept: palm, with
-    the share of its pairs that they leave of the causal ones. executed: the matrix products that run, with
-    whole tiles, the padded vocabulary, scores made again and the layers of recompute=full.
-    lora_rank: of adapters beside the layers' matrices, which are frozen then, as is the head without
-    lora_head: no gradients are made for these, 4 N in place of 6 N.
-    document_ids: (B, T) int32 on the CPU, of the sequences counted, a negative id is padding; None: one
-    document each.
+    (llm.c, Megatron-LM). mask: exactly the pairs that the layers' masks and documents leave. kept: palm,
+    times the share of causal pairs that they leave. executed: the matrix products that run, with whole tiles,
+    the padded vocabulary, recomputed scores and the layers of recompute=full. lora_rank: of adapters beside
+    the layers' matrices, which are then frozen, like the head without lora_head: no weight gradients are
+    computed for them, 4 N in place of 6 N. document_ids: (B, T) int32 on the CPU, of the sequences counted; a
+    negative id is padding; None: each sequence is one document.
     """
     masks = [None] * model.n_layer
     if attention.sparse:
@@ -66,12 +65,12 @@ def flops_ledger(
     if lora_rank:
         executed -= 2 * layers - 6 * adapters
         if not lora_head:
-            # what the first layer reads is frozen too: nothing goes back beyond its first matrices
+            # the input of the first layer is frozen too: no gradient goes back beyond its first matrices
             rows, columns = layer_matrices(model)["qkv"]
             executed -= 2 * head + 2 * rows * (columns + lora_rank)
     if recompute == "full":
         products += 2
-        # the layer's last product is not needed again: of a frozen matrix its adapter's
+        # the layer's last product need not be recomputed: with a frozen matrix, that of its adapter
         last = lora_rank * model.n_embd if lora_rank else model.mlp_width * model.n_embd
         executed += 2 * (layers + adapters - model.n_layer * last)
     plain, palm = (flops_per_token(model, length, causal=False) for length in (0, seq_len))
@@ -90,13 +89,13 @@ def flops_ledger(
 
 
 def window_pairs(seq_len: int, window: int | None) -> int:
-    """Pairs of a query and a key that it sees, itself and up to window - 1 before it; None: all before it."""
+    """Pairs of a query and a key that it sees: its own, and window - 1 earlier ones or (None) all."""
     window = seq_len if window is None else min(window, seq_len)
     return window * (window + 1) // 2 + (seq_len - window) * window
 
 
 def visible_pairs(seq_len: int, mask: BlockMask | None, document_ids: Tensor | None = None) -> float:
-    """Pairs of a query and a key that it sees, of one sequence and head, the mean over them."""
+    """Visible pairs of a query and a key in one sequence and head, averaged over these."""
     if document_ids is None:
         if mask is None:
             return seq_len * (seq_len + 1) / 2
@@ -123,7 +122,7 @@ def visible_pairs(seq_len: int, mask: BlockMask | None, document_ids: Tensor | N
 
 
 def computed_pairs(seq_len: int, mask: BlockMask | None, document_ids: Tensor | None = None) -> float:
-    """The same with every tile that holds a visible pair counted whole: those of the mask, else of TILE."""
+    """The same, counting every tile with a visible pair whole: tiles of the mask, or else of TILE."""
     if mask is not None:
         return len(mask.keys) / (mask.n_batch * mask.n_head) * mask.block_size**2
     last = torch.arange(-(-seq_len // TILE), device="cpu")
@@ -135,9 +134,9 @@ def computed_pairs(seq_len: int, mask: BlockMask | None, document_ids: Tensor | 
 
 
 def attended_pairs(attention: AttentionConfig, n_layer: int, seq_len: int) -> float:
-    """Pairs that take a kernel's time, of one sequence and head, the sum over the layers.
+    """Pairs that take a kernel's time, for one sequence and head, summed over the layers.
 
-    The visible ones of a dense layer, the whole blocks of a pattern: docs/training_speed.md compares them.
+    The visible ones of a dense layer, and the whole blocks of a pattern, see docs/training_speed.md.
     """
     return sum(
         _pattern_pairs(attention.patterns[layer % len(attention.patterns)], seq_len, attention.block_size)

@@ -15,10 +15,10 @@ from model.gpt import GPT
 from model.modes import evaluating
 from model.rope import rotation
 
-# float32 ends at 3e38: divided by less, logits could be infinite; the likeliest token has all the probability
-# long before
+# float32 ends at 3e38: logits divided by a smaller temperature could be infinite; long before that the
+# likeliest token has all the probability
 LEAST_TEMPERATURE = 1e-30
-# what top_p is a share of: finer than float32, and 63 bits hold the sum of any vocabulary
+# the whole of which top_p is a share: finer than float32, and 63 bits hold the sum over any vocabulary
 WHOLE_MASS = 2**40
 
 
@@ -48,10 +48,10 @@ def stream(
     tokens: prompts (B, T), T >= 1; lengths: (B,) int64, where they end, if some are shorter than T.
     temperature 0, or below LEAST_TEMPERATURE, takes the likeliest token; top_k keeps the k likeliest; top_p
     keeps the smallest set of likeliest tokens that holds probability p (Holtzman et al., arXiv:1904.09751).
-    vocab_size: only ids below it are drawn, where the tokenizer has fewer than the model. A sequence that has
-    given one of stop_tokens repeats it; when all have, no more comes. compiled: by torch.compile, for long
-    outputs on a GPU. The model's mode is left as it was found. Raises ValueError if the whole exceeds the
-    model's positions.
+    vocab_size: only ids below it are drawn, if the tokenizer has fewer than the model. A sequence that has
+    produced one of stop_tokens repeats it; when all have, the stream ends. compiled: by torch.compile, for
+    long outputs on a GPU. The model's mode is left as it was. Raises ValueError if prompt and output exceed
+    the model's positions.
     """
     batch, prompt_len = tokens.shape
     _check(model, prompt_len, n_new, temperature, top_k, top_p, vocab_size)
@@ -67,7 +67,7 @@ def stream(
             draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
         stops = torch.tensor(stop_tokens, dtype=torch.int64, device="cpu")
         stops_there, stopped = stops.to(tokens.device), torch.zeros(batch, dtype=torch.bool, device="cpu")
-        # no list of numbers: what is compiled would be for these alone
+        # a tensor, not a list of numbers, for which alone the step would be compiled
         has_stops = bool(stop_tokens)
 
         def choose(logits: Tensor, newest: Tensor | None) -> Tensor:
@@ -102,19 +102,19 @@ def stream(
 
 
 class Arrivals:
-    """The rows of a tensor, brought to the CPU while a GPU goes on: no row may change once it is sent.
+    """Rows of a tensor, copied to the CPU while the GPU goes on; no row may change once it is sent.
 
-    The copies have a stream of their own. It waits for what was launched before a row is sent, and nothing
-    that is launched later waits for it.
+    The copies have a stream of their own, which waits for what was launched before a row is sent; nothing
+    that is launched later waits for the copies.
     """
 
     def __init__(self, rows: Tensor):
         self._rows = self._on_cpu = rows
         if rows.is_cuda:
-            # page-locked memory is dear to allocate: all of it at once
+            # page-locked memory is slow to allocate: all of it at once
             self._on_cpu = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
             self._stream = torch.cuda.Stream(rows.device)
-            # whoever gets the memory of the rows next must wait for a copy that is still under way
+            # whoever gets the rows' memory next must wait for a copy that is still running
             rows.record_stream(self._stream)
 
     def send(self, index: int) -> None:
@@ -124,18 +124,18 @@ class Arrivals:
                 self._on_cpu[index].copy_(self._rows[index], non_blocking=True)
 
     def wait(self, index: int) -> Tensor:
-        """The row, on the CPU, when it and all that were sent before have arrived."""
+        """The row, on the CPU, once it and all those sent before it have arrived."""
         if self._rows.is_cuda:
             self._stream.synchronize()
         return self._on_cpu[index]
 
 
 class Decoder:
-    """A model, the caches of B sequences of up to `capacity` tokens, and what has been drawn.
+    """A model, the caches of B sequences of up to `capacity` tokens, and the tokens drawn so far.
 
-    drawn: (capacity, B) int64, first the tokens behind the prompts, each in a place of its own, so that it
-    can be copied while later steps run. A step reads the newest, and adds the next by itself if it is told
-    how to `choose` it, as (logits (B, V), newest (B,)) -> (B,); else the caller does.
+    drawn: (capacity, B) int64, beginning with the tokens right after the prompts; each has a place of its
+    own, so that it can be copied while later steps run. A step reads the newest token, and adds the next one
+    itself if it is given `choose`, (logits (B, V), newest (B,)) -> (B,); otherwise the caller does.
 
     On a GPU the step for one token is captured in a CUDA graph when it runs for the second time: without it
     Python would take longer to launch the small kernels than they take to run.
@@ -152,7 +152,7 @@ class Decoder:
     ):
         self.model, self._choose = model, choose
         device = model.token_embedding.weight.device
-        # in the GPU's memory, because a captured graph repeats what Python has counted
+        # in GPU memory, because a captured graph would repeat what Python had counted
         self._counts = torch.zeros(1 + batch, dtype=torch.int64, device=device)
         # rows of drawn, (1,), and tokens of each sequence, (B,)
         self._n_drawn, self.lengths = self._counts[:1], self._counts[1:]
@@ -177,7 +177,7 @@ class Decoder:
 
     @property
     def returns_at_once(self) -> bool:
-        """Whether a step is given to a GPU, which has compiled it, and goes on by itself."""
+        """Whether a step only has to be handed to a GPU that has compiled it already."""
         return self._has_run and self.lengths.is_cuda
 
     def start(self, prompts: Tensor, lengths: Tensor | None = None) -> Tensor:
@@ -189,7 +189,7 @@ class Decoder:
         return self.model.logits(hidden[rows, self.lengths - 1])
 
     def step(self) -> Tensor | None:
-        """The logits (B, V) after the newest tokens, to be overwritten by the next step; None if it chose."""
+        """The logits (B, V) after the newest tokens, overwritten by the next step; None if the step chose."""
         if not self.returns_at_once:
             self._has_run = True
             return self._step()
@@ -218,7 +218,7 @@ class Decoder:
 
 
 def empty_caches(model: GPT, capacity: int, lengths: Tensor) -> list[LayerCache]:
-    """One a layer, for `capacity` tokens or, where a layer sees a sliding window, for the window."""
+    """One cache per layer, for `capacity` tokens or, if the layer has a sliding window, for the window."""
     config, attention, device = model.config, model.attention, lengths.device
     dtype = model.token_embedding.weight.dtype
     if torch.is_autocast_enabled(device.type):
@@ -236,9 +236,9 @@ def empty_caches(model: GPT, capacity: int, lengths: Tensor) -> list[LayerCache]
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The first of the largest logits of each row (B, V), (B,): what argmax gives.
+    """The index of the first largest logit of each row (B, V), (B,), like argmax.
 
-    In two steps, for a compiler: it has one program look through a whole row.
+    In two steps, because a compiler would let one program search a whole row.
     """
     n_parts = 128
     padding = -logits.shape[-1] % n_parts
@@ -255,7 +255,7 @@ def sample(
     top_p: float | None,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """One token id a row, (B,), from logits (B, V), at LEAST_TEMPERATURE or above."""
+    """One token id per row, (B,), from logits (B, V), at LEAST_TEMPERATURE or above."""
     logits = logits.float() / temperature
     if top_k is None:
         values, ids = logits.sort(dim=-1, descending=True)

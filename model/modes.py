@@ -1,4 +1,4 @@
-"""The mode of a model, training or not, of which each of its parts has its own."""
+"""The mode of a model, training or evaluation, which each of its parts has for itself."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """While entered, no part of the model is in training mode; behind it each is as it was found."""
+    """While entered, no part of the model is in training mode; afterwards each part is as it was before."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

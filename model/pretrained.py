@@ -16,11 +16,11 @@ from model.families import FAMILIES, Family, family_of
 from model.gpt import GPT
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-# where there are several files
+# the index, if there are several files
 NUMBERED = f"model-{5 * '[0-9]'}-of-{5 * '[0-9]'}.safetensors"
-# of one file; more weights go to several, as transformers does it
+# largest size of one file; more weights are split over several, as transformers does
 MAX_SHARD_BYTES = 5_000_000_000
-# what a value of config.json must be, and the keys of such values
+# types that values of config.json must have, with their keys
 WHOLE_NUMBERS = """
     n_layer n_head n_embd n_positions vocab_size num_hidden_layers num_attention_heads hidden_size
     intermediate_size max_position_embeddings
@@ -40,7 +40,7 @@ KINDS = {
     "an object or null": (dict | None, "rope_parameters rope_scaling"),
     "true or false": (bool, "tie_word_embeddings"),
 }
-# theirs that may lie beside an embedding that is the head as well
+# their heads, which may be stored beside an embedding that is the head as well
 HEAD = "lm_head.weight"
 # our tables that are padded to whole tiles
 PADDED = ("token_embedding.weight", "head.weight")
@@ -56,7 +56,7 @@ def load_pretrained(folder: Path | str, attention: AttentionConfig) -> GPT:
 
     Parameters are float32, whatever the file holds. Raises ValueError for another architecture, for a setting
     that changes the model in a way we lack, for missing, surplus or misshapen tensors, all by name, and for a
-    head that config.json takes for the embedding, and that is another.
+    head that differs from the embedding although config.json ties them.
     """
     folder = Path(folder)
     family, config = _read_config(folder)
@@ -76,7 +76,7 @@ def load_pretrained(folder: Path | str, attention: AttentionConfig) -> GPT:
 def check_pretrained(folder: Path | str) -> None:
     """Raises ValueError for a folder that load_pretrained would refuse, from its files' headers alone.
 
-    So values are not compared: a head that is to be the embedding passes whatever it is.
+    So values are not compared: a tied head passes whatever it holds.
     """
     folder = Path(folder)
     family, config = _read_config(folder)
@@ -97,9 +97,9 @@ def export_pretrained(
 ) -> None:
     """Writes a folder that `transformers` loads: config.json and safetensors, in this dtype.
 
-    token_ids: entries of config.json that a model's shape does not tell, such as eos_token_id.
-    Raises ValueError for a model that no family holds, for weights that dtype makes infinite, and for a
-    folder that is not empty; OSError where it cannot be written, which leaves nothing behind.
+    token_ids: entries of config.json that a model's shape does not determine, such as eos_token_id. Raises
+    ValueError for a model that no family can represent, for weights that dtype makes infinite, and for a
+    folder that is not empty; OSError if it cannot be written, which leaves nothing behind.
     """
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
@@ -150,7 +150,7 @@ def weight_files(folder: Path) -> list[Path]:
 def named_parts(
     state: dict[str, Tensor], family: Family, config: ModelConfig
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of theirs, by name, as a view of ours: of parameters or of anything in their shape."""
+    """Each of their tensors, by name, as a view of ours: of parameters or of anything in their shape."""
     for ours, source in family.tensors(config):
         tensor = state[ours][: config.vocab_size] if ours in PADDED else state[ours]
         for name, part in zip(source.names, tensor.split(source.rows or tensor.shape[0]), strict=True):
@@ -160,7 +160,7 @@ def named_parts(
 def _matched(
     folder: Path, family: Family, config: ModelConfig, files: dict[str, Path], state: dict[str, Tensor]
 ) -> Iterator[tuple[Tensor, object]]:
-    """Each part of ours with the slice of a file, not read yet, that belongs there. Raises ValueError.
+    """Each part of ours with the slice of a file, not yet read, that belongs there. Raises ValueError.
 
     files: of `_find_tensors`.
     """
@@ -198,7 +198,7 @@ def _read_config(folder: Path) -> tuple[Family, ModelConfig]:
 
 
 def _check_types(path: Path, theirs: dict, group: str = "") -> None:
-    """Raises ValueError for the first value of theirs, or of an object in it, that is of another type."""
+    """Raises ValueError for the first value of theirs, or of an object in it, that has the wrong type."""
     for kind, (types, keys) in KINDS.items():
         for key in theirs.keys() & set(keys.split()):
             value = theirs[key]
@@ -256,7 +256,7 @@ def _check_names(folder: Path, family: Family, config: ModelConfig, files: dict[
 
 
 def _check_tied(folder: Path, family: Family, files: dict[str, Path], embedding: Tensor) -> None:
-    """Raises ValueError if a head that is to be the embedding (V, C) is there too, and differs."""
+    """Raises ValueError if a head that should be the embedding (V, C) is stored too, and differs."""
     if HEAD not in files:
         return
     with _open(files[HEAD]) as file:

@@ -1,4 +1,4 @@
-"""Activation recomputation: the backward pass makes a layer's intermediate results again, from its input.
+"""Activation recomputation: the backward pass recomputes a layer's intermediate results from its input.
 
 Source: Chen et al., arXiv:1604.06174; the selective form, Korthikanti et al., arXiv:2205.05198.
 """
@@ -15,7 +15,7 @@ import kernels.packed  # noqa: F401
 RECOMPUTE = ("none", "selective", "full")
 
 aten, ours = torch.ops.aten, torch.ops.nanoflash
-# what costs more to make again than to keep: matrix products and attention
+# operators that cost more to recompute than to keep: matrix products and attention
 KEPT = {
     aten.mm.default,
     aten.addmm.default,
@@ -30,9 +30,9 @@ KEPT = {
 
 
 def recomputed(layer: Callable, kind: str) -> Callable:
-    """The layer, whose backward pass runs all of its forward again, or with kind="selective" the cheap part.
+    """The layer, with a backward pass that reruns its forward pass, or with kind="selective" the cheap part.
 
-    Gradients are the same, dropout draws the same numbers. The layer must not change its arguments.
+    Gradients are the same, and dropout draws the same numbers. The layer must not change its arguments.
     """
     if kind == "none" or not torch.is_grad_enabled():
         return layer

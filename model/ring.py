@@ -2,10 +2,10 @@
 
 A sequence of T tokens is cut into 2 n chunks for n ranks; rank r holds the chunks r and 2 n - 1 - r, so that
 each rank has the same share of a causal mask. The mask of a step is a pair of intervals
-(kernels/intervals.py), whatever made it: both chunks of a rank are in the order of the sequence, so the keys
-that a query sees are one unbroken run of any rank's keys too. Keys that no query of a rank sees are neither
-sent to it nor computed. A BlockMask has no such runs: there a step takes the blocks of keys that some query
-of the rank sees, and the mask's blocks between the two ranks.
+(kernels/intervals.py), whatever kind of mask it comes from: a rank's two chunks are in the order of the
+sequence, so the keys that a query sees are one unbroken run of any rank's keys too. Keys that no query of a
+rank sees are neither sent to it nor computed. A BlockMask has no such runs: there a step takes the blocks of
+keys that some query of the rank sees, and the mask's blocks between the two ranks.
 
 Source of the zigzag split: Zhu, ring-flash-attention, 2024.
 """
@@ -27,8 +27,8 @@ from model.block_attention import Mask
 class Step:
     """What one rank does in one step: local queries `rows` attend to the tokens `keys` of rank `source`.
 
-    rows and keys are empty if nothing is visible. `send` are the own tokens whose keys rank `destination`
-    needs in the same step. Tokens are a run, or, with a BlockMask, ascending numbers (n,) int64.
+    rows and keys are empty if nothing is visible. `send`: this rank's tokens whose keys rank `destination`
+    needs in the same step. Tokens are a slice or, with a BlockMask, ascending numbers (n,) int64.
     """
 
     source: int
@@ -69,12 +69,12 @@ class Ring:
                 f"seq_len={seq_len} must be a multiple of 2 * {self.size} ranks to be shared: use {above}"
             )
         self.positions = [zigzag_positions(seq_len, rank, self.size) for rank in range(self.size)]
-        # by mask, rank and source: no document changes these
+        # by mask, rank and source: independent of documents
         self._between: dict[tuple[BlockMask, int, int], tuple[slice, Tensor, BlockMask | None]] = {}
         self._take(document_ids)
 
     def with_documents(self, document_ids: Tensor) -> "Ring":
-        """The ring of another batch, document_ids as for the class; keeps what no document changes."""
+        """The ring of another batch, document_ids as for the class; keeps what documents do not change."""
         ring = copy(self)
         ring._take(document_ids)
         return ring
@@ -98,7 +98,7 @@ class Ring:
         return x[:, self.positions[self.rank].to(x.device)]
 
     def steps(self, window: int | None = None, block_mask: BlockMask | None = None) -> list[Step]:
-        """The n steps of this rank, the own keys first; the same for every layer with this mask.
+        """The n steps of this rank, its own keys first; the same for every layer with this mask.
 
         block_mask: causal, of the whole sequence. Raises ValueError if its blocks do not fill the chunks.
         """
@@ -199,7 +199,7 @@ def zigzag_positions(seq_len: int, rank: int, size: int) -> Tensor:
 
 
 def tokens_of_blocks(blocks: Tensor, size: int) -> slice | Tensor:
-    """The tokens of some blocks (n,), ascending: a slice if they are one run, which nothing has to gather."""
+    """The tokens of some blocks (n,), ascending; a slice, which needs no gathering, if contiguous."""
     first, last = int(blocks[0]), int(blocks[-1])
     if last - first + 1 == len(blocks):
         return slice(first * size, (last + 1) * size)
@@ -207,7 +207,7 @@ def tokens_of_blocks(blocks: Tensor, size: int) -> slice | Tensor:
 
 
 def local_bounds(bounds: Tensor, lines: Tensor, columns: Tensor) -> Tensor:
-    """Bounds of some lines of the mask, counted in the columns that a rank holds, (B, 2, lines) int32."""
+    """Bounds of some lines of the mask, numbered by the columns that a rank holds, (B, 2, lines) int32."""
     wanted = bounds[:, :, lines].contiguous()  # (B, 2, lines)
     return torch.searchsorted(columns, wanted.flatten(), out_int32=True).view_as(wanted)
 
@@ -222,7 +222,7 @@ def hull(bounds: Tensor) -> slice:
 
 
 def place_of_blocks(positions: Tensor, block_size: int, n_blocks: int) -> Tensor:
-    """For each block of the sequence its place among a rank's blocks, (n_blocks,) int64; -1 for another's."""
+    """For each block of the sequence its place among a rank's blocks, (n_blocks,) int64; -1: not its own."""
     own = positions[::block_size].long() // block_size
     places = torch.full((n_blocks,), -1, device="cpu")
     places[own] = torch.arange(len(own), device="cpu")

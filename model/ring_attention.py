@@ -1,8 +1,8 @@
 """Exact attention over sequences that several processes share: ring attention.
 
 Queries stay, keys and values travel: in step i a rank attends to the keys of the rank i places before it,
-while those of step i + 1 are on their way. Who holds and needs what is ring.py's. Partial results are merged
-by their lse:
+while those of step i + 1 are on their way. ring.py knows who holds and who needs what. Partial results are
+merged by their lse:
 
     lse = log(e^lse_a + e^lse_b)        out = out_a + sigmoid(lse_b - lse_a) (out_b - out_a)
 
@@ -24,8 +24,8 @@ from model.block_attention import BLOCK_ATTENTION
 from model.ring import Ring, Step, length
 
 
-# processes talk to each other inside: nothing for a compiler to trace. As torch.compiler.disable, which
-# imports the compiler here: a second, for which a refused command need not wait
+# processes communicate inside, which a compiler cannot trace. Like torch.compiler.disable, which would import
+# the compiler here: that takes a second, for which a refused command should not wait
 @torch._disable_dynamo
 def ring_attention(
     q: Tensor,
@@ -52,7 +52,7 @@ def ring_attention(
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.check_is_tensor(name, x)
-    # "reference" multiplies other dtypes and heads too
+    # "reference" also takes other dtypes and heads
     check = checks.check_tensors if implementation == "flash" else checks.check_together
     check(q, k, v, n_dims=4)
     for name, x in (("q", q), ("k", k)):
@@ -73,7 +73,7 @@ def ring_attention(
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     steps = ring.steps(window, block_mask)
-    # "reference" multiplies in float32 whatever it is given; its backward pass, outside of autocast, does too
+    # "reference" multiplies in float32 whatever it gets, and so does its backward pass, outside of autocast
     with torch.autocast(q.device.type, enabled=False):
         return RingAttention.apply(q, k, v, ring, implementation, softmax_scale, steps)
 
@@ -86,10 +86,10 @@ class RingAttention(torch.autograd.Function):
         accurate = torch.promote_types(q.dtype, torch.float32)
         kv = torch.stack((k, v))  # (2, B, T / n, Hkv, D)
         visiting, following = kv[:, :, steps[0].keys], iter([*steps[1:], None, None])
-        # An exchange must have started when a kernel of attention does, whose blocks keep all multiprocessors
-        # until its end: else it waits for them, and its other halves wait for it at the neighbours, on
-        # multiprocessors that attention lacks there. So small kernels stand between, zeros or merging, unless
-        # a step sees nothing. While one part is merged, two more are there, one of them still arriving.
+        # An exchange must have started when an attention kernel does, whose blocks keep all multiprocessors
+        # until its end: otherwise it waits for them, and its other halves wait for it at the neighbours, on
+        # multiprocessors that attention lacks there. So small kernels come between, zeros or merging, unless
+        # a step sees nothing. While one part is merged, two more exist, one of them still arriving.
         arriving = fetch_keys(kv, next(following), ring.group)
         out = q.new_zeros(q.shape, dtype=accurate)
         lse = q.new_full((batch, n_head, n_query), float("-inf"), dtype=accurate)
@@ -128,7 +128,7 @@ class RingAttention(torch.autograd.Function):
                 dq_part, *part = attention_backward(dout[:, rows], *row_data, step.mask, softmax_scale)
                 dq[:, rows] += dq_part
                 part = torch.stack(part)  # (2, B, keys, Hkv, D)
-            # the last step's gradients have travelled while this one was computed
+            # the previous step's gradients have travelled while this one was computed
             if returning is not None:
                 collect(dkv, *returning)
             if step.source == ring.rank:
@@ -143,11 +143,11 @@ class RingAttention(torch.autograd.Function):
 
 @dataclass(slots=True)
 class Exchange:
-    """Messages on their way; `wait` gives the tensor that arrives, or None if none was to come."""
+    """Messages on their way; `wait` returns the tensor that arrives, or None if none was expected."""
 
     works: list[dist.Work]
     received: Tensor | None
-    # keeps the memory until the message is out
+    # keeps the memory until the message has been sent
     sent: Tensor | None = None
 
     def wait(self) -> Tensor | None:
@@ -157,7 +157,7 @@ class Exchange:
 
 
 def fetch_keys(kv: Tensor, step: Step | None, group: dist.ProcessGroup) -> Exchange:
-    """Starts to send the keys and values that another rank needs in `step`, and to receive one's own."""
+    """Starts to send the keys and values that another rank needs in `step`, and to receive this rank's."""
     if step is None:
         return Exchange([], None)
     sent = kv[:, :, step.send] if length(step.send) else None
@@ -165,7 +165,7 @@ def fetch_keys(kv: Tensor, step: Step | None, group: dist.ProcessGroup) -> Excha
 
 
 def return_gradients(kv: Tensor, part: Tensor | None, step: Step, group: dist.ProcessGroup) -> Exchange:
-    """Starts to send gradients back to the rank whose keys were visiting, and to receive one's own."""
+    """Starts to send gradients back to the rank that owns the keys, and to receive those of its own keys."""
     return exchange(part, step.source, new_part(kv, step.send), step.destination, group)
 
 
@@ -183,7 +183,7 @@ def exchange(
 
 
 def new_part(kv: Tensor, tokens: slice | Tensor) -> Tensor | None:
-    """Room for the keys and values of so many tokens."""
+    """An empty tensor for the keys and values of this many tokens."""
     if length(tokens) == 0:
         return None
     two, batch, _, n_head, head_dim = kv.shape
@@ -191,15 +191,15 @@ def new_part(kv: Tensor, tokens: slice | Tensor) -> Tensor | None:
 
 
 def collect(dkv: Tensor, tokens: slice | Tensor, arriving: Exchange) -> None:
-    """Adds the gradients of own tokens that another rank has computed."""
+    """Adds the gradients of this rank's tokens that another rank has computed."""
     part = arriving.wait()
     if part is not None:
         dkv[:, :, tokens] += part
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Takes the attention to more keys into out (B, T, H, D) and lse (B, H, T), in place."""
-    # where neither has seen a key, -inf - (-inf) is no number, but any share of two zeros will do
+    """Merges the attention to more keys into out (B, T, H, D) and lse (B, H, T), in place."""
+    # where neither has seen a key, -inf - (-inf) is nan, but any share of two zeros will do
     share = torch.sigmoid((part_lse - lse).nan_to_num(nan=0.0))
     out.lerp_(part.to(out.dtype), share.transpose(1, 2)[..., None])
     lse.copy_(torch.logaddexp(lse, part_lse))

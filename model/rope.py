@@ -37,7 +37,7 @@ class RotaryConfig:
     base: float
     # a key of READS
     scaling: str = "none"
-    # how many times longer than in pretraining sequences may be
+    # how many times longer than in pretraining sequences may get
     factor: float = 1.0
     # the longest sequence of pretraining; yarn and llama3 need it, linear and ntk may say it
     original_seq_len: int | None = None
@@ -93,13 +93,13 @@ class RotaryConfig:
 
     @classmethod
     def from_checkpoint(cls, values: dict) -> "RotaryConfig":
-        """Of plain values; older checkpoints may hold some that their scaling did not read."""
+        """A RotaryConfig of plain values; older checkpoints may hold some that their scaling did not read."""
         scaling = values.get("scaling", "none")
         return cls(**{name: value for name, value in values.items() if _is_read(name, scaling)})
 
 
 def _is_read(name: str, scaling: str) -> bool:
-    """Whether a scaling reads a value of RotaryConfig, or may be told it."""
+    """Whether a scaling reads a value of RotaryConfig, or accepts it."""
     if name == "original_seq_len":
         return scaling != "none"
     return name in ("base", "scaling") or name in READS.get(scaling, ())
@@ -108,7 +108,7 @@ def _is_read(name: str, scaling: str) -> bool:
 def frequencies(
     config: RotaryConfig, head_dim: int, device: torch.device | None = None
 ) -> tuple[Tensor, float]:
-    """By what angle each pair of channels turns a token, (D / 2,) float64, and the factor of cos and sin."""
+    """The angle per token of each pair of channels, (D / 2,) float64, and the factor of cos and sin."""
     base, factor = config.base, config.factor
     if config.scaling == "ntk":
         base *= factor ** (head_dim / (head_dim - 2))
@@ -136,7 +136,7 @@ def yarn_share(config: RotaryConfig, head_dim: int, device: torch.device | None)
         wavelength = config.original_seq_len / (times * 2.0 * math.pi)
         return head_dim * math.log(wavelength) / (2.0 * math.log(config.base))
 
-    # whole pairs, as transformers and the authors' code have it
+    # whole pairs, as in transformers and the authors' code
     first = max(math.floor(pair_that_turns(config.beta_fast)), 0)
     last = min(math.ceil(pair_that_turns(config.beta_slow)), head_dim - 1)
     pair = torch.arange(head_dim // 2, dtype=torch.float64, device=device)
@@ -148,10 +148,10 @@ def rotation(config: RotaryConfig, head_dim: int, positions: Tensor) -> tuple[Te
     return cos_and_sin(positions, *frequencies(config, head_dim, positions.device))
 
 
-# an operator, because a compiler would compute the angles anew, in float64, in every layer that uses them
+# an operator, because a compiler would recompute the angles, in float64, in every layer that uses them
 @torch.library.custom_op("nanoflash::cos_and_sin", mutates_args=())
 def cos_and_sin(positions: Tensor, frequency: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    # float32 angles are off by 0.06 at position 1M
+    # in float32 angles would be off by 0.06 at position 1M
     angles = (positions[..., None].double() * frequency)[..., None, :]
     return (angles.cos() * factor).float(), (angles.sin() * factor).float()
 
@@ -163,7 +163,7 @@ def _(positions, frequency, factor):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, T, H, D) with channels i and i + D / 2 turned as a pair, in x's dtype."""
+    """x (B, T, H, D) with channels i and i + D / 2 rotated as a pair, in x's dtype."""
     a, b = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 

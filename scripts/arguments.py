@@ -19,14 +19,14 @@ from train.interruption import answer_ctrl_c
 from train.overrides import EXIT_CTRL_C, EXIT_REFUSED, wrong_value
 
 Arguments = TypeVar("Arguments")
-# what the argument of that name, beside a `result_file`, means
+# --help's text for the argument of that name, beside a `result_file`
 OVERWRITE = "replace results that are there"
-# of a script's arguments, to be named in an error
+# up to how many arguments an error lists all of them
 FEW = 6
 
 
 def argument(default, meaning: str, *, path: bool = False):
-    """A field of an arguments dataclass: its default (... if it must be given) and what --help says of it.
+    """A field of an arguments dataclass: its default (... if it must be given) and what --help says about it.
 
     path: a text, or each of a list, names a file or folder: a tilde in front is the home folder.
     """
@@ -41,15 +41,15 @@ def argument(default, meaning: str, *, path: bool = False):
 def result_file(default: str, meaning: str, *, picture: bool = False, table: bool = False):
     """An argument that names the file a script writes, beside one named `overwrite`.
 
-    picture, table: it makes one too, of the same name with the ending .png or .md. What is there already is
-    refused by `run_script`.
+    picture, table: the script also writes one, under the same name with the ending .png or .md. `run_script`
+    refuses files that exist already.
     """
     endings = [""] + [".png"] * picture + [".md"] * table
     return field(default=default, metadata={"meaning": meaning, "path": True, "endings": endings})
 
 
 def command_line(arguments) -> list[str]:
-    """The words that give `run_script` these arguments; those that are as usual need none."""
+    """The words that give `run_script` these arguments; those at their defaults are left out."""
     words = []
     for item in fields(arguments):
         given = getattr(arguments, item.name)
@@ -67,11 +67,11 @@ def run_script(
     words: str | None = None,
     others: str | None = None,
 ) -> None:
-    """Calls main with the command line's arguments; --help prints them; a wrong value is told in one line.
+    """Calls main with the command line's arguments; --help prints them; a wrong value is one line of error.
 
-    A text is taken as it is typed; lists and numbers are in YAML.
-    words: the argument, a list, that gathers what is given without a key; others: one that gathers key=value
-    of keys that are no argument, as python -m train takes them.
+    Text is taken as typed; lists and numbers are YAML. words: the argument, a list, that collects what is
+    given without a key; others: the one that collects key=value of unknown keys, as python -m train takes
+    them.
     """
     if any(word in ("-h", "--help") for word in sys.argv[1:]):
         print(f"{description.strip()}\n\narguments, as key=value:")
@@ -81,7 +81,7 @@ def run_script(
             print(f"  {item.name:<16} {item.metadata['meaning']} {value}")
         return
     if hasattr(sys.stdout, "reconfigure"):
-        # what the terminal's encoding lacks is escaped, as python -m train has it
+        # escape what the terminal's encoding lacks, like python -m train
         sys.stdout.reconfigure(errors="backslashreplace")
     given = OmegaConf.create()
     try:
@@ -94,7 +94,7 @@ def run_script(
         if others:
             names = [item.name for item in fields(arguments)]
             foreign = [word for word in own if word.split("=")[0] not in names]
-        # YAML would make a mapping of "def f(x):", and nothing of "# a comment"
+        # YAML would turn "def f(x):" into a mapping, and "# a comment" into nothing
         texts = {item.name for item in fields(arguments) if item.type is str}
         typed = dict(word.split("=", 1) for word in own if word.split("=")[0] in texts)
         if foreign:
@@ -104,13 +104,13 @@ def run_script(
         given = OmegaConf.from_cli(
             [word for word in own if word not in foreign and word.split("=")[0] not in texts]
         )
-        # OmegaConf would find a meaning in ??? and in ${...}: it gets empty ones in their place
+        # OmegaConf would interpret ??? and ${...}: it gets empty values instead
         empty = {name: type(value)() for name, value in typed.items()}
         merged = OmegaConf.merge(OmegaConf.structured(arguments), given, empty)
         complete = without_tildes(replace(OmegaConf.to_object(merged), **typed))
         check_results(complete)
         main(complete)
-        # a reader that is gone may show here first
+        # whether the reader is gone may only show here
         sys.stdout.flush()
     except ConfigKeyError as error:
         refuse(f"{unknown_argument(error.full_key, arguments)}--help lists them")
@@ -127,7 +127,7 @@ def run_script(
 
 
 def unknown_argument(name: str, arguments: type) -> str:
-    """That there is none of that name, and which may be meant; what lists them all is to follow."""
+    """Says that there is no such argument, and which may be meant; the caller adds where all are listed."""
     names = [item.name for item in fields(arguments)]
     near = get_close_matches(name, names, 1)
     guess = f"did you mean {near[0]}? " if near else ""
@@ -137,7 +137,7 @@ def unknown_argument(name: str, arguments: type) -> str:
 
 
 def without_tildes(arguments: Arguments) -> Arguments:
-    """The same with the home folder in front of paths: a shell leaves ~ within KEY=VALUE as it is."""
+    """The arguments with ~ of paths expanded: within KEY=VALUE a shell does not expand it."""
     paths = {
         item.name: getattr(arguments, item.name) for item in fields(arguments) if item.metadata.get("path")
     }
@@ -150,9 +150,9 @@ def without_tildes(arguments: Arguments) -> Arguments:
 
 
 def check_results(arguments) -> None:
-    """Raises ValueError for a result file that is there already, without overwrite=true, or cannot be made.
+    """Raises ValueError, before anything is measured, for a result file that cannot be written.
 
-    And for two results of one name. Before what they are to hold is measured.
+    Or that exists already, without overwrite=true, or that has the same name as another one.
     """
     writers: dict[Path, str] = {}
     for item in fields(arguments):
@@ -160,7 +160,7 @@ def check_results(arguments) -> None:
         if "endings" not in item.metadata or not name:
             continue
         check_place(item.name, name)
-        # what goes beside the rows has an ending of its own: it would be written over them
+        # files beside the rows differ in their endings: one with this ending would overwrite the rows
         if Path(name).suffix in item.metadata["endings"][1:]:
             raise ValueError(
                 f"{item.name}={name} must name the JSON file, beside which a {Path(name).suffix} is "
@@ -203,7 +203,7 @@ def check_place(key: str, name: str) -> None:
 
 
 def refuse(reason: object) -> NoReturn:
-    """Ends a script whose input is wrong, as python -m train ends."""
+    """Ends a script whose input is wrong, like python -m train."""
     print(f"error: {reason}", file=sys.stderr)
     sys.exit(EXIT_REFUSED)
 
@@ -219,6 +219,6 @@ def end_if_unread() -> None:
 
 
 def stop(remark: str) -> NoReturn:
-    """Ends a script at Ctrl-C, as python -m train ends."""
+    """Ends a script after Ctrl-C, like python -m train."""
     print(remark, file=sys.stderr)
     sys.exit(EXIT_CTRL_C)

@@ -38,7 +38,7 @@ from scripts.timing import capture, median_ms
 from train.results import machine, write_result
 
 NAMES = ("ours", "hopper", "portable", "cudnn", "fa2", "flex", "fa4", "eager")
-# who is measured with what; the others would run without it, and their rows would say that they had it
+# implementations that support an option; others would run without it, and their rows would claim it
 ABLE = {
     "window": ("ours", "hopper", "portable", "flex", "fa4", "eager"),
     "dropout_p": ("ours", "hopper", "portable", "fa2"),
@@ -149,9 +149,9 @@ def measure(arguments: Arguments, shape: Shape) -> list[dict]:
     for name in arguments.implementations:
         attention = build(name, causal, window, dropout_p, shape.seq_len)
         try:
-            # around the backward pass too: an operator chooses anew in each
+            # also around the backward pass: the operator chooses an implementation again in each pass
             with use_implementation(name if name in IMPLEMENTATIONS else None):
-                # out is kept: the graph of the backward pass reads what it saved
+                # keep out: the graph of the backward pass reads what it has saved
                 outs[name], *graphs[name] = capture(attention, (q, k, v), dout)
         except (RuntimeError, ValueError) as error:
             print(f"{name} cannot run this: {str(error).splitlines()[0]}")

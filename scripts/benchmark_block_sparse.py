@@ -72,10 +72,10 @@ class Arguments:
     overwrite: bool = argument(False, OVERWRITE)
 
 
-# longer ones have no max_error: the reference stores all scores
+# longer sequences have no max_error, because the reference stores all scores
 LONGEST_CHECKED = 16384
 PEERS = ("flex", "fa4")
-# what fa4 is measured with: masks that its kernels have without lists of blocks
+# patterns that fa4 is measured with: its kernels have these masks without lists of blocks
 FA4_PATTERN = re.compile(r"dense|causal\(\)|window\((\d+)\)")
 DIRECTIONS = ("forward", "backward")
 
@@ -83,7 +83,7 @@ DIRECTIONS = ("forward", "backward")
 def main(arguments: Arguments) -> None:
     check_some(arguments, "head_dims", "seq_lens", "patterns")
     check_least(arguments, "head_dims", "seq_lens", "repeats")
-    # a wrong one would end the benchmark in the middle
+    # a wrong pattern would otherwise end the benchmark halfway
     for pattern in arguments.patterns:
         if pattern != "dense":
             block_masks.parse(pattern, 1, block_size=arguments.block_size)
@@ -120,7 +120,7 @@ def main(arguments: Arguments) -> None:
 
 
 def allowed_ms(density: float, dense_ms: float) -> float:
-    """What a pass over the share `density` of the blocks should take at most."""
+    """The most that a pass over the share `density` of the blocks may take."""
     return 1.15 * density * dense_ms + 0.02
 
 
@@ -159,7 +159,7 @@ def measure(arguments: Arguments, head_dim: int, seq_len: int, pattern: str) -> 
             # compile first
             torch.autograd.grad(attention(q, k, v), (q, k, v), dout)
             extra_bytes[run] = peak_bytes(attention, (q, k, v), dout)
-            # out is kept: the graph of the backward pass reads what it saved
+            # keep out: the graph of the backward pass reads what it has saved
             outs[run], *graphs[run] = capture(attention, (q, k, v), dout)
         timings[run] = [], []
         if truth is not None:
@@ -220,7 +220,7 @@ def build(
 
 
 def flex_block_mask(mask: BlockMask, visible: Callable) -> FlexBlockMask:
-    """The blocks of a mask of one head as FlexAttention has them. visible(b, h, i, j): the same mask."""
+    """The blocks of a one-head mask in FlexAttention's form. visible(b, h, i, j): the same mask."""
     _, row, column = mask.coordinates()
     lists = []
     for chosen in (mask.tiles != FULL, mask.tiles == FULL):
@@ -262,7 +262,7 @@ def flex_mask(pattern: str, block_size: int) -> Callable:
 
 
 def peak_bytes(attention: Callable, qkv: tuple[Tensor, ...], dout: Tensor) -> int:
-    """What a forward and backward pass allocate at most, without the gradients."""
+    """The peak of what a forward and backward pass allocate, not counting the gradients."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     torch.autograd.grad(attention(*qkv), qkv, dout)
@@ -270,7 +270,7 @@ def peak_bytes(attention: Callable, qkv: tuple[Tensor, ...], dout: Tensor) -> in
 
 
 def label(row: dict) -> str:
-    """The implementation, and whether it was asked for the same bits in every run."""
+    """The implementation, and whether it ran with deterministic=True."""
     return f"{row['implementation']} deterministic" if row["deterministic"] else row["implementation"]
 
 
@@ -292,7 +292,7 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
 
     shapes = list(dict.fromkeys((row["head_dim"], row["seq_len"]) for row in rows))
     names = list(dict.fromkeys(map(label, rows)))
-    # wide enough for what is above and below the axes
+    # tall enough for what is above and below the axes
     size = max(7.2, 3.6 * len(shapes)), 6.4
     figure, axes = plt.subplots(
         2, len(shapes), figsize=size, squeeze=False, sharex=True, layout="constrained"
@@ -335,7 +335,7 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
 
 
 def plot_over_length(rows: list[dict], result: dict, path: Path) -> None:
-    """Microseconds of a thousand tokens over the length, of one pattern: what is linear in it is level."""
+    """Microseconds per thousand tokens over the length, for one pattern: a linear cost is a level line."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained", sharex=True)

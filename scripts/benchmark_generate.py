@@ -77,7 +77,7 @@ def measure(
     for new in stream(model, prompt, n_new, temperature=0.0, compiled=compiled):
         new.tolist()
         times.append(time.perf_counter())
-    # a token takes from the end of the one before it to its own
+    # a token's time is from the end of the previous one to its own end
     seconds = median([end - start for start, end in pairwise(times[UNTIMED - 1 :])])
     n_bytes = weight_bytes(model) + cache_bytes(model, batch, seq_len)
     return {
@@ -97,13 +97,13 @@ def measure(
 
 
 def weight_bytes(model: GPT) -> int:
-    """Of the blocks, the last norm and the head: what every new token multiplies."""
+    """Bytes of the blocks, the last norm and the head: the weights that every new token reads."""
     read = [*model.blocks.parameters(), *model.final_norm.parameters(), model.head_weight]
     return sum(x.numel() * x.element_size() for x in read)
 
 
 def cache_bytes(model: GPT, batch: int, seq_len: int) -> int:
-    """Keys and values of seq_len tokens, or of a layer's window; other patterns count as dense."""
+    """Bytes of keys and values of seq_len tokens, or of a layer's window; other patterns count as dense."""
     config, patterns = model.config, model.attention.patterns
     windows = (window_of(patterns[index % len(patterns)]) for index in range(config.n_layer))
     n_tokens = sum(min(window or seq_len, seq_len) for window in windows)

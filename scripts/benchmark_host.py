@@ -53,7 +53,7 @@ def main(arguments: Arguments) -> None:
 
 
 def measure(arguments: Arguments, head_dim: int) -> list[dict]:
-    """A row for each implementation; turn by turn, so that the host's clock is the same for all."""
+    """A row for each implementation; measured in turns, so that the host's clock is the same for all."""
     if head_dim < 1 or arguments.width % head_dim:
         raise ValueError(f"width={arguments.width} must be a multiple of head_dim {head_dim}: change one")
     torch.manual_seed(0)
@@ -88,7 +88,7 @@ def measure(arguments: Arguments, head_dim: int) -> list[dict]:
 
 
 def setting(name: str):
-    """What an implementation is chosen by; entered once a turn, not once a call."""
+    """The context that selects an implementation; entered once per turn, not once per call."""
     if name in BACKENDS:
         return sdpa_kernel(BACKENDS[name])
     return use_implementation(name) if name in IMPLEMENTATIONS else nullcontext()
@@ -107,7 +107,7 @@ def function(name: str, seq_len: int) -> Callable[[Tensor, Tensor, Tensor], Tens
 
 
 def microseconds(call: Callable, calls: int) -> float:
-    """Of the host, for one of several calls."""
+    """The host's time per call, over several calls."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(calls):

@@ -48,7 +48,7 @@ def main(arguments: Arguments) -> None:
     if not arguments.windows and not arguments.patterns:
         raise ValueError("nothing to measure: windows and patterns must not both be empty, name one")
     check_least(arguments, "tokens_per_gpu", "n_head", "n_kv_head", "head_dims", "repeats")
-    # one found wrong later would take the rows of the others with it
+    # a wrong one that is found later would cost the rows of the others
     if any(window < 0 for window in arguments.windows):
         raise ValueError(f"windows must be at least 0, for all keys before a query, got {arguments.windows}")
     for pattern in arguments.patterns:
@@ -110,7 +110,7 @@ def measure(
 
 
 def median_seconds(run, qkv, dout, repeats: int, device: torch.device) -> tuple[float, float]:
-    """Of the forward and of the backward pass, after one of each that is not timed."""
+    """Medians of the forward and of the backward pass, after one of each that is not timed."""
     times = []
     for _ in range(repeats + 1):
         dist.barrier()

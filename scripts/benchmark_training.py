@@ -99,7 +99,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Job:
-    """A step that users run, and what it is to reach on one H200."""
+    """A step that users run, and its aim on one H200."""
 
     model: str
     seq_len: int
@@ -117,7 +117,7 @@ JOBS = (
     Job("gpt2_xl", 1024, "50% MFU (PaLM)", tokens_per_microbatch=16384),
     Job("gpt2", 262144, "trains on one GPU"),
 )
-# what a job brings with it
+# arguments that a job sets
 OF_JOBS = ("models", "seq_lens", "tokens_per_microbatch", "tokens_per_step")
 
 PLAIN = Step(
@@ -130,7 +130,7 @@ PLAIN = Step(
     low_precision_residual=False,
     recompute="none",
 )
-# each rung keeps what the ones before it switched on
+# each rung keeps what earlier rungs switched on
 LADDER = (
     ("plain PyTorch, float32 (TF32)", {}),
     ("bf16 matrix products", {"precision": "bf16"}),
@@ -141,9 +141,9 @@ LADDER = (
     ("GELU inside of products", {"fused_gelu": True}),
     ("CUDA graphs", {"cuda_graphs": True}),
 )
-# what a CPU needs in place of the defaults
+# settings that a CPU needs in place of the defaults
 ON_A_CPU = "implementations=[sdpa] fused_loss=false"
-# the arguments that a ladder sets
+# arguments that a ladder sets
 RUNGS = ("implementations", *[item.name for item in fields(Step)][1:])
 
 
@@ -173,7 +173,7 @@ def main(arguments: Arguments) -> None:
 
 
 def aims(arguments: Arguments):
-    """What rows add of the aim, and the arguments that measure them, for each of JOBS or as given."""
+    """For each of JOBS, or for the arguments as given: what its rows say about the aim, and its arguments."""
     if not arguments.jobs:
         yield {}, arguments
         return
@@ -195,11 +195,11 @@ def aims(arguments: Arguments):
 
 
 def check_counts(arguments: Arguments) -> None:
-    """Raises ValueError for nothing to time, more than is timed, and what a ladder would leave unheard."""
+    """Raises ValueError for nothing to time, counts that do not fit, and what a ladder would ignore."""
     for key, least in (("steps", 1), ("warmup_steps", 0)):
         if getattr(arguments, key) < least:
             raise ValueError(f"{key} must be at least {least}, got {getattr(arguments, key)}")
-    # a ladder has a row of graphs
+    # a ladder has a row with CUDA graphs
     is_graphed = arguments.device == "cuda" and (arguments.cuda_graphs or arguments.ladder)
     if is_graphed and arguments.warmup_steps <= EAGER_STEPS:
         raise ValueError(
@@ -221,7 +221,7 @@ def check_counts(arguments: Arguments) -> None:
 
 
 def check_rows(arguments: Arguments) -> None:
-    """Raises ValueError for any row that cannot be measured, before the first one is."""
+    """Raises ValueError, before anything is measured, for a row that cannot be."""
     for key in ("models", "seq_lens", "implementations", "recompute"):
         if not getattr(arguments, key):
             raise ValueError(f"{key} is empty, and nothing would be timed: name one")
@@ -244,7 +244,7 @@ def check_rows(arguments: Arguments) -> None:
 
 
 def check_cpu(arguments: Arguments) -> None:
-    """Raises ValueError for rows on a CPU with what runs on a GPU alone."""
+    """Raises ValueError for rows on a CPU that need a GPU."""
     steps = [step for *_, step in jobs(arguments)]
     if arguments.device == "cpu" and any(step.implementation == "flash" or step.fused_loss for step in steps):
         ladder = ", without ladder=true" if arguments.ladder else ""
@@ -315,7 +315,7 @@ def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
             low_precision_residual=step.low_precision_residual,
             recompute=step.recompute,
         ).to(device)
-        # a row says what it had, not what was asked for: no gated layer has it, nor one that is made again
+        # a row says what ran, not what was asked for: neither gated nor recomputed layers have it
         row["fused_gelu"] = weights.blocks[0].mlp.fused_gelu and step.precision != "fp32"
         model = torch.compile(weights) if step.compile else weights
         optimizer = build_optimizer(weights, OPTIM)

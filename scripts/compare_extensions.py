@@ -33,7 +33,7 @@ from train.plot_context import draw_comparison, draw_needles
 from train.results import write_result
 
 STAGES = ("pretrain", "extend", "evaluate", "report")
-# what each method changes; none: nothing, longer sequences alone
+# the overrides of each method; none changes nothing but the length
 METHODS = {
     "none": ["start.positions=none"],
     "linear": ["start.positions=linear"],
@@ -100,7 +100,7 @@ def main(arguments: Arguments) -> None:
 
 
 def check_windows(arguments: Arguments) -> None:
-    """Raises ValueError for text too short for a model: it is cut into windows of each of seq_lens."""
+    """Raises ValueError for text too short to be cut into windows of each of seq_lens."""
     if BEFORE in arguments.methods and min(arguments.seq_lens, default=0) < arguments.base_seq_len:
         raise ValueError(
             f"seq_lens must be at least base_seq_len={arguments.base_seq_len}, which {BEFORE} reads, got "
@@ -109,7 +109,7 @@ def check_windows(arguments: Arguments) -> None:
 
 
 def check_recall(arguments: Arguments) -> None:
-    """Raises ValueError for prompts of recall that a model of these methods and lengths has no room for."""
+    """Raises ValueError for recall prompts longer than models of these methods and lengths can take."""
     shortest = arguments.base_seq_len if BEFORE in arguments.methods else min(arguments.seq_lens, default=0)
     lengths = evaluation(arguments).lengths
     if shortest < LEAST_LENGTH:
@@ -125,7 +125,7 @@ def check_recall(arguments: Arguments) -> None:
 
 
 def check_finished(cases: list["Case"], out: Path) -> None:
-    """Raises ValueError for what is there already, under the same names, of another first model."""
+    """Raises ValueError for existing results under the same names that come from another first model."""
     for case in cases:
         settings = Path("runs", case.run, "config.yaml")
         if case.method != BEFORE and settings.exists():
@@ -153,7 +153,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its results, and of its run unless it has none of its own."""
+        """The name of its results, and of its run if it has one of its own."""
         return f"example-{self.seq_len}-{self.method.replace('+', '-')}"
 
     @property
@@ -176,7 +176,7 @@ def extension(case: Case) -> list[str]:
 
 
 def train(name: str, overrides: list[str]) -> None:
-    """A training run in a process of its own, unless it is finished. Raises ValueError if it had others."""
+    """Trains in a process of its own, unless that run is finished. Raises ValueError if it differed."""
     if Path("runs", name, "summary.json").exists():
         check_overrides(name, overrides)
         print(f"{name}: finished before", flush=True)
@@ -188,7 +188,7 @@ def train(name: str, overrides: list[str]) -> None:
 
 
 def check_overrides(name: str, overrides: list[str]) -> None:
-    """Raises ValueError if the finished run of that name was trained for other tokens, or otherwise."""
+    """Raises ValueError if the finished run of that name was trained on other tokens, or in another way."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         asked = OmegaConf.create(asdict(checked(compose("config", overrides), Config)))
     path = Path("runs", name, "config.yaml")
@@ -214,7 +214,7 @@ def evaluate(case: Case, out: Path, arguments: Arguments) -> None:
 
 
 def evaluation(arguments: Arguments) -> evaluate_context.Arguments:
-    """What is measured of each run; data is empty for the run's own. Raises ValueError for what cannot be."""
+    """What is measured of each run; empty data: the run's own. Raises ValueError for what cannot be."""
     given = arguments.evaluation
     for key in ("model", "out", "window"):
         if key in given:

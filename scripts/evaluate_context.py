@@ -38,7 +38,7 @@ from train.results import write_result
 from train.step import autocast_context
 from train.weights import begin_of_text, load_model, run_attention, tokenizer_name
 
-# of the validation split, whose text fills the prompts
+# the part of the validation split whose text fills the prompts
 FILLER_SEQUENCES = 4
 
 
@@ -118,9 +118,9 @@ def main(arguments: Arguments) -> None:
 
 
 def text_tokenizer(arguments: Arguments, manifest: dict, own: str) -> str:
-    """What load_tokenizer takes for the prepared text: that of its preparation, or own if that is gone.
+    """The tokenizer's name for the prepared text: the one it was prepared with, or own if that is gone.
 
-    own: the model's. Raises ValueError if the text is not of that either.
+    own: the model's. Raises ValueError if the text was not made with that one either.
     """
     name = manifest["config"]["tokenizer"]
     if is_tokenizer(name):
@@ -147,7 +147,7 @@ def text_tokenizer(arguments: Arguments, manifest: dict, own: str) -> str:
 
 
 def new_files(name: str) -> tuple[Path, Path]:
-    """Where the rows and the picture go. Raises ValueError for what is there already, or is no .json."""
+    """Where the rows and the picture go. Raises ValueError if they exist already, or for no .json."""
     out = Path(name)
     if out.suffix != ".json":
         raise ValueError(f"out must end in .json, got {name}: the picture goes beside it, as .png")
@@ -160,7 +160,7 @@ def new_files(name: str) -> tuple[Path, Path]:
 
 
 def check_settings(arguments: Arguments) -> None:
-    """Raises ValueError for what cannot be measured of any model, on this machine."""
+    """Raises ValueError for what cannot be measured on this machine, whatever the model."""
     check_inference(arguments.device, arguments.precision, arguments.attention)
     for key in ("sequences", "scored", "prompts"):
         if getattr(arguments, key) < 1:
@@ -173,7 +173,7 @@ def check_settings(arguments: Arguments) -> None:
 
 
 def checked_lengths(arguments: Arguments, positions: int) -> tuple[int, list[int]]:
-    """Tokens of a sequence, and of the recall prompts. Raises ValueError for what a model has no room for."""
+    """Tokens of a sequence, and of recall prompts. Raises ValueError for what is too long for the model."""
     seq_len = positions if arguments.seq_len is None else arguments.seq_len
     # its second half is scored, after the first
     if not 2 <= seq_len <= positions:

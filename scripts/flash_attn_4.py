@@ -15,7 +15,7 @@ def leave_out_if_missing(implementations: list[str]) -> None:
 
 
 def flash_attn_4(causal: bool, window: int | None = None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """A function of q, k, v (B, T, H, D). window: the tokens that one sees, itself among them."""
+    """A function of q, k, v (B, T, H, D). window: the tokens that a token sees, including itself."""
     from flash_attn.cute import flash_attn_func
 
     window_size = (None, None) if window is None else (window - 1, 0)

@@ -8,8 +8,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 
 def compiled_flex(block_mask: BlockMask | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """A function of q, k, v (B, T, H, D), compiled anew for the shape that it is called with first."""
-    # else the ninth shape runs without a kernel, and a backward pass runs once only
+    """A function of q, k, v (B, T, H, D), compiled afresh for the shape of its first call."""
+    # otherwise the ninth shape would run without a kernel, and a backward pass would run only once
     torch._dynamo.reset()
     torch._functorch.config.donated_buffer = False
     compiled = torch.compile(flex_attention, dynamic=False)

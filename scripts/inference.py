@@ -11,9 +11,9 @@ from train.weights import locate, tokenizer_name
 
 
 def check_inference(device: str, precision: str, attention: str, key: str = "attention") -> None:
-    """Raises ValueError for a word that is none of ours, and for what this machine cannot run.
+    """Raises ValueError for unknown values, and for what this machine cannot run.
 
-    attention: "" where the model decides. key: the argument that gave it.
+    attention: "" if the model decides. key: the argument that gave it.
     """
     one_of("precision", precision, PRECISIONS)
     one_of("device", device, DEVICES)
@@ -26,10 +26,10 @@ def check_inference(device: str, precision: str, attention: str, key: str = "att
 
 
 def find_model(key: str, source: str) -> Path:
-    """The checkpoint or Hugging Face folder that source stands for: of a run its newest checkpoint.
+    """The checkpoint or Hugging Face folder that source stands for; for a run its newest checkpoint.
 
-    Found once, as a damaged checkpoint is told each time that it is passed over, and a run may go on. Raises
-    ValueError, which names the argument key, for a source that holds no model.
+    Call it once: each call reports damaged checkpoints that it skips, and a run may still be writing. Raises
+    ValueError, naming the argument key, for a source that holds no model.
     """
     if not source:
         raise ValueError(f"{key} must name a run's folder, a checkpoint or a Hugging Face folder, got ''")
@@ -40,10 +40,10 @@ def find_model(key: str, source: str) -> Path:
 
 
 def model_tokenizer(model: str, place: Path, given: str) -> str:
-    """The name of the tokenizer that was given for the model at place, or of its own where none was.
+    """The name of the tokenizer that was given for the model at place, or else of the model's own.
 
-    model: the argument that names it, as KEY=VALUE. Raises ValueError for a tokenizer that is not there, and
-    for other tokens than the model's own where those can be found.
+    model: the argument that names the model, as KEY=VALUE. Raises ValueError for a tokenizer that does not
+    exist, and for one that gives other tokens than the model's own, if that can be found.
     """
     own = tokenizer_name(place)
     if not is_tokenizer(given or own):

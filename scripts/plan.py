@@ -72,7 +72,7 @@ def main(arguments: Arguments) -> None:
         return
     config, memory = composed(arguments.train), card_memory(arguments)
     print(rates)
-    # older cards have none, whatever is asked for, and rows say what they had
+    # older cards cannot fuse GELU, whatever is asked for, and rows say what ran
     if config.fused_gelu and probe and not any(of_row.fused_gelu for _, of_row in probe):
         print("fused_gelu=true: no row of the probe had it, planned as if GELU were apart")
         config = replace(config, fused_gelu=False)
@@ -80,7 +80,7 @@ def main(arguments: Arguments) -> None:
 
 
 def check(arguments: Arguments) -> None:
-    """Raises ValueError for numbers that no machine has, and for arguments that this call would not read."""
+    """Raises ValueError for impossible numbers, and for arguments that this call would not read."""
     if arguments.processes < 1:
         raise ValueError(f"processes must be at least 1, got {arguments.processes}: give the number of GPUs")
     if not 0.0 <= arguments.memory_gib < math.inf:
@@ -162,7 +162,7 @@ def line(config: Config, rates: Rates, processes: int, remark: str) -> str:
 
 
 def choose_rates(arguments: Arguments, probe: Sequence[tuple[dict, Config]] = ()) -> Rates:
-    """Those fitted to the rows of the probe, or without one the card's."""
+    """The rates fitted to the rows of the probe or, without a probe, those of the card."""
     if probe:
         configs, seconds = [config for _, config in probe], [row["step_ms"] / 1000 for row, _ in probe]
         return fit_rates(configs, seconds, arguments.probe_bandwidth)
@@ -192,10 +192,10 @@ def card_memory(arguments: Arguments) -> int:
 
 
 def measured(key: str, files: list[str]) -> list[tuple[dict, Config]]:
-    """The rows of benchmark_training that the plan knows, compiled flash in 16 bits, and what they were of.
+    """The rows of benchmark_training that the plan can predict, compiled flash in 16 bits, and their configs.
 
-    key: the argument that names the files. Raises ValueError for a file that is not there or of another kind,
-    and if there is no such row.
+    key: the argument that names the files. Raises ValueError for a file that is missing or of another kind,
+    and if no row can be predicted.
     """
     found = []
     for file in files:
@@ -275,7 +275,7 @@ def describe(row: dict) -> str:
 
 
 def composed(overrides: list[str]) -> Config:
-    """What python -m train makes of these words. Raises ValueError for those that it refuses."""
+    """The configuration that python -m train makes of these words. Raises ValueError if it refuses them."""
     refuse_numbers_for_texts(overrides, Config)
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):

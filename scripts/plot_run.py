@@ -28,7 +28,7 @@ class Arguments:
 def main(arguments: Arguments) -> None:
     if not arguments.runs:
         raise ValueError("runs is empty: give run folders, as 'runs=[runs/a,runs/b]'")
-    # of a name without one matplotlib makes another, which may be there
+    # matplotlib adds an ending to a name without one, and such a file may exist
     if Path(arguments.out).suffix not in PICTURES:
         raise ValueError(f"out must end in one of {', '.join(PICTURES)}, got {arguments.out!r}")
     metrics = {}
@@ -50,8 +50,8 @@ def main(arguments: Arguments) -> None:
 def compare(metrics: dict[str, Path]) -> list[dict]:
     """Rows {run, yardstick, steps, mean_difference, largest_difference} of training loss, in nats.
 
-    Where both had seen the same number of tokens, as in the picture: their steps may be of other sizes.
-    steps: how many of the run's these are.
+    Compared where both had seen the same number of tokens, as in the picture, since their steps may differ in
+    size. steps: how many of the run's steps these are.
     """
     curves = {
         name: {m["tokens"]: m["train_loss"] for m in read_metrics(path) if m.get("train_loss") is not None}

@@ -33,7 +33,7 @@ class Arguments:
 
 
 class Repetition(NamedTuple):
-    """A measurement that is made again."""
+    """A measurement to repeat."""
 
     old: Path
     # where its command leaves the new result, and where that belongs
@@ -76,7 +76,7 @@ def main(arguments: Arguments) -> None:
 
 
 def repetition(old: Path, new: Path) -> Repetition:
-    """How a result is made again. Raises ValueError for a file that does not say it."""
+    """How to repeat a result. Raises ValueError for a file that does not say."""
     try:
         result = json.loads(old.read_text(encoding="utf-8"))
         words, n_gpus = shlex.split(str(result["command"])), max(1, result["n_gpus"])
@@ -90,7 +90,7 @@ def repetition(old: Path, new: Path) -> Repetition:
             f"{old} does not name a command, its GPUs and its rows: it is no result file"
         ) from error
     words = words[1:]
-    # of Python itself: what changes no measurement
+    # options of Python itself that change no measurement
     while words and words[0] in ("-u", "-W"):
         words = words[1 if words[0] == "-u" else 2 :]
     if len(words) < 2 or words[0] != "-m" or not (words[1] == "train" or words[1].startswith("scripts.")):
@@ -98,7 +98,7 @@ def repetition(old: Path, new: Path) -> Repetition:
     module, given = words[1], words[2:]
     left = new
     if module == "train":
-        # another out= is another run
+        # a run with another out= is another run
         name = "-".join(new.with_suffix("").parts).lstrip("/.-")
         left = Path("runs", name, "summary.json")
         given = [word for word in given if not word.startswith("name=")] + [f"name={name}"]
@@ -116,7 +116,7 @@ def repetition(old: Path, new: Path) -> Repetition:
 
 
 def usual_out(module: str, old: Path) -> str:
-    """Where a script writes if it is not told. Raises ValueError for one that old cannot come from."""
+    """Where a script writes by default. Raises ValueError if old cannot come from there."""
     try:
         usual = {item.name: item.default for item in fields(import_module(module).Arguments)}
     except (ImportError, AttributeError) as error:

@@ -88,7 +88,7 @@ def main(arguments: Arguments) -> None:
             print(f"{name}: {seconds:.0f} s", flush=True)
             failed += [name] if code else []
             if arguments.report:
-                # after each, so that an interrupted run leaves one
+                # written after each experiment, so that an interrupted run leaves a report
                 write_report(folder, modules)
     if arguments.report:
         print(write_report(folder, modules))
@@ -107,7 +107,7 @@ def check_unmeasured(folder: Path, paths: dict[str, Path]) -> None:
 
 
 def measure_side_by_side(names: list[str], folder: Path, arguments: Arguments):
-    """`run_side_by_side` of this script for each of these experiments, the longest first."""
+    """Runs this script for each of these experiments side by side, the longest first."""
     commands = {}
     for name in sorted(names, key=EXPERIMENTS.get, reverse=True):
         alone = replace(
@@ -119,8 +119,8 @@ def measure_side_by_side(names: list[str], folder: Path, arguments: Arguments):
 
 
 def measure(experiment: ModuleType, sizes, device: torch.device, path: Path) -> None:
-    """Writes the experiment's rows to path; until all are there, to a file of another name beside it."""
-    # a collection between two measurements need not walk through all that is imported
+    """Writes the experiment's rows to path; until they are complete, to a file of another name beside it."""
+    # garbage collection between measurements need not walk through everything that is imported
     gc.freeze()
     part = part_of(path)
     rows, written = [], time.perf_counter()
@@ -134,13 +134,13 @@ def measure(experiment: ModuleType, sizes, device: torch.device, path: Path) -> 
         if rows:
             write_result(part, rows)
     if not rows:
-        # what lies there may be of an earlier try
+        # an earlier try may have left one
         raise ValueError("these sizes leave nothing to measure: name at least one of each list of sizes=")
     part.replace(path)
 
 
 def choose_sizes(name: str, experiment: ModuleType, arguments: Arguments):
-    """The experiment's Sizes: the paper's or the quick ones, and over them what the command line says."""
+    """The experiment's Sizes: the paper's or the quick ones, with the command line's changes."""
     quick = experiment.QUICK if arguments.quick else {}
     known = asdict(experiment.Sizes())
     unknown = [key for key in arguments.sizes if key not in known]
@@ -151,7 +151,7 @@ def choose_sizes(name: str, experiment: ModuleType, arguments: Arguments):
 
 
 def machine_name() -> str:
-    """The GPU as a folder is called: h200, rtx-4090; cpu without one."""
+    """The GPU's name as a folder name: h200, rtx-4090; cpu without one."""
     if not torch.cuda.is_available():
         return "cpu"
     words = torch.cuda.get_device_name().replace("NVIDIA", "").replace("GeForce", "").lower().split()

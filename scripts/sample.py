@@ -19,7 +19,7 @@ from train.sample import SampleConfig, check_seed, prompt_ids, stream_text
 from train.step import DTYPES
 from train.weights import begin_of_text, load_model, run_attention
 
-# all go on together
+# all samples are generated together
 MOST_SAMPLES = 2**16
 
 

@@ -11,9 +11,9 @@ SECONDS_BETWEEN_LOOKS = 0.1
 
 
 def places(processes: int | None = None) -> list[str | None]:
-    """Where commands run at the same time: the GPUs that this process sees, by CUDA_VISIBLE_DEVICES' names.
+    """Places where commands run side by side: the GPUs that this process sees, as in CUDA_VISIBLE_DEVICES.
 
-    processes: so many of them; without a GPU so many times None, which is the CPU. None: all, or one CPU.
+    processes: how many of them; without a GPU as many times None, which is the CPU. None: all, or one CPU.
     Raises ValueError if there are fewer GPUs, or processes is not positive.
     """
     if processes is not None and processes < 1:
@@ -31,11 +31,12 @@ def places(processes: int | None = None) -> list[str | None]:
 def run_side_by_side(
     commands: dict[str, list[str]], places: list[str | None], needed: dict[str, int] | None = None
 ) -> Iterator[tuple[str, int, float]]:
-    """Runs each command, in their order as places become free; yields name, exit code and seconds at its end.
+    """Runs commands in order as places become free; yields each one's name, exit code and seconds at its end.
 
-    A place is the CUDA_VISIBLE_DEVICES of its command, None leaves it alone. needed: how many places a
-    command takes, one if it is not named; none overtakes another that waits for several. What still runs when
-    the caller gives up is ended. Raises ValueError for a command that needs more places than there are.
+    A place is the CUDA_VISIBLE_DEVICES of its command; None leaves that alone. needed: how many places a
+    command takes, one if not named; no command overtakes another that waits for several. Commands that still
+    run when the caller gives up are ended. Raises ValueError for a command that needs more places than there
+    are.
     """
     needed = needed or {}
     for name, count in needed.items():
@@ -47,7 +48,7 @@ def run_side_by_side(
             ended = [name for name, (process, *_) in running.items() if process.poll() is not None]
             done = [(name, *running.pop(name)) for name in ended]
             free += [place for *_, taken in done for place in taken]
-            # before the caller hears of what has ended: a GPU does not wait for it
+            # before the caller learns what has ended, so that no GPU waits for the caller
             while waiting and len(free) >= needed.get(waiting[0], 1):
                 name = waiting.pop(0)
                 taken = [free.pop(0) for _ in range(needed.get(name, 1))]

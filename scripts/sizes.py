@@ -17,7 +17,7 @@ def check_models(names: list[str]) -> None:
 
 
 def read_model(name: str, seq_len: int) -> ModelConfig:
-    """conf/model/NAME.yaml with room for seq_len tokens."""
+    """The model of conf/model/NAME.yaml with room for seq_len tokens."""
     values = OmegaConf.load(MODELS / f"{name}.yaml")
     values.max_seq_len = seq_len
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), values))

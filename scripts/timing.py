@@ -2,8 +2,8 @@
 
 Short work is timed as the replay of a CUDA graph with a cold L2 cache: the GPU's own time, as in a captured
 or deeply queued training step, without what Python takes to issue it. A pause before it lets the GPU's clock
-recover from what ran before: without one, FlexAttention took from 1.17 to 1.43 ms, by whose turn was before
-its own (docs/hopper.md, "Power").
+recover from what ran before: without one, FlexAttention took from 1.17 to 1.43 ms, depending on what had run
+just before it (docs/hopper.md, "Power").
 """
 
 import time
@@ -15,27 +15,27 @@ import torch
 import triton
 from torch import Tensor
 
-# before a turn, in seconds
+# pause before a turn, in seconds
 PAUSE = 0.05
-# of one turn, in milliseconds
+# aimed length of one turn, in milliseconds
 WARMUP_MS, TURN_MS = 5, 20
-# of longer ones the graphs would hold too much memory of their own
+# the graphs of longer sequences would hold too much memory of their own
 LONGEST_CAPTURED = 2048
 LONG_CALLS = 5
-# of which a median is taken, however long they are
+# least number of calls for a median, however long they are
 LEAST_CALLS = 5
 # larger than any L2 cache
 CACHE_BYTES = 256 * 2**20
-# before a long pass: two milliseconds of the GPU, in which Python issues the pass
+# keeps the GPU busy for two milliseconds before a long pass, while Python issues that pass
 CLEARINGS = 32
 
 
 def capture(attention: Callable, qkv: tuple[Tensor, ...], dout: Tensor):
     """out, and the graphs of one forward and one backward pass.
 
-    The backward pass reads what out has saved: keep out as long as its graph is replayed. Both are captured,
-    because SDPA's memory-efficient backward pass expects its dropout's seed where the captured forward pass
-    leaves it, on the GPU, and reads a wild address after any other.
+    The backward pass reads what out has saved: keep out as long as its graph is replayed. Both passes are
+    captured, because SDPA's memory-efficient backward pass expects its dropout seed where a captured forward
+    pass leaves it, on the GPU, and would otherwise read an invalid address.
     """
     # a backward pass runs on the stream of its forward pass
     stream = capture_stream()
@@ -48,14 +48,14 @@ def capture(attention: Callable, qkv: tuple[Tensor, ...], dout: Tensor):
         out = attention(*qkv)
     with torch.cuda.graph(backward, stream=stream):
         torch.autograd.grad(out, qkv, dout, retain_graph=True)
-    # a capture computes nothing: out and what it has saved are there after the first replay
+    # a capture computes nothing: out and what it has saved hold values after the first replay
     forward.replay()
     return out, forward, backward
 
 
 @cache
 def capture_stream() -> torch.cuda.Stream:
-    """One for all: PyTorch warns where tensors whose gradients are taken had theirs on another before."""
+    """One stream for all captures: PyTorch warns if a tensor's gradients were on another stream before."""
     return torch.cuda.Stream()
 
 

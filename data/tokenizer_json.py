@@ -14,7 +14,7 @@ from data.tokenizer import shard_mark, token_dtype, without_surrogates
 FILE = "tokenizer.json"
 # where the end of a document may be named: the first that does decides
 END_OF_TEXT_FILES = ("tokenizer_config.json", "generation_config.json", "config.json")
-REMEDY = "copy it anew from its model"
+REMEDY = "copy it again from its model"
 
 
 class JsonTokenizer:

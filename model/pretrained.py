@@ -193,7 +193,7 @@ def _read_config(folder: Path) -> tuple[Family, ModelConfig]:
         raise ValueError(f"{path}: {error.args[0]} is missing") from None
     except (TypeError, OverflowError) as error:
         raise ValueError(
-            f"{path}: no model has such a value ({error}): copy it anew from its model"
+            f"{path}: no model has such a value ({error}): copy it again from its model"
         ) from error
 
 
@@ -205,7 +205,7 @@ def _check_types(path: Path, theirs: dict, group: str = "") -> None:
             # a bool is an int to Python
             if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
                 raise ValueError(
-                    f"{path}: {group}{key} must be {kind}, got {value!r}: copy it anew from its model"
+                    f"{path}: {group}{key} must be {kind}, got {value!r}: copy it again from its model"
                 )
             if isinstance(value, dict):
                 _check_types(path, value, f"{key}.")
@@ -234,7 +234,7 @@ def _find_tensors(folder: Path, family: Family) -> dict[str, Path]:
 def _read_index(folder: Path) -> dict[str, Path]:
     weight_map = _read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise ValueError(f"{folder / INDEX} has no weight_map of names to files: copy it anew from its model")
+        raise ValueError(f"{folder / INDEX} has no weight_map of names to files: copy it again from its model")
     return {name: folder / file for name, file in weight_map.items()}
 
 
@@ -271,10 +271,10 @@ def _read_json(path: Path) -> dict:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}): copy it anew from its model") from error
+        raise ValueError(f"{path} is not JSON ({error}): copy it again from its model") from error
     if not isinstance(content, dict):
         raise ValueError(
-            f"{path} must hold an object, got {type(content).__name__}: copy it anew from its model"
+            f"{path} must hold an object, got {type(content).__name__}: copy it again from its model"
         )
     return content
 
@@ -284,7 +284,7 @@ def _open(path: Path):
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise ValueError(
-            f"{path} is not a readable safetensors file ({error}): copy it anew from its model"
+            f"{path} is not a readable safetensors file ({error}): copy it again from its model"
         ) from error
 
 
@@ -294,7 +294,7 @@ def _slice(file, path: Path, name: str, family: Family):
     try:
         return file.get_slice(name)
     except SafetensorError as error:
-        raise ValueError(f"{path} lacks {name}, which {INDEX} places there: copy both anew") from error
+        raise ValueError(f"{path} lacks {name}, which {INDEX} places there: copy both again") from error
 
 
 def _write_tensors(folder: Path, tensors: dict[str, Tensor], max_shard_bytes: int) -> None:

@@ -43,7 +43,7 @@ class Arguments:
     )
     sizes: dict[str, Any] = argument({}, "the experiment's own, as sizes.seq_len=512; its file lists them")
     keep: bool = argument(False, "leave an experiment alone whose result lies in out")
-    measure: bool = argument(True, "false: only write the report anew from the results in out")
+    measure: bool = argument(True, "false: only write the report again, from the results in out")
     report: bool = argument(True, "false: only measure")
     processes: int | None = argument(None, "experiments at a time; null: one on each GPU, on a CPU one")
     out: str = argument(

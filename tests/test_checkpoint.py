@@ -99,7 +99,7 @@ def test_a_damaged_shard_is_named_and_its_checkpoint_skipped_and_left_alone(
 def test_all_damaged_is_an_error_and_not_a_new_run(tmp_path):
     for step in (1, 2):
         (write(tmp_path, step) / "shard-00000.safetensors").unlink()
-    with pytest.raises(ValueError, match="all 2 checkpoints are damaged .* move them away to start anew"):
+    with pytest.raises(ValueError, match="all 2 checkpoints are damaged .* move them away to start over"):
         find_checkpoint(tmp_path, "auto")
 
 

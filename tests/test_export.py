@@ -90,7 +90,7 @@ def test_a_weight_that_the_precision_cannot_hold_is_named_with_the_way_out(tmp_p
 def test_a_damaged_configuration_beside_the_tokenizer_is_named(text, message, tmp_path):
     write_tokenizer(tmp_path / "published")
     (tmp_path / "published" / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=f"published/config.json {message}.*: copy it anew from its model"):
+    with pytest.raises(ValueError, match=f"published/config.json {message}.*: copy it again from its model"):
         export(model(vocab_size=4), str(tmp_path / "published"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -242,7 +242,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew_unnoticed()
         truncate(path)
     attempt = Attempt(config)
     assert attempt.wait() == [1]
-    assert "checkpoints are damaged (named above): move them away to start anew" in attempt.log()
+    assert "checkpoints are damaged (named above): move them away to start over" in attempt.log()
 
 
 def test_a_second_run_in_the_same_folder_is_refused_until_the_first_is_dead():

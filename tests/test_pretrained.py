@@ -282,7 +282,7 @@ def test_weights_that_were_cut_short_are_found_before_they_are_read(folder):
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[:-100])
     with pytest.raises(
-        ValueError, match="is not a readable safetensors file .*: copy it anew from its model"
+        ValueError, match="is not a readable safetensors file .*: copy it again from its model"
     ):
         check_pretrained(folder)
 
@@ -323,7 +323,7 @@ def test_json_that_is_damaged_or_wrong_is_named_with_its_file(folder, tmp_path):
         (
             "llama3",
             {"rope_parameters": LLAMA3 | {"factor": 10**400}},
-            "no model has such a value .int too large to convert to float.: copy it anew",
+            "no model has such a value .int too large to convert to float.: copy it again",
         ),
     ],
     indirect=["kind"],
@@ -356,12 +356,12 @@ def test_json_of_another_kind_is_named_with_its_file(folder, tmp_path):
     for text in ("{}", '{"weight_map": []}', '{"weight_map": {"transformer.wpe.weight": 3}}'):
         (tmp_path / "out" / "model.safetensors.index.json").write_text(text)
         with pytest.raises(
-            ValueError, match=r"index\.json has no weight_map of names.*: copy it anew from its"
+            ValueError, match=r"index\.json has no weight_map of names.*: copy it again from its"
         ):
             check_pretrained(tmp_path / "out")
     for name in ("model.safetensors.index.json", "config.json"):
         (tmp_path / "out" / name).write_text("[]")
-        with pytest.raises(ValueError, match=f"out/{name} must hold an object, got list: copy it anew"):
+        with pytest.raises(ValueError, match=f"out/{name} must hold an object, got list: copy it again"):
             check_pretrained(tmp_path / "out")
 
 

@@ -352,7 +352,7 @@ def test_a_checkpoint_in_the_way_is_set_aside_and_an_unfinished_one_replaced(tmp
     assert "step_00000001 is kept as step_00000001.damaged-1" in capsys.readouterr().err
     (path / "checkpoint.json").unlink()
     save(tmp_path, 1)
-    assert "step_00000001 was never finished: writing it anew" in capsys.readouterr().err
+    assert "step_00000001 was never finished: writing it again" in capsys.readouterr().err
     assert list_checkpoints(tmp_path) == [path]
 
 

@@ -102,7 +102,7 @@ def test_the_vocabulary_is_the_one_that_tiktoken_pins(monkeypatch):
 def test_a_changed_vocabulary_is_refused(tmp_path):
     path = tmp_path / "encoder.json"
     path.write_bytes((VOCABULARY / "encoder.json").read_bytes().replace(b"Hello", b"hallo"))
-    with pytest.raises(ValueError, match=r"encoder\.json must have sha256 1961.*install it anew"):
+    with pytest.raises(ValueError, match=r"encoder\.json must have sha256 1961.*reinstall it"):
         read_ranks(path)
 
 

@@ -218,11 +218,11 @@ def test_a_damaged_file_beside_it_is_refused_by_name(bpe, tmp_path, text, messag
     (tmp_path / "tokenizer.json").write_bytes((bpe / "tokenizer.json").read_bytes())
     path = tmp_path / "tokenizer_config.json"
     path.write_text(text, encoding="latin-1")
-    with pytest.raises(ValueError, match=f"^{path}:? .*{message}: copy it anew from its model"):
+    with pytest.raises(ValueError, match=f"^{path}:? .*{message}: copy it again from its model"):
         load_tokenizer(str(tmp_path))
 
 
 def test_a_damaged_file_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"tokenizer.json is no tokenizer .* copy it anew"):
+    with pytest.raises(ValueError, match=r"tokenizer.json is no tokenizer .* copy it again"):
         load_tokenizer(str(tmp_path))

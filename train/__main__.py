@@ -130,7 +130,7 @@ def command() -> None:
     if refused_before:
         text = (
             f"not started again: it would end the same way, with code {EXIT_REFUSED}; make the change that "
-            "the error asks for, above or on another host, and start torchrun anew"
+            "the error asks for, above or on another host, and start torchrun again"
         )
         tell(text, is_ours=is_first_here(), again=True)
         sys.exit(EXIT_REFUSED)

@@ -224,7 +224,7 @@ def take_over_left_out(folder: Path, path: Path, info: dict, config: dict, corpu
         raise ValueError(
             f"{path} is of a run that left out the batches {left_out} of {old} tokens, which have no number "
             f"in steps of tokens_per_step={new}: use tokens_per_step={old}, or another seed=, which reads "
-            "the text anew in another order"
+            "the text in another order"
         )
     if left_out != read_left_out(folder):
         write_left_out(folder, left_out)

@@ -97,7 +97,7 @@ def newest_checkpoint(folder: Path, skipped: list[Path] | None = None) -> Path |
     if found:
         raise ValueError(
             f"{folder}: all {len(found)} checkpoints are damaged (named above): "
-            "move them away to start anew, or choose another name="
+            "move them away to start over, or choose another name="
         )
     return None
 

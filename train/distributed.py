@@ -214,7 +214,7 @@ def _wait(sign: Callable[[], bool], missing: Callable[[], str]) -> None:
                 if was_refused():
                     raise ValueError(
                         "another process of this run was refused: make the change that its error asks for, "
-                        "on its host, and start torchrun anew"
+                        "on its host, and start torchrun again"
                     )
             if now - started > JOIN_SECONDS:
                 raise TimeoutError(

@@ -266,7 +266,7 @@ def _train(
         raise FloatingPointError(
             f"the validation loss is {val_loss} after {counted(config.steps, 'step')}: no summary and no "
             "sample are made of it. Lower optim.learning_rate, or use precision=bf16 or fp32, and start "
-            "anew, or from an earlier checkpoint with checkpoint.resume=FOLDER, under another name="
+            "over, or from an earlier checkpoint with checkpoint.resume=FOLDER, under another name="
         )
     # already saved, and gathering the whole weights may need its memory
     optimizer.state.clear()

@@ -191,7 +191,7 @@ class ShardWriter(StorageWriter):
         if (self._path / MARKER).exists() or self._path.is_symlink():
             _set_aside(self._path)
         elif self._path.exists():
-            print(f"{self._path} was never finished: writing it anew", file=sys.stderr, flush=True)
+            print(f"{self._path} was never finished: writing it again", file=sys.stderr, flush=True)
             shutil.rmtree(self._path)
         self._path.mkdir(parents=True)
         return plans

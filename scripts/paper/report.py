@@ -22,7 +22,7 @@ def check_report(folder: Path) -> None:
 
 
 def write_report(folder: Path, experiments: dict[str, ModuleType]) -> Path:
-    """Writes folder/README.md from the result files that lie there, and draws the pictures anew.
+    """Writes folder/README.md from the result files that lie there, and draws the pictures again.
 
     experiments: name -> module, in the order of the report.
     """

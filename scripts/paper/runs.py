@@ -11,7 +11,7 @@ from train.logger import read_metrics
 
 
 def train(runs: dict[str, list[str]]) -> Iterator[tuple[str, Path]]:
-    """Runs `python -m train name=NAME ...` anew with the overrides of each name; yields name and folder.
+    """Runs `python -m train name=NAME ...` afresh with the overrides of each name; yields name and folder.
 
     A folder of that name, of an earlier or an interrupted reproduction, is set aside. The runs take one GPU
     each, as many at a time as this process sees. Raises ValueError if any failed, when all have ended.

@@ -1,4 +1,4 @@
-"""Two tasks of the Long Range Arena that need no download, drawn anew from a seed.
+"""Two tasks of the Long Range Arena that need no download, generated from a seed.
 
 ListOps: the value, 0 to 9, of a nested prefix expression such as [MAX 4 3 [MIN 2 3] 1]. Pathfinder: whether
 two marks in a picture are the ends of one path, beside others.

@@ -234,7 +234,9 @@ def _find_tensors(folder: Path, family: Family) -> dict[str, Path]:
 def _read_index(folder: Path) -> dict[str, Path]:
     weight_map = _read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise ValueError(f"{folder / INDEX} has no weight_map of names to files: copy it again from its model")
+        raise ValueError(
+            f"{folder / INDEX} has no weight_map of names to files: copy it again from its model"
+        )
     return {name: folder / file for name, file in weight_map.items()}
 
 

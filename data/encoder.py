@@ -136,8 +136,8 @@ class _Worker:
     def _ended(self) -> ChildProcessError:
         self._process.join()
         return ChildProcessError(
-            f"a tokenizing process ended with code {self._process.exitcode}; -9 most likely means want of "
-            "memory: lower data.workers"
+            f"a tokenizing process ended with code {self._process.exitcode}; -9 most likely means too "
+            "little memory: lower data.workers"
         )
 
 

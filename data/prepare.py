@@ -130,7 +130,7 @@ def prepare(config: DataConfig) -> Path:
         return folder
     if folder.is_mount():
         raise ValueError(
-            f"data.folder={config.folder!r} is where a disk is mounted, whose place no folder can take: use "
+            f"data.folder={config.folder!r} is a mount point, which no folder can replace: use "
             f"data.folder={folder / 'text'}"
         )
     _open_source(config).check()

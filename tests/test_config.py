@@ -184,7 +184,7 @@ def test_the_run_is_rounded_up_to_whole_steps():
         ),
         (
             ["context_parallel=2", "attention=sdpa"],
-            "context_parallel=2 needs an attention that gives its lse: use attention=flash",
+            "context_parallel=2 needs an attention that returns its lse: use attention=flash",
         ),
         ("start.positions=stretch", "start.positions must be one of none, linear, ntk, yarn, repeat, interp"),
         # no comparison finds a nan
@@ -194,8 +194,8 @@ def test_the_run_is_rounded_up_to_whole_steps():
         ("optim.learning_rate=inf", "optim.learning_rate must be at least 0 and finite, got inf"),
         ("sample.temperature=nan", "sample.temperature must be at least 0 and finite, got nan"),
         ("spikes.z_score=nan", "spikes.z_score must be above 0, got nan"),
-        ("hang_seconds=nan", "hang_seconds must be at least 1, or 0 for no end to patience, got nan"),
-        ("hang_seconds=1e-9", "hang_seconds must be at least 1, or 0 for no end to patience, got 1e-09"),
+        ("hang_seconds=nan", "hang_seconds must be at least 1, or 0 to wait forever, got nan"),
+        ("hang_seconds=1e-9", "hang_seconds must be at least 1, or 0 to wait forever, got 1e-09"),
         ("spikes.window=100000000000000000000", "spikes.window must be from 2 to 1048576, got 100000000000"),
         ("spikes.window=1", "spikes.window must be from 2 to 1048576, got 1"),
         ("start.rotary_base=nan", "start.rotary_base must be at least 1 and finite, or null, got nan"),

@@ -180,7 +180,7 @@ def test_lines_that_a_disk_full_to_the_end_has_no_room_for_are_counted(tmp_path,
         logger.log(line(2))
         logger.log(line(3))
     assert read_metrics(tmp_path / "metrics.jsonl") == [line(1)]
-    assert "metrics.jsonl lacks its last 2 lines, which found no room" in capsys.readouterr().err
+    assert "metrics.jsonl lacks its last 2 lines, which did not fit on the disk" in capsys.readouterr().err
 
 
 class Broken:

@@ -322,7 +322,7 @@ def test_a_link_to_a_folder_stays_and_the_text_goes_where_it_leads(config, tmp_p
 def test_a_mounted_disk_is_refused_before_any_work_and_a_folder_on_it_is_named(config, monkeypatch):
     Path(config.folder).mkdir()
     monkeypatch.setattr(Path, "is_mount", lambda path: str(path) == config.folder)
-    with pytest.raises(ValueError, match=f"is where a disk is mounted.*data.folder={config.folder}/text"):
+    with pytest.raises(ValueError, match=f"is a mount point.*data.folder={config.folder}/text"):
         prepare(replace(config, paths=["missing"]))
     assert prepare(replace(config, folder=f"{config.folder}/text")).is_dir()
 
@@ -523,7 +523,7 @@ def test_a_killed_worker_is_told_in_one_line_with_the_way_out(tmp_path):
     errors = process.communicate(timeout=30)[1]
     assert process.returncode == 2, errors
     assert errors.endswith(
-        "error: a tokenizing process ended with code -9; -9 most likely means want of memory: lower "
+        "error: a tokenizing process ended with code -9; -9 most likely means too little memory: lower "
         "data.workers\n"
     )
     assert "Traceback" not in errors

@@ -413,7 +413,7 @@ def test_a_finished_run_whose_metrics_are_gone_ends_well_and_keeps_its_summary(c
     before = Path("runs/test/summary.json").read_bytes()
     Path("runs/test/metrics.jsonl").unlink()
     assert run() == pytest.approx(first)
-    assert "metrics.jsonl has no step any more: no loss curve" in capsys.readouterr().out
+    assert "metrics.jsonl no longer holds a step: no loss curve" in capsys.readouterr().out
     assert Path("runs/test/summary.json").read_bytes() == before
 
 
@@ -656,7 +656,7 @@ def test_runs_of_a_sweep_under_one_name_are_refused_but_for_the_first(corpus):
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 2
     assert errors.count("error: data.paths names 'nowhere'") == 2
-    assert errors.count("error: name=one is that of an earlier run") == 1
+    assert errors.count("error: name=one was used by an earlier run") == 1
     assert errors.count("error: ") == 3
     assert "Traceback" not in errors
     assert "\nseed: 1\n" in Path("runs/one/config.yaml").read_text()

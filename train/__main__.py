@@ -2,7 +2,7 @@
 
 Exit codes:
   0    finished
-  2    refused, out of memory, or a loss or gradients that are not finite
+  2    refused, out of memory, a loss or gradients that are not finite, or the system failed (a full disk)
   70   a process hangs (train/watchdog.py)
   75   stopped by a signal, with everything saved (train/interruption.py)
   130  stopped by Ctrl-C before training began
@@ -84,7 +84,7 @@ def _run(cfg: DictConfig) -> int:
         )
         if config.folder in _folders:
             raise ValueError(
-                f"name={config.name} is that of an earlier run of this --multirun, from whose end this one "
+                f"name={config.name} was used by an earlier run of this --multirun, from whose end this one "
                 "would go on: give each a name of its own, as 'name=seed${seed}' does"
             )
         # this import takes two seconds: a refused command should not wait for it

@@ -30,7 +30,7 @@ def check_c_compiler() -> None:
             "CC=/path/to/gcc, or unset it to have gcc or clang taken from PATH"
         ) from error
     if done.returncode:
-        reason = next((line for line in done.stderr.splitlines() if "error" in line), "it says nothing")
+        reason = next((line for line in done.stderr.splitlines() if "error" in line), "no error message")
         raise ValueError(
             f"Triton needs Python's headers, and {compiler} cannot compile with those in {headers} "
             f"({reason.strip()}): install them, as by apt install python3-dev, or set CC to another compiler"

@@ -140,7 +140,7 @@ class Config:
         check_seed(self.seed)
         if self.hang_seconds and not self.hang_seconds >= LEAST_HANG_SECONDS:
             raise ValueError(
-                f"hang_seconds must be at least {LEAST_HANG_SECONDS:g}, or 0 for no end to patience, got "
+                f"hang_seconds must be at least {LEAST_HANG_SECONDS:g}, or 0 to wait forever, got "
                 f"{self.hang_seconds}"
             )
         for field in (
@@ -187,7 +187,7 @@ class Config:
         _check_divides("tokens_per_microbatch", self.tokens_per_microbatch, name, self.seq_len // ranks)
         if self.attention.implementation == "sdpa":
             raise ValueError(
-                f"context_parallel={ranks} needs an attention that gives its lse: use attention=flash, "
+                f"context_parallel={ranks} needs an attention that returns its lse: use attention=flash, "
                 "or attention=reference on a CPU"
             )
         if self.model.dropout > 0.0:

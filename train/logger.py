@@ -84,7 +84,7 @@ class RunLogger:
             self._file.close()
         if self._unwritten:
             lost = counted(self._unwritten.count(b"\n"), "line")
-            _warn(f"{self._file.name} lacks its last {lost}, which found no room")
+            _warn(f"{self._file.name} lacks its last {lost}, which did not fit on the disk")
         with self._wandb_may_fail():
             if self._wandb:
                 self._wandb.finish()

@@ -106,7 +106,7 @@ class GraphedPasses(Passes):
             gib, there_gib = (n_bytes / 2**30 for n_bytes in (needed, there))
             print(
                 f"cuda_graphs on rank {self._rank}: with graphs, which keep their activations, up to "
-                f"{gib:.1f} GiB of memory would be in use, of {there_gib:.1f} there are: steps go on without",
+                f"{gib:.1f} GiB of memory would be in use, of {there_gib:.1f} available: steps go on without",
                 flush=True,
             )
         return needed <= there

@@ -217,7 +217,7 @@ def finish_run(
     if logged:
         draw_loss({config.name: folder / "metrics.jsonl"}, folder / "loss.png", config.name)
     else:
-        print(f"{folder / 'metrics.jsonl'} has no step any more: no loss curve, and no summary of it")
+        print(f"{folder / 'metrics.jsonl'} no longer holds a step: no loss curve, and no summary of it")
     steps = counted(config.steps, "step")
     print(f"\nvalidation loss {val_loss:.4f} after {steps}; {duration(clock.elapsed())} for this run")
     # earlier launches may have had another number of processes and another micro-batch

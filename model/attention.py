@@ -29,9 +29,9 @@ DENSE = "dense"
 class AttentionConfig:
     # flash: our kernels; sdpa: torch's fused attention; reference: plain PyTorch, stores the (T, T) scores
     implementation: str
-    # which keys each layer in turn sees: dense, or patterns of kernels/block_masks.py such as window(1024)
+    # which keys the layers see, in turn: dense, or patterns of kernels/block_masks.py such as window(1024)
     patterns: list[str] = field(default_factory=lambda: [DENSE])
-    # queries and keys of a block of a pattern: 64 or 128
+    # queries and keys in a block of a pattern: 64 or 128
     block_size: int = 128
 
     def __post_init__(self):
@@ -85,7 +85,7 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.dropout = config.dropout
         self.implementation = implementation
-        # if nothing comes between the product and the kernel, its gradient can be written in place
+        # nothing stands between the qkv product and the kernel: the product's gradient is written in place
         equal_heads = config.n_head == config.n_kv_head
         self.takes_packed = implementation == "flash" and equal_heads and not config.qk_norm
         width = config.n_head * config.head_dim
@@ -106,7 +106,7 @@ class SelfAttention(nn.Module):
         ring: Ring | None = None,
         block_mask: BlockMask | None = None,
     ) -> Tensor:
-        """rotation: cos and sin that rotate queries and keys; ring: x is a part of longer sequences."""
+        """Attention of x. rotation: cos and sin for queries and keys; ring: x is part of longer sequences."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         dropout_p = self.dropout if self.training else 0.0
         dense = ring is None and block_mask is None
@@ -164,7 +164,7 @@ def attend(
         return flash_attention(q, k, v, causal=True, deterministic=deterministic, **options)
     if implementation == "reference":
         if dropout_p > 0.0:
-            # drawn like flash's own: recomputation resets the generator, and draws the same again
+            # drawn as flash draws its own: recomputation resets the generator, and draws the same seed
             options["dropout_seed"] = torch.randint(2**62, (1,), device=q.device)
         return attention_reference(q, k, v, causal=True, **options)
     mask = None
@@ -188,15 +188,15 @@ def window_of(pattern: str) -> int | None:
     return int(match[1]) if match else None
 
 
-# so that the graph of a compiled model takes the masks as inputs. Like torch.compiler.disable, which would
-# import the compiler here: that takes a second, for which a refused command should not wait
+# so the graph of a compiled model takes the masks as inputs. The same as torch.compiler.disable, which would
+# import the compiler here: a second that a refused command need not wait
 @torch._disable_dynamo
 def layer_masks(
     config: AttentionConfig, n_layer: int, seq_len: int, device: torch.device, *, warns: bool = True
 ) -> list[BlockMask | None]:
     """The block mask of every layer, None where it is dense.
 
-    warns: if information from some tokens can never reach others; see kernels.block_mask.reach for the cost.
+    warns: if some tokens can never influence others; see kernels.block_mask.reach for what that costs.
     """
     arguments = tuple(config.patterns), config.block_size, n_layer, seq_len, device
     layers = _layer_masks(*arguments)
@@ -209,7 +209,7 @@ def layer_masks(
 def _layer_masks(
     patterns: tuple[str, ...], block_size: int, n_layer: int, seq_len: int, device: torch.device
 ):
-    # masks made in inference mode could not be saved for a backward pass, and training may use them next
+    # masks made in inference mode could not be saved for a backward pass, and training may ask for them next
     with torch.inference_mode(False), torch.no_grad():
         masks = {
             pattern: block_masks.parse(pattern, seq_len, block_size=block_size, device=device)

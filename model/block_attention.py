@@ -1,10 +1,10 @@
-"""Attention to a part of the keys, forward and backward, as ring attention needs it; one entry per backend.
+"""Attention to a part of the keys, forward and backward, as ring attention needs it: one entry per backend.
 
     forward(q, k, v, mask, softmax_scale) -> out, lse
     backward(dout, q, k, v, out, lse, mask, softmax_scale) -> dq, dk, dv
 
 q, out, dout: (B, Tq, H, D); k, v: (B, Tk, Hkv, D); lse: (B, H, Tq). The backward pass takes the out and lse
-of the whole row, over all keys, so its gradients are this part's share of those of the whole attention.
+of the whole row, over all keys: so its gradients are this part's share of the whole attention's.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from kernels.operators import attention_backward, attention_forward
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Which of Tk keys each of Tq queries sees: all, those up to its own, or bounds; cut further by blocks.
+    """Which of Tk keys each of Tq queries sees: all, up to its own place or within bounds, cut to blocks.
 
     key_bounds (B, 2, Tq), query_bounds (B, 2, Tk) int32, see kernels/intervals.py; both None if not needed.
-    blocks: of Tq queries and Tk keys; None for all.
+    blocks: the blocks kept of Tq queries and Tk keys; None for all.
     """
 
     causal: bool
@@ -76,7 +76,7 @@ def flash_backward(dout, q, k, v, out, lse, mask: Mask, softmax_scale: float) ->
 
 
 def _options(mask: Mask, softmax_scale: float) -> dict:
-    """The keyword arguments that the forward and the backward operator share."""
+    """The keyword arguments of the forward and the backward operator, the same for both."""
     return {
         "dropout_seed": None,
         "blocks": mask.block_tensors,
@@ -114,7 +114,7 @@ def reference_backward(dout, q, k, v, out, lse, mask: Mask, softmax_scale: float
 
 
 def _accurate(x: Tensor) -> Tensor:
-    """x in float32, or unchanged if it is float64; lse has that dtype too, whatever the dtype of q."""
+    """x in float32, or unchanged if it is float64; lse has this dtype too, whatever the dtype of q."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

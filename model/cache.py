@@ -16,10 +16,10 @@ from model.rope import rotate
 class LayerCache:
     """Keys and values of B sequences in one layer: first those of the prompts, then of one token at a time.
 
-    k, v: (B, capacity, Hkv, D), token t at place t % capacity: a layer with a sliding window has the window's
-    capacity, and a new token replaces the one that has left the window. lengths: (B,) int64, tokens of each
-    sequence, including those about to be stored; one tensor for all layers, so that a captured CUDA graph
-    reads its present values. block_mask: of capacity tokens, for the layers of other patterns.
+    k, v: (B, capacity, Hkv, D), token t at place t % capacity. A layer with a sliding window has the capacity
+    of the window: a new token replaces the one that has left it. lengths: (B,) int64, the tokens of each
+    sequence, including those about to be stored; one tensor for all layers, which a captured CUDA graph reads
+    in every replay. block_mask: of capacity tokens, for layers with other patterns.
     """
 
     k: Tensor
@@ -31,9 +31,9 @@ class LayerCache:
     def empty(
         cls, shape: tuple[int, ...], lengths: Tensor, block_mask: BlockMask | None, dtype: torch.dtype
     ) -> "LayerCache":
-        """shape: (B, capacity, Hkv, D). In memory the keys of a head are contiguous."""
+        """A cache of zeros of shape (B, capacity, Hkv, D). Each head's keys are contiguous in memory."""
         batch, capacity, n_head, head_dim = shape
-        # two tensors, not halves of one: a compiler copies a tensor that it must write to beside another view
+        # two tensors, not halves of one: a compiler copies a view that it writes to beside another view
         k, v = (
             torch.zeros(batch, n_head, capacity, head_dim, dtype=dtype, device=lengths.device)
             for _ in range(2)
@@ -47,7 +47,7 @@ class LayerCache:
         if n_tokens <= capacity:
             self.k[:, :n_tokens], self.v[:, :n_tokens] = k, v
             return
-        # the last tokens of each prompt; for a shorter prompt its first token, repeated
+        # the last tokens of each prompt; a shorter prompt repeats its first token
         places = torch.arange(capacity, device=k.device)
         tokens = (self.lengths[:, None] - capacity + places).clamp(min=0)  # (B, capacity)
         rows = torch.arange(batch, device=k.device)[:, None]
@@ -57,10 +57,10 @@ class LayerCache:
     def attend(
         self, qkv: Tensor, implementation: str, rotation: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """Stores one new token's key and value, and returns its attention, (B, 1, H, D), in qkv's dtype.
+        """Stores one new token's key and value, and returns its attention, (B, 1, H, D) in qkv's dtype.
 
-        qkv: (B, 1, H + 2 Hkv, D), its queries, key and value. rotation: cos and sin that first rotate queries
-        and key, (B or 1, 1, 1, D / 2) or (1, 1, D / 2) float32.
+        qkv: (B, 1, H + 2 Hkv, D), its queries, key and value. rotation: cos and sin that turn queries and key
+        first, (B or 1, 1, 1, D / 2) or (1, 1, D / 2) float32.
         """
         capacity, n_kv_head = self.k.shape[1:3]
         if implementation == "flash":

@@ -1,4 +1,4 @@
-"""The shape of the transformer: GPT-2 by default, up to Llama, Qwen and what lies between."""
+"""The shape of a transformer: GPT-2 by default, or Llama, Qwen and what lies between."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ CHOICES = {"norm": ("layer", "rms"), "mlp": ("gelu", "swiglu"), "bias": ("all", 
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
-    """The fields without a default are GPT-2's own; the others default to what GPT-2 has."""
+    """Fields without a default are GPT-2's own settings; the others default to what GPT-2 has."""
 
     n_layer: int
     n_head: int
@@ -22,9 +22,9 @@ class ModelConfig:
     n_embd: int
     # number of distinct tokens, as the tokenizer counts them; padded inside the model
     vocab_size: int
-    # the longest sequence: with learned positions, those that have an embedding
+    # the longest sequence; with learned positions, also the number of position embeddings
     max_seq_len: int
-    # dropout on embeddings, attention weights and both residual branches; 0 for pretraining on ample data
+    # on embeddings, attention weights and both residual branches; 0 for pretraining on ample data
     dropout: float
     # heads of keys and values, each shared by a group of query heads; null: n_head
     n_kv_head: int | None = None
@@ -43,7 +43,7 @@ class ModelConfig:
     bias: str = "all"
     # RMSNorm of each head's queries and keys (Dehghani et al., arXiv:2302.05442)
     qk_norm: bool = False
-    # true: the head is the token embedding; false: it has weights of its own
+    # the head shares the token embedding's weights; otherwise it has its own
     tied_head: bool = True
 
     def __post_init__(self):
@@ -69,7 +69,7 @@ class ModelConfig:
             )
         if self.rotary is not None and self.head_dim % 2:
             raise ValueError(f"model.rotary turns pairs of channels, got model.head_dim={self.head_dim}")
-        # a single pair would be the slowest and the fastest at once
+        # a single pair of channels would be the slowest and the fastest at once
         if self.rotary is not None and self.rotary.scaling == "ntk" and self.head_dim == 2:
             raise ValueError(
                 "model.rotary.scaling=ntk needs model.head_dim to be at least 4, got 2: use "
@@ -91,7 +91,7 @@ class ModelConfig:
 
 
 def layer_matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Rows and columns, input and output channels, of the matrices of one layer."""
+    """Rows and columns (input and output channels) of the matrices of one layer."""
     channels, width = config.n_embd, config.n_head * config.head_dim
     return {
         "qkv": (channels, width + 2 * config.n_kv_head * config.head_dim),
@@ -104,8 +104,8 @@ def layer_matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
 def flops_per_token(config: ModelConfig, seq_len: int, *, causal: bool) -> int:
     """Floating-point operations of one training token, forward and backward, by convention.
 
-    6 N for the matrix products (N: parameters but position embeddings, and of an untied pair of embedding and
-    head only the head) plus 12 L H D T for attention.
+    6 N for the matrix products (N: all parameters except position embeddings and, if the head is not tied,
+    token embeddings) plus 12 L H D T for attention.
     causal=False counts all T keys for each query (PaLM, arXiv:2204.02311, appendix B; nanoGPT);
     causal=True counts the half that a causal mask keeps. Other masks: model/flops.py.
     """

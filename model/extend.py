@@ -1,4 +1,4 @@
-"""Longer sequences for a model trained on shorter ones: what changes before training continues."""
+"""Longer sequences for a model that was trained on shorter ones: what changes before training continues."""
 
 from dataclasses import replace
 
@@ -7,18 +7,18 @@ from torch import Tensor
 from model.config import ModelConfig
 from model.rope import EXTENSIONS, extend_learned_positions
 
-# choices for rotary positions: keep the frequencies, or scale them (model/rope.py)
+# what a model with rotary positions can do: keep its frequencies, or scale them (model/rope.py)
 ROTARY_METHODS = ("none", "linear", "ntk", "yarn")
 
 
 def extended_config(
     config: ModelConfig, max_seq_len: int, method: str, rotary_base: float | None = None
 ) -> ModelConfig:
-    """The shape of the model with room for max_seq_len tokens; unchanged if it has that room already.
+    """The model's configuration with room for max_seq_len tokens; unchanged if it has the room already.
 
     method: one of ROTARY_METHODS for rotary positions, repeat or interpolate for learned ones. rotary_base:
-    replaces the model's own, None keeps it (raising it, with method "none", is a method too). Raises
-    ValueError, under the names that train/weights.py gives these, for what does not fit the model.
+    replaces the model's own, None keeps it (raising it, with method "none", is a method too).
+    Raises ValueError, with the names of train/weights.py, for arguments that do not fit the model.
     """
     if max_seq_len <= config.max_seq_len and rotary_base is None:
         return config

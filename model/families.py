@@ -1,4 +1,4 @@
-"""Hugging Face's model families in our terms: what their config.json means, and their tensors' names."""
+"""Hugging Face's model families in our terms: what config.json means, and what their tensors are called."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -10,9 +10,9 @@ from model.rope import READS, RotaryConfig
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The tensors of theirs that make up one of ours: stacked along its rows, `rows` of each.
+    """The tensors of theirs that make up one of ours, stacked along its rows; `rows`: how many each has.
 
-    transposed: theirs are (in, out), as GPT-2 has them.
+    transposed: theirs are (in, out), as in GPT-2.
     """
 
     names: tuple[str, ...]
@@ -28,12 +28,12 @@ class Family:
     read_config: Callable[[dict], ModelConfig]
     write_config: Callable[[ModelConfig], dict]
     tensors: Callable[[ModelConfig], Iterator[tuple[str, Source]]]
-    # tensors that old versions saved and nobody reads
+    # ends of the names of tensors that old versions saved and nobody reads
     ignored_endings: tuple[str, ...] = ()
 
 
 def family_of(config: ModelConfig) -> str:
-    """The family that can represent such a model. Raises ValueError, naming what no family can."""
+    """The architecture that can hold such a model. Raises ValueError, saying what does not fit."""
     if config.rotary is None:
         needed = {"norm": "layer", "mlp": "gelu", "bias": "all", "qk_norm": False, "n_kv_head": config.n_head}
         _check_all("GPT2LMHeadModel", config, {**needed, "n_embd": config.n_head * config.head_dim})
@@ -44,7 +44,7 @@ def family_of(config: ModelConfig) -> str:
         return "Qwen3ForCausalLM"
     if config.bias == "qkv":
         return "Qwen2ForCausalLM"
-    # transformers 5 refuses such a config.json, but only for this family
+    # transformers 5 refuses such a config.json, for this family alone
     if config.n_embd % config.n_head:
         raise ValueError(
             "no Hugging Face family that we know holds this model: LlamaForCausalLM needs model.n_embd to be "
@@ -148,7 +148,7 @@ def read_qwen3_config(theirs: dict) -> ModelConfig:
 
 
 def _read_rotary_family(theirs: dict, *, bias: str, default_eps: float, qk_norm: bool = False) -> ModelConfig:
-    # models that embed texts also see what follows: "is_causal": false
+    # text-embedding models also see later tokens: "is_causal": false
     _require(theirs, hidden_act=("silu",), pretraining_tp=(1,), is_causal=(True,))
     return ModelConfig(
         n_layer=theirs["num_hidden_layers"],
@@ -171,9 +171,9 @@ def _read_rotary_family(theirs: dict, *, bias: str, default_eps: float, qk_norm:
 
 
 def read_rotary(theirs: dict) -> RotaryConfig:
-    """From rope_parameters, or from rope_theta and rope_scaling as transformers before 5 wrote them."""
+    """Rotary settings, from rope_parameters, or from rope_theta and rope_scaling as before transformers 5."""
     new, old = theirs.get("rope_parameters") or {}, theirs.get("rope_scaling") or {}
-    # transformers 5 would read the old keys and lose the new ones, including the base
+    # transformers 5 would read the old values and ignore the new ones, the base included
     if new and not old.items() <= new.items():
         raise ValueError(
             "config.json: rope_scaling and rope_parameters differ: put all into rope_parameters, and leave "
@@ -194,10 +194,10 @@ def read_rotary(theirs: dict) -> RotaryConfig:
     scaling = {"base": base, "scaling": kind, "factor": _number("factor", rope["factor"], way_out)}
     if kind != "linear":
         name = "original_max_position_embeddings"
-        # in transformers too the first of these takes precedence
+        # transformers, too, takes the first of these
         longest = theirs.get(name) or rope.get(name) or theirs["max_position_embeddings"]
         scaling["original_seq_len"] = longest
-    # a config.json may hold values that its scaling does not read
+    # a config.json may hold more than its scaling reads
     for name in READS[kind]:
         if name not in scaling and rope.get(name) is not None:
             scaling[name] = float(rope[name])
@@ -234,12 +234,12 @@ def write_rotary_family_config(config: ModelConfig) -> dict:
 
 
 def write_rotary(rotary: RotaryConfig, head_dim: int) -> dict:
-    """Rotary positions under the keys that every version of transformers reads."""
+    """The rotary settings, under the keys that every version of transformers reads."""
     theirs = {"original_seq_len": "original_max_position_embeddings"}
     if rotary.scaling == "none":
         return {"rope_theta": rotary.base}
     if rotary.scaling == "ntk":
-        # ntk is only a larger base
+        # ntk is nothing but a larger base
         return {"rope_theta": rotary.base * rotary.factor ** (head_dim / (head_dim - 2))}
     scaling = {"rope_type": rotary.scaling}
     for name in READS[rotary.scaling]:
@@ -280,7 +280,7 @@ def rotary_family_tensors(config: ModelConfig) -> Iterator[tuple[str, Source]]:
 
 
 def _require(theirs: dict, **allowed: tuple) -> None:
-    """Raises ValueError for a key of config.json whose value asks for what our model does not have."""
+    """Raises ValueError for a key of config.json whose value changes the model in a way we do not support."""
     for name, values in allowed.items():
         if name in theirs and theirs[name] not in values:
             raise ValueError(

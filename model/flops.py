@@ -12,16 +12,16 @@ from kernels.block_mask import BlockMask
 from model.attention import DENSE, AttentionConfig, layer_masks
 from model.config import ModelConfig, flops_per_token, layer_matrices
 
-# approximate size of the tiles that causal kernels compute whole at the diagonal
+# side of the tiles that causal kernels compute whole at the diagonal, about
 TILE = 128
-# products with D columns that a visible pair takes part in: q k and p v forward; dv, dp, dq, dk backward
+# products, D long, that each visible pair takes part in: q k and p v forward; dv, dp, dq, dk backward
 USEFUL_PRODUCTS = 6
-# products that actually run: flash attention recomputes the scores, plain PyTorch has stored them
+# backward products that run: flash attention recomputes the scores, plain PyTorch has stored them
 BACKWARD_PRODUCTS = {"flash": 5, "sdpa": 5, "reference": 4}
 
-# blocks of a mask whose pairs are counted at a time
+# how many blocks of a mask are unpacked at a time, to count their pairs one by one
 BLOCKS_AT_ONCE = 256
-# a position after every key
+# a position past every key
 NOWHERE = 2**40
 
 
@@ -38,12 +38,13 @@ def flops_ledger(
     """FLOPs of one training token, forward and backward, by convention.
 
     palm: 6 N + 12 L H D T, every pair of tokens (PaLM, arXiv:2204.02311; nanoGPT). causal: half of the pairs
-    (llm.c, Megatron-LM). mask: exactly the pairs that the layers' masks and documents leave. kept: palm,
-    times the share of causal pairs that they leave. executed: the matrix products that run, with whole tiles,
-    the padded vocabulary, recomputed scores and the layers of recompute=full. lora_rank: of adapters beside
-    the layers' matrices, which are then frozen, like the head without lora_head: no weight gradients are
-    computed for them, 4 N in place of 6 N. document_ids: (B, T) int32 on the CPU, of the sequences counted; a
-    negative id is padding; None: each sequence is one document.
+    (llm.c, Megatron-LM). mask: exactly the pairs that the layers' masks and documents leave. kept: palm, but
+    of its pairs only the share that these leave of the causal ones. executed: the matrix products that run,
+    including whole tiles, the padded vocabulary, recomputed scores and what recompute=full repeats.
+    lora_rank: of adapters beside the layers' matrices, which are then frozen, as is the head unless
+    lora_head; frozen matrices get no gradients, which leaves 4 N of 6 N.
+    document_ids: (B, T) int32 on the CPU, of the sequences counted, a negative id is padding; None: each
+    sequence is one document.
     """
     masks = [None] * model.n_layer
     if attention.sparse:
@@ -65,12 +66,12 @@ def flops_ledger(
     if lora_rank:
         executed -= 2 * layers - 6 * adapters
         if not lora_head:
-            # the input of the first layer is frozen too: no gradient goes back beyond its first matrices
+            # the first layer's input is frozen too: no gradient flows back past its first matrices
             rows, columns = layer_matrices(model)["qkv"]
             executed -= 2 * head + 2 * rows * (columns + lora_rank)
     if recompute == "full":
         products += 2
-        # the layer's last product need not be recomputed: with a frozen matrix, that of its adapter
+        # the layer's last product is not repeated; with adapters, that is the adapter's
         last = lora_rank * model.n_embd if lora_rank else model.mlp_width * model.n_embd
         executed += 2 * (layers + adapters - model.n_layer * last)
     plain, palm = (flops_per_token(model, length, causal=False) for length in (0, seq_len))
@@ -89,13 +90,13 @@ def flops_ledger(
 
 
 def window_pairs(seq_len: int, window: int | None) -> int:
-    """Pairs of a query and a key that it sees: its own, and window - 1 earlier ones or (None) all."""
+    """Pairs of a query and a key it sees: its own and up to window - 1 before it; None: all before it."""
     window = seq_len if window is None else min(window, seq_len)
     return window * (window + 1) // 2 + (seq_len - window) * window
 
 
 def visible_pairs(seq_len: int, mask: BlockMask | None, document_ids: Tensor | None = None) -> float:
-    """Visible pairs of a query and a key in one sequence and head, averaged over these."""
+    """Pairs of a query and a key it sees, in one sequence and head, averaged over both."""
     if document_ids is None:
         if mask is None:
             return seq_len * (seq_len + 1) / 2
@@ -108,7 +109,7 @@ def visible_pairs(seq_len: int, mask: BlockMask | None, document_ids: Tensor | N
     if mask is None:
         seen = (torch.arange(1, seq_len + 1, device="cpu") - starts).clamp(min=0)
         return seen.sum().item() / len(document_ids)
-    # a mask of the configuration is one for all sequences
+    # a mask of the configuration serves all sequences
     _, row, column = mask.coordinates()
     lane = torch.arange(mask.block_size, device="cpu")
     starts = F.pad(starts, (0, mask.n_rows * mask.block_size - seq_len))
@@ -122,7 +123,7 @@ def visible_pairs(seq_len: int, mask: BlockMask | None, document_ids: Tensor | N
 
 
 def computed_pairs(seq_len: int, mask: BlockMask | None, document_ids: Tensor | None = None) -> float:
-    """The same, counting every tile with a visible pair whole: tiles of the mask, or else of TILE."""
+    """The same, with each tile that holds a visible pair counted whole: the mask's blocks, else TILE's."""
     if mask is not None:
         return len(mask.keys) / (mask.n_batch * mask.n_head) * mask.block_size**2
     last = torch.arange(-(-seq_len // TILE), device="cpu")
@@ -134,9 +135,9 @@ def computed_pairs(seq_len: int, mask: BlockMask | None, document_ids: Tensor | 
 
 
 def attended_pairs(attention: AttentionConfig, n_layer: int, seq_len: int) -> float:
-    """Pairs that take a kernel's time, for one sequence and head, summed over the layers.
+    """Pairs that cost a kernel time, in one sequence and head, summed over the layers.
 
-    The visible ones of a dense layer, and the whole blocks of a pattern, see docs/training_speed.md.
+    The visible pairs of a dense layer, the whole blocks of a pattern: docs/training_speed.md compares them.
     """
     return sum(
         _pattern_pairs(attention.patterns[layer % len(attention.patterns)], seq_len, attention.block_size)

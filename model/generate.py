@@ -15,15 +15,15 @@ from model.gpt import GPT
 from model.modes import evaluating
 from model.rope import rotation
 
-# float32 ends at 3e38: logits divided by a smaller temperature could be infinite; long before that the
-# likeliest token has all the probability
+# float32 ends at 3e38: logits divided by less could be infinite. Long before, the likeliest token has all of
+# the probability
 LEAST_TEMPERATURE = 1e-30
-# the whole of which top_p is a share: finer than float32, and 63 bits hold the sum over any vocabulary
+# the whole that top_p is a share of: finer than float32, and the sum over any vocabulary fits in 63 bits
 WHOLE_MASS = 2**40
 
 
 def generate(model: GPT, tokens: Tensor, n_new: int, **options) -> Tensor:
-    """The prompts and up to n_new sampled tokens, (B, T + n) int64; arguments as of `stream`."""
+    """The prompts and up to n_new sampled tokens, (B, T + n) int64; arguments as for `stream`."""
     new = (x[:, None] for x in stream(model, tokens, n_new, **options))
     return torch.cat([tokens.cpu(), *new], dim=1).to(tokens.device)
 
@@ -48,10 +48,10 @@ def stream(
     tokens: prompts (B, T), T >= 1; lengths: (B,) int64, where they end, if some are shorter than T.
     temperature 0, or below LEAST_TEMPERATURE, takes the likeliest token; top_k keeps the k likeliest; top_p
     keeps the smallest set of likeliest tokens that holds probability p (Holtzman et al., arXiv:1904.09751).
-    vocab_size: only ids below it are drawn, if the tokenizer has fewer than the model. A sequence that has
-    produced one of stop_tokens repeats it; when all have, the stream ends. compiled: by torch.compile, for
-    long outputs on a GPU. The model's mode is left as it was. Raises ValueError if prompt and output exceed
-    the model's positions.
+    vocab_size: only ids below it are drawn, where the tokenizer has fewer than the model. A sequence that has
+    drawn one of stop_tokens repeats it; once all have, the stream ends. compiled: with torch.compile, for
+    long outputs on a GPU. The model's mode is left as it was found. Raises ValueError if prompts and new
+    tokens exceed the model's positions.
     """
     batch, prompt_len = tokens.shape
     _check(model, prompt_len, n_new, temperature, top_k, top_p, vocab_size)
@@ -67,7 +67,7 @@ def stream(
             draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
         stops = torch.tensor(stop_tokens, dtype=torch.int64, device="cpu")
         stops_there, stopped = stops.to(tokens.device), torch.zeros(batch, dtype=torch.bool, device="cpu")
-        # a tensor, not a list of numbers, for which alone the step would be compiled
+        # not the list itself: compiled code would be specialized for its numbers
         has_stops = bool(stop_tokens)
 
         def choose(logits: Tensor, newest: Tensor | None) -> Tensor:
@@ -75,7 +75,7 @@ def stream(
             drawn = draw(logits[:, :vocab_size])
             if newest is None or not has_stops:
                 return drawn
-            # a stopped sequence repeats its stop token; isin may wait for the GPU, which a graph cannot
+            # a stopped sequence repeats its stop token; isin may wait for the GPU, which a graph cannot do
             return torch.where((newest[:, None] == stops_there).any(dim=-1), newest, drawn)
 
         # random numbers in a captured graph would need a generator that is registered with it
@@ -89,7 +89,7 @@ def stream(
             if logits is not None:
                 drawn[place] = choose(logits, drawn[place - 1] if place else None)
             arrivals.send(place)
-            # the GPU goes on while the caller reads this token; it need not wait for a step to be compiled
+            # the GPU goes on while the caller reads this token, unless the next step is yet to be compiled
             is_ahead = decoder.returns_at_once and place + 1 < n_new
             if is_ahead:
                 logits = decoder.step()
@@ -102,19 +102,19 @@ def stream(
 
 
 class Arrivals:
-    """Rows of a tensor, copied to the CPU while the GPU goes on; no row may change once it is sent.
+    """The rows of a tensor, copied to the CPU while a GPU goes on: no row may change once it is sent.
 
-    The copies have a stream of their own, which waits for what was launched before a row is sent; nothing
-    that is launched later waits for the copies.
+    The copies run on a stream of their own. It waits for what was launched before a row is sent, and nothing
+    launched later waits for it.
     """
 
     def __init__(self, rows: Tensor):
         self._rows = self._on_cpu = rows
         if rows.is_cuda:
-            # page-locked memory is slow to allocate: all of it at once
+            # page-locked memory is expensive to allocate: all of it at once
             self._on_cpu = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
             self._stream = torch.cuda.Stream(rows.device)
-            # whoever gets the rows' memory next must wait for a copy that is still running
+            # the memory of the rows must not be reused while a copy from it is under way
             rows.record_stream(self._stream)
 
     def send(self, index: int) -> None:
@@ -124,20 +124,20 @@ class Arrivals:
                 self._on_cpu[index].copy_(self._rows[index], non_blocking=True)
 
     def wait(self, index: int) -> Tensor:
-        """The row, on the CPU, once it and all those sent before it have arrived."""
+        """The row on the CPU, once it and all rows sent before it have arrived."""
         if self._rows.is_cuda:
             self._stream.synchronize()
         return self._on_cpu[index]
 
 
 class Decoder:
-    """A model, the caches of B sequences of up to `capacity` tokens, and the tokens drawn so far.
+    """A model, the caches of B sequences of up to `capacity` tokens, and the tokens drawn.
 
-    drawn: (capacity, B) int64, beginning with the tokens right after the prompts; each has a place of its
-    own, so that it can be copied while later steps run. A step reads the newest token, and adds the next one
-    itself if it is given `choose`, (logits (B, V), newest (B,)) -> (B,); otherwise the caller does.
+    drawn: (capacity, B) int64, from the first tokens after the prompts on, each row written once, so that it
+    can be copied while later steps run. A step reads the newest tokens. Given `choose`, which maps
+    (logits (B, V), newest (B,)) -> (B,), it adds the next tokens itself; otherwise the caller does.
 
-    On a GPU the step for one token is captured in a CUDA graph when it runs for the second time: without it
+    On a GPU the step for one token is captured in a CUDA graph when it runs for the second time: otherwise
     Python would take longer to launch the small kernels than they take to run.
     """
 
@@ -152,9 +152,9 @@ class Decoder:
     ):
         self.model, self._choose = model, choose
         device = model.token_embedding.weight.device
-        # in GPU memory, because a captured graph would repeat what Python had counted
+        # in GPU memory, because a captured graph would repeat the same number counted in Python
         self._counts = torch.zeros(1 + batch, dtype=torch.int64, device=device)
-        # rows of drawn, (1,), and tokens of each sequence, (B,)
+        # rows drawn so far, (1,), and tokens of each sequence, (B,)
         self._n_drawn, self.lengths = self._counts[:1], self._counts[1:]
         self.drawn = torch.zeros(capacity, batch, dtype=torch.int64, device=device)
         self.caches = empty_caches(model, capacity, self.lengths)
@@ -162,9 +162,9 @@ class Decoder:
         if model.config.rotary is not None:
             positions = torch.arange(capacity, device=device)
             self._turns = rotation(model.config.rotary, model.config.head_dim, positions)
-        # then Inductor makes a product of one row itself, where cuBLAS is far from the memory's speed; what
-        # more than 4 tensors are read for is written down, or each program of a product that reads it makes
-        # it again; small kernels are joined, and one may start while the one in front of it ends
+        # with these, Inductor generates one-row products itself, as cuBLAS is far from memory speed; stores
+        # values made of more than 4 tensors, which each program of a product would otherwise recompute;
+        # combines small kernels; and lets a kernel start while the one before it ends
         tuned = {
             "coordinate_descent_tuning": True,
             "realize_acc_reads_threshold": 4,
@@ -177,7 +177,7 @@ class Decoder:
 
     @property
     def returns_at_once(self) -> bool:
-        """Whether a step only has to be handed to a GPU that has compiled it already."""
+        """Whether a step only launches work on a GPU, having been compiled before."""
         return self._has_run and self.lengths.is_cuda
 
     def start(self, prompts: Tensor, lengths: Tensor | None = None) -> Tensor:
@@ -189,7 +189,7 @@ class Decoder:
         return self.model.logits(hidden[rows, self.lengths - 1])
 
     def step(self) -> Tensor | None:
-        """The logits (B, V) after the newest tokens, overwritten by the next step; None if the step chose."""
+        """The logits (B, V) after the newest tokens, valid until the next step; None if this step chose."""
         if not self.returns_at_once:
             self._has_run = True
             return self._step()
@@ -218,7 +218,7 @@ class Decoder:
 
 
 def empty_caches(model: GPT, capacity: int, lengths: Tensor) -> list[LayerCache]:
-    """One cache per layer, for `capacity` tokens or, if the layer has a sliding window, for the window."""
+    """One per layer, for `capacity` tokens or, where a layer sees a sliding window, for the window."""
     config, attention, device = model.config, model.attention, lengths.device
     dtype = model.token_embedding.weight.dtype
     if torch.is_autocast_enabled(device.type):
@@ -236,9 +236,9 @@ def empty_caches(model: GPT, capacity: int, lengths: Tensor) -> list[LayerCache]
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The index of the first largest logit of each row (B, V), (B,), like argmax.
+    """The index of the first largest logit of each row (B, V), (B,): what argmax gives.
 
-    In two steps, because a compiler would let one program search a whole row.
+    In two steps, because a compiler would have one program search a whole row.
     """
     n_parts = 128
     padding = -logits.shape[-1] % n_parts
@@ -263,11 +263,11 @@ def sample(
         values, ids = logits.topk(min(top_k, logits.shape[-1]))
     probabilities = values.softmax(dim=-1)
     if top_p is not None:
-        # the mass before a token decides: the likeliest one always stays. In whole numbers, whose sums know
-        # no order: torch refuses a GPU's running sum of floats under deterministic=true
+        # the mass before a token decides, so the likeliest token always stays. In whole numbers, whose sums
+        # do not depend on order: torch refuses a GPU's running sum of floats under deterministic=true
         mass = (probabilities.double() * WHOLE_MASS).long()
         before = mass.cumsum(dim=-1) - mass
-        # beside a float torch would round all of them to its default dtype, of 11 bits in float16
+        # compared with a float, torch would round all of them to its default dtype, to 11 bits in float16
         probabilities = probabilities.masked_fill(before >= math.ceil(top_p * WHOLE_MASS), 0.0)
     return ids.gather(-1, torch.multinomial(probabilities, 1, generator=generator))[:, 0]
 

@@ -19,14 +19,14 @@ from model.recompute import RECOMPUTE, recomputed
 from model.ring import Ring
 from model.rope import rotation
 
-# rows of logits that the fused loss holds at once
+# rows of logits that the fused loss holds at a time
 LOGIT_ROWS = CHUNK
 
 
 class MLP(nn.Module):
     """Two linear layers with GELU between, or gated by SiLU, (B, T, C) -> (B, T, C).
 
-    fused_gelu: in training in 16 bits, GELU and its gradient in the epilogues of the products beside them.
+    fused_gelu: in 16-bit training, GELU and its gradient run in the epilogues of the products beside them.
     """
 
     def __init__(self, config: ModelConfig, fused_gelu: bool = False):
@@ -53,7 +53,7 @@ class MLP(nn.Module):
         # without gradients nobody needs GELU's input
         if not (self.fused_gelu and x.is_cuda and torch.is_grad_enabled()):
             return False
-        # with adapters there is more than one product beside it
+        # with adapters, more than a plain product stands beside GELU
         is_plain = all(type(layer) is nn.Linear for layer in (self.expand, self.projection))
         return is_plain and gelu_mlp.fuses(compute_dtype(x), *self.expand.weight.shape)
 
@@ -66,8 +66,8 @@ class MLP(nn.Module):
 def gelu(x: Tensor) -> Tensor:
     """GELU in the tanh form that GPT-2 was trained with, of any shape, in x's dtype.
 
-    Compiled, it is x sigmoid(2u) in place of x (1 + tanh(u)) / 2, which is equal: the compiler computes a
-    sigmoid with two instructions, but calls a function for tanh, which takes longer than reading the memory.
+    When compiled, it is x sigmoid(2u) in place of x (1 + tanh(u)) / 2, which is the same: the compiler
+    computes a sigmoid with two instructions, but calls a function for tanh, which takes longer than memory.
     """
     if not torch.compiler.is_compiling():
         return F.gelu(x, approximate="tanh")
@@ -77,7 +77,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def has_fused_gelu(device: torch.device) -> bool:
-    """Whether this device can fuse GELU into products. Raises ValueError if only the library is missing."""
+    """Whether this device has products with GELU inside. Raises ValueError if only the library is missing."""
     if not epilogue_library.serves(device):
         return False
     if not epilogue_library.is_installed():
@@ -96,7 +96,7 @@ class Block(nn.Module):
         self.attention_norm = build_norm(config)
         self.attention = SelfAttention(config, attention.implementation)
         self.mlp_norm = build_norm(config)
-        # recomputation would have to repeat the products too
+        # with recomputation, the products would be repeated too
         self.mlp = MLP(config, fused_gelu and recompute == "none")
 
     def forward(self, x: Tensor, **attention_inputs) -> Tensor:
@@ -115,12 +115,14 @@ def build_norm(config: ModelConfig) -> nn.Module:
 class GPT(nn.Module):
     """A language model over B sequences of T tokens.
 
-    Parameters are float32; lower precision comes from autocast (see train/step.py). fused_loss: on a GPU,
-    compute the loss by kernels/cross_entropy.py, which never holds all logits. fused_gelu: fuse GELU into the
-    adjacent matrix products, on a GPU that has_fused_gelu and if `recompute` is none. low_precision_residual:
-    under autocast keep the stream between the blocks, and its gradient, in autocast's dtype, which halves
-    what every norm and every sum reads and writes; otherwise they are float32. recompute: what the backward
-    pass recomputes in each block: none, selective (all but matrix products and attention) or full.
+    Parameters are float32; lower precision is left to autocast (see train/step.py).
+    fused_loss: the loss comes from kernels/cross_entropy.py, on a GPU, and never holds all logits in memory.
+    fused_gelu: GELU runs inside the matrix products beside it, on a GPU that has_fused_gelu, if `recompute`
+    is none.
+    low_precision_residual: under autocast the residual stream between blocks, and its gradient, have
+    autocast's dtype, which halves what every norm and every sum reads and writes; else they are float32.
+    recompute: what the backward pass computes again of each block instead of keeping it: none, selective
+    (all but matrix products and attention) or full.
     """
 
     def __init__(
@@ -151,7 +153,7 @@ class GPT(nn.Module):
             self.head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.register_buffer("padding_bias", torch.empty(config.padded_vocab_size), persistent=False)
         fill_padding_bias(self)
-        # a buffer that is not saved has no values in a model that was built on the meta device
+        # a buffer that is not saved has no value in a model that was built on the meta device
         self.register_load_state_dict_post_hook(fill_padding_bias)
         self._initialize()
 
@@ -165,10 +167,10 @@ class GPT(nn.Module):
     ) -> Tensor:
         """The mean cross-entropy in nats, (), if targets are given, else the logits, (B, T, V).
 
-        tokens, targets: (B, T) int64; document_ids: (B, T) int32, non-decreasing, a token sees only its own
-        document; positions: (B, T) or (T,) int64, 0 .. T-1 if not given. ring: several processes share the
-        sequences, and these are this one's tokens: positions must be given, and documents are the ring's.
-        Raises ValueError if T exceeds max_seq_len.
+        tokens, targets: (B, T) int64; document_ids: (B, T) int32, non-decreasing, a token sees only its
+        own document; positions: (B, T) or (T,) int64, 0 .. T-1 if not given. ring: several processes share
+        the sequences, tokens are those of this process, positions must be given, and the documents are the
+        ring's. Raises ValueError if T exceeds max_seq_len.
         """
         hidden = self.hidden_states(tokens, document_ids, positions, ring=ring)
         if targets is None:
@@ -176,7 +178,7 @@ class GPT(nn.Module):
         if self.fused_loss:
             rows = hidden.to(compute_dtype(hidden)).flatten(0, 1)  # (B T, C)
             return linear_cross_entropy(rows, self.head_weight, targets.flatten(), self.config.vocab_size)
-        # the padding takes no probability, at no cost: cutting it off as below would copy the logits
+        # the bias gives the padding no probability, at no cost: slicing as in `logits` would copy the logits
         logits = F.linear(hidden, self.head_weight, self.padding_bias)  # (B, T, padded V)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
@@ -191,9 +193,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """The residual stream after the final norm, (B, T, C): what the head reads.
 
-        caches: one per layer, extended by the tokens: by whole prompts while they are empty, then by one
-        token (B, 1) at a time. turn: rope.rotation at the positions, if already known. Other arguments as in
-        forward.
+        caches: one per layer, extended by the tokens: by whole prompts while empty, then by one token (B, 1)
+        at a time. turn: rope.rotation at the positions, if known. The other arguments are those of forward.
         """
         if tokens.shape[1] > self.config.max_seq_len:
             raise ValueError(
@@ -211,7 +212,7 @@ class GPT(nn.Module):
         if self.low_precision_residual:
             x = x.to(compute_dtype(x))
         masks = [None] * len(self.blocks)
-        # the cache knows what one new token sees
+        # the caches know what one new token sees
         if self.attention.sparse and (caches is None or tokens.shape[1] > 1):
             seq_len = tokens.shape[1] if ring is None else ring.seq_len
             masks = layer_masks(self.attention, len(masks), seq_len, tokens.device)
@@ -233,12 +234,12 @@ class GPT(nn.Module):
         return self.token_embedding.weight if self.config.tied_head else self.head.weight
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits (..., V) of hidden states (..., C)."""
-        # rows that pad the vocabulary belong to no token
+        """The logits (..., V) of hidden states (..., C)."""
+        # the rows that pad the vocabulary belong to no token
         return F.linear(hidden, self.head_weight)[..., : self.config.vocab_size]
 
     def _initialize(self) -> None:
-        """GPT-2's initialization, except for the embeddings, which start at half its standard deviation.
+        """GPT-2's initialization, but embeddings start at half its standard deviation.
 
         The head is tied to them: at GPT-2's 0.02 the first logits have a variance of up to 0.6 and lean
         towards repeating the last token, which puts the first loss 0.1 to 0.4 nats away from ln V.
@@ -259,13 +260,13 @@ class GPT(nn.Module):
 
 
 def fill_padding_bias(model: GPT, *_) -> None:
-    """Sets what is added to logits (padded V,): 0 where there is a token, minus infinity beyond."""
+    """Sets the bias of the logits, (padded V,): 0 for tokens, minus infinity for the padding."""
     bias = torch.zeros_like(model.padding_bias, device=model.head_weight.device)
     bias[model.config.vocab_size :] = float("-inf")
     model.padding_bias = bias
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a matrix product of x runs: autocast's if it is on, otherwise x's own."""
+    """The dtype that a matrix product of x runs in: autocast's where it is on, else x's own."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

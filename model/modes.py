@@ -1,4 +1,4 @@
-"""The mode of a model, training or evaluation, which each of its parts has for itself."""
+"""The mode of a model, training or not, which each of its parts has for itself."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,12 +8,12 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """While entered, no part of the model is in training mode; afterwards each part is as it was before."""
+    """A context in which no part of the model is in training mode; afterwards each is as it was found."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         yield
     finally:
-        # not by train(): a part may have another mode than the whole
+        # not with train(): a part may have a different mode than the whole
         for module, was_training in modes.items():
             module.training = was_training

@@ -16,11 +16,11 @@ from model.families import FAMILIES, Family, family_of
 from model.gpt import GPT
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-# the index, if there are several files
+# name of each file where there are several
 NUMBERED = f"model-{5 * '[0-9]'}-of-{5 * '[0-9]'}.safetensors"
-# largest size of one file; more weights are split over several, as transformers does
+# the most bytes of one file; more weights go to several files, as in transformers
 MAX_SHARD_BYTES = 5_000_000_000
-# types that values of config.json must have, with their keys
+# the types of values in config.json, and the keys whose values must have them
 WHOLE_NUMBERS = """
     n_layer n_head n_embd n_positions vocab_size num_hidden_layers num_attention_heads hidden_size
     intermediate_size max_position_embeddings
@@ -40,23 +40,23 @@ KINDS = {
     "an object or null": (dict | None, "rope_parameters rope_scaling"),
     "true or false": (bool, "tie_word_embeddings"),
 }
-# their heads, which may be stored beside an embedding that is the head as well
+# their head, which may have been saved beside an embedding that is tied to it
 HEAD = "lm_head.weight"
 # our tables that are padded to whole tiles
 PADDED = ("token_embedding.weight", "head.weight")
 
 
 def read_pretrained_config(folder: Path | str) -> ModelConfig:
-    """The shape of the model in a Hugging Face folder. Raises ValueError for what we cannot represent."""
+    """The configuration of the model in a Hugging Face folder. Raises ValueError for what we cannot hold."""
     return _read_config(Path(folder))[1]
 
 
 def load_pretrained(folder: Path | str, attention: AttentionConfig) -> GPT:
-    """The model in a Hugging Face folder of GPT-2, Llama 2 or 3, Qwen 2.5 or 3, or SmolLM kind, on the CPU.
+    """The model in a Hugging Face folder (GPT-2, Llama 2 or 3, Qwen 2.5 or 3, or SmolLM), on the CPU.
 
     Parameters are float32, whatever the file holds. Raises ValueError for another architecture, for a setting
-    that changes the model in a way we lack, for missing, surplus or misshapen tensors, all by name, and for a
-    head that differs from the embedding although config.json ties them.
+    that changes the model in a way we do not support, for missing, surplus or misshapen tensors, all by name,
+    and for a head that config.json ties to the embedding but that differs from it.
     """
     folder = Path(folder)
     family, config = _read_config(folder)
@@ -76,7 +76,7 @@ def load_pretrained(folder: Path | str, attention: AttentionConfig) -> GPT:
 def check_pretrained(folder: Path | str) -> None:
     """Raises ValueError for a folder that load_pretrained would refuse, from its files' headers alone.
 
-    So values are not compared: a tied head passes whatever it holds.
+    So values are not compared: a head that config.json ties to the embedding passes whatever it holds.
     """
     folder = Path(folder)
     family, config = _read_config(folder)
@@ -97,9 +97,9 @@ def export_pretrained(
 ) -> None:
     """Writes a folder that `transformers` loads: config.json and safetensors, in this dtype.
 
-    token_ids: entries of config.json that a model's shape does not determine, such as eos_token_id. Raises
-    ValueError for a model that no family can represent, for weights that dtype makes infinite, and for a
-    folder that is not empty; OSError if it cannot be written, which leaves nothing behind.
+    token_ids: entries of config.json that do not follow from the model, such as eos_token_id.
+    Raises ValueError for a model that no family can hold, for weights that dtype makes infinite, and for a
+    folder that is not empty; OSError if it cannot be written, and then leaves nothing behind.
     """
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
@@ -117,7 +117,7 @@ def export_pretrained(
     try:
         _write_tensors(folder, tensors, max_shard_bytes)
         (folder / "config.json").write_text(json.dumps(theirs, indent=2) + "\n", encoding="utf-8")
-    # save_file's error for a full disk is no OSError
+    # save_file's error on a full disk is not an OSError
     except (OSError, SafetensorError) as error:
         # what another process put there meanwhile stays
         with suppress(OSError):
@@ -143,14 +143,14 @@ def _cast(name: str, part: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a folder that an export has written its weights to."""
+    """The files in a folder to which an export has written its weights."""
     return [path for pattern in (WEIGHTS, INDEX, NUMBERED) for path in folder.glob(pattern)]
 
 
 def named_parts(
     state: dict[str, Tensor], family: Family, config: ModelConfig
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each of their tensors, by name, as a view of ours: of parameters or of anything in their shape."""
+    """Each tensor of theirs, by name, as a view of ours; state: parameters, or anything of their shapes."""
     for ours, source in family.tensors(config):
         tensor = state[ours][: config.vocab_size] if ours in PADDED else state[ours]
         for name, part in zip(source.names, tensor.split(source.rows or tensor.shape[0]), strict=True):
@@ -160,9 +160,9 @@ def named_parts(
 def _matched(
     folder: Path, family: Family, config: ModelConfig, files: dict[str, Path], state: dict[str, Tensor]
 ) -> Iterator[tuple[Tensor, object]]:
-    """Each part of ours with the slice of a file, not yet read, that belongs there. Raises ValueError.
+    """Each part of ours with the slice of a file, not read yet, that belongs there. Raises ValueError.
 
-    files: of `_find_tensors`.
+    files: from `_find_tensors`.
     """
     _check_names(folder, family, config, files)
     for name, part in named_parts(state, family, config):
@@ -198,7 +198,7 @@ def _read_config(folder: Path) -> tuple[Family, ModelConfig]:
 
 
 def _check_types(path: Path, theirs: dict, group: str = "") -> None:
-    """Raises ValueError for the first value of theirs, or of an object in it, that has the wrong type."""
+    """Raises ValueError for the first value of theirs, nested ones included, that has a wrong type."""
     for kind, (types, keys) in KINDS.items():
         for key in theirs.keys() & set(keys.split()):
             value = theirs[key]
@@ -212,8 +212,8 @@ def _check_types(path: Path, theirs: dict, group: str = "") -> None:
 
 
 def _find_tensors(folder: Path, family: Family) -> dict[str, Path]:
-    """Full name of each tensor, and the file that holds it."""
-    # where both are, transformers has left the index there of what it has replaced, and reads the other
+    """The full name of each tensor, and the file that holds it."""
+    # if both exist, transformers has left the index of weights that it replaced, and reads the single file
     if (folder / WEIGHTS).is_file():
         with _open(folder / WEIGHTS) as file:
             files = dict.fromkeys(file.keys(), folder / WEIGHTS)
@@ -258,7 +258,7 @@ def _check_names(folder: Path, family: Family, config: ModelConfig, files: dict[
 
 
 def _check_tied(folder: Path, family: Family, files: dict[str, Path], embedding: Tensor) -> None:
-    """Raises ValueError if a head that should be the embedding (V, C) is stored too, and differs."""
+    """Raises ValueError if a head tied to the embedding (V, C) was saved as well, and differs from it."""
     if HEAD not in files:
         return
     with _open(files[HEAD]) as file:

@@ -15,7 +15,7 @@ import kernels.packed  # noqa: F401
 RECOMPUTE = ("none", "selective", "full")
 
 aten, ours = torch.ops.aten, torch.ops.nanoflash
-# operators that cost more to recompute than to keep: matrix products and attention
+# what costs more to recompute than to keep: matrix products and attention
 KEPT = {
     aten.mm.default,
     aten.addmm.default,
@@ -30,7 +30,7 @@ KEPT = {
 
 
 def recomputed(layer: Callable, kind: str) -> Callable:
-    """The layer, with a backward pass that reruns its forward pass, or with kind="selective" the cheap part.
+    """The layer, with a backward pass that repeats its forward, or with kind="selective" the cheap part.
 
     Gradients are the same, and dropout draws the same numbers. The layer must not change its arguments.
     """
@@ -42,13 +42,13 @@ def recomputed(layer: Callable, kind: str) -> Callable:
 
 
 def _policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
-    # what draws runs again, or the dropout behind it would not draw the numbers that it drew before
+    # what draws random numbers runs again, or later dropout would not draw the same numbers as before
     is_kept = operator in KEPT and not _draws(operator, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _draws(operator: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
-    """Whether an operator draws from PyTorch's generator, as its fused attention with dropout does."""
+    """Whether an operator draws from PyTorch's generator, as PyTorch's fused attention with dropout does."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
     names = (argument.name for argument in operator._schema.arguments)

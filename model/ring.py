@@ -2,10 +2,10 @@
 
 A sequence of T tokens is cut into 2 n chunks for n ranks; rank r holds the chunks r and 2 n - 1 - r, so that
 each rank has the same share of a causal mask. The mask of a step is a pair of intervals
-(kernels/intervals.py), whatever kind of mask it comes from: a rank's two chunks are in the order of the
-sequence, so the keys that a query sees are one unbroken run of any rank's keys too. Keys that no query of a
-rank sees are neither sent to it nor computed. A BlockMask has no such runs: there a step takes the blocks of
-keys that some query of the rank sees, and the mask's blocks between the two ranks.
+(kernels/intervals.py), whatever mask it comes from: both chunks of a rank are in the order of the sequence,
+so the keys that a query sees are one unbroken run of any rank's keys too. Keys that no query of a rank sees
+are neither sent to it nor computed. A BlockMask has no such runs: there a step takes the blocks of keys that
+some query of the rank sees, and the mask's blocks between the two ranks.
 
 Source of the zigzag split: Zhu, ring-flash-attention, 2024.
 """
@@ -28,7 +28,7 @@ class Step:
     """What one rank does in one step: local queries `rows` attend to the tokens `keys` of rank `source`.
 
     rows and keys are empty if nothing is visible. `send`: this rank's tokens whose keys rank `destination`
-    needs in the same step. Tokens are a slice or, with a BlockMask, ascending numbers (n,) int64.
+    needs in the same step. Tokens are one run or, with a BlockMask, ascending numbers (n,) int64.
     """
 
     source: int
@@ -49,7 +49,7 @@ class Ring:
     group: its ranks share each sequence. seq_len: T, a multiple of 2 n. document_ids: (B, T) int32 of the
     whole sequences, non-decreasing, on the CPU; a token sees its own document only, a negative id is
     padding. device: where the masks go. All ranks must agree on the arguments.
-    Raises ValueError for a length that does not divide, and for other documents.
+    Raises ValueError for a length that does not divide, and for document_ids of any other form.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Ring:
                 f"seq_len={seq_len} must be a multiple of 2 * {self.size} ranks to be shared: use {above}"
             )
         self.positions = [zigzag_positions(seq_len, rank, self.size) for rank in range(self.size)]
-        # by mask, rank and source: independent of documents
+        # by mask, rank and source: documents do not change these
         self._between: dict[tuple[BlockMask, int, int], tuple[slice, Tensor, BlockMask | None]] = {}
         self._take(document_ids)
 
@@ -153,7 +153,7 @@ class Ring:
     def _blocks_between(
         self, block_mask: BlockMask, rank: int, source: int
     ) -> tuple[slice, slice | Tensor, BlockMask | None]:
-        """The tokens of `rank` that see some of `source`, the latter, and the mask between, if any."""
+        """The tokens of `rank` that see some of `source`, those seen, and the mask between them, or None."""
         key = block_mask, rank, source
         if key not in self._between:
             self._between[key] = self._find_blocks(*key)
@@ -199,7 +199,7 @@ def zigzag_positions(seq_len: int, rank: int, size: int) -> Tensor:
 
 
 def tokens_of_blocks(blocks: Tensor, size: int) -> slice | Tensor:
-    """The tokens of some blocks (n,), ascending; a slice, which needs no gathering, if contiguous."""
+    """The tokens of some blocks (n,), ascending: a slice if they are one run, which needs no gather."""
     first, last = int(blocks[0]), int(blocks[-1])
     if last - first + 1 == len(blocks):
         return slice(first * size, (last + 1) * size)
@@ -207,7 +207,7 @@ def tokens_of_blocks(blocks: Tensor, size: int) -> slice | Tensor:
 
 
 def local_bounds(bounds: Tensor, lines: Tensor, columns: Tensor) -> Tensor:
-    """Bounds of some lines of the mask, numbered by the columns that a rank holds, (B, 2, lines) int32."""
+    """Bounds of some lines of the mask, counted in the columns that a rank holds, (B, 2, lines) int32."""
     wanted = bounds[:, :, lines].contiguous()  # (B, 2, lines)
     return torch.searchsorted(columns, wanted.flatten(), out_int32=True).view_as(wanted)
 
@@ -222,7 +222,7 @@ def hull(bounds: Tensor) -> slice:
 
 
 def place_of_blocks(positions: Tensor, block_size: int, n_blocks: int) -> Tensor:
-    """For each block of the sequence its place among a rank's blocks, (n_blocks,) int64; -1: not its own."""
+    """Each block's place among a rank's blocks, (n_blocks,) int64; -1 for blocks of other ranks."""
     own = positions[::block_size].long() // block_size
     places = torch.full((n_blocks,), -1, device="cpu")
     places[own] = torch.arange(len(own), device="cpu")

@@ -1,7 +1,7 @@
 """Exact attention over sequences that several processes share: ring attention.
 
 Queries stay, keys and values travel: in step i a rank attends to the keys of the rank i places before it,
-while those of step i + 1 are on their way. ring.py knows who holds and who needs what. Partial results are
+while those of step i + 1 are on their way. ring.py decides who holds and needs what. Partial results are
 merged by their lse:
 
     lse = log(e^lse_a + e^lse_b)        out = out_a + sigmoid(lse_b - lse_a) (out_b - out_a)
@@ -24,8 +24,8 @@ from model.block_attention import BLOCK_ATTENTION
 from model.ring import Ring, Step, length
 
 
-# processes communicate inside, which a compiler cannot trace. Like torch.compiler.disable, which would import
-# the compiler here: that takes a second, for which a refused command should not wait
+# processes communicate inside, which a compiler cannot trace. The same as torch.compiler.disable, which would
+# import the compiler here: a second that a refused command need not wait
 @torch._disable_dynamo
 def ring_attention(
     q: Tensor,
@@ -41,9 +41,9 @@ def ring_attention(
     """Causal attention of this rank's queries over the whole sequence.
 
     q: (B, T / n, H, D); k, v: (B, T / n, Hkv, D): this rank's tokens, as `Ring.split` gives them.
-    Returns (B, T / n, H, D) in q's dtype. implementation: "flash" or "reference". window: keys up to its own
-    position that a query sees. block_mask: causal, of the whole sequence. Raises ValueError for what
-    flash_attention refuses of these; "reference" takes any dtype and head_dim.
+    Returns (B, T / n, H, D) in q's dtype. implementation: "flash" or "reference". window: how many keys a
+    query sees, up to its own position. block_mask: causal, of the whole sequence. Raises ValueError for
+    arguments that flash_attention refuses, but "reference" takes any dtype and head_dim.
     """
     if implementation not in BLOCK_ATTENTION:
         raise ValueError(
@@ -52,7 +52,7 @@ def ring_attention(
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.check_is_tensor(name, x)
-    # "reference" also takes other dtypes and heads
+    # "reference" also takes other dtypes and head sizes
     check = checks.check_tensors if implementation == "flash" else checks.check_together
     check(q, k, v, n_dims=4)
     for name, x in (("q", q), ("k", k)):
@@ -73,7 +73,7 @@ def ring_attention(
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     steps = ring.steps(window, block_mask)
-    # "reference" multiplies in float32 whatever it gets, and so does its backward pass, outside of autocast
+    # "reference" multiplies in float32 whatever it is given, as does its backward pass, outside of autocast
     with torch.autocast(q.device.type, enabled=False):
         return RingAttention.apply(q, k, v, ring, implementation, softmax_scale, steps)
 
@@ -86,10 +86,11 @@ class RingAttention(torch.autograd.Function):
         accurate = torch.promote_types(q.dtype, torch.float32)
         kv = torch.stack((k, v))  # (2, B, T / n, Hkv, D)
         visiting, following = kv[:, :, steps[0].keys], iter([*steps[1:], None, None])
-        # An exchange must have started when an attention kernel does, whose blocks keep all multiprocessors
-        # until its end: otherwise it waits for them, and its other halves wait for it at the neighbours, on
-        # multiprocessors that attention lacks there. So small kernels come between, zeros or merging, unless
-        # a step sees nothing. While one part is merged, two more exist, one of them still arriving.
+        # an exchange must have started before an attention kernel does, whose thread blocks keep all
+        # multiprocessors until it ends: otherwise the exchange waits for them, and the neighbours' ends of it
+        # wait for this one, on multiprocessors that attention lacks there. So small kernels (zeros, merging)
+        # stand between, unless a step sees nothing. While one part is merged, two more are in memory, one of
+        # them still arriving
         arriving = fetch_keys(kv, next(following), ring.group)
         out = q.new_zeros(q.shape, dtype=accurate)
         lse = q.new_full((batch, n_head, n_query), float("-inf"), dtype=accurate)
@@ -108,7 +109,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        # only create_graph=True has gradients enabled here
+        # gradients are enabled here only with create_graph=True
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "ring_attention has no second derivative: use attention_reference, on whole sequences, where "
@@ -143,11 +144,11 @@ class RingAttention(torch.autograd.Function):
 
 @dataclass(slots=True)
 class Exchange:
-    """Messages on their way; `wait` returns the tensor that arrives, or None if none was expected."""
+    """Messages in flight; `wait` returns the tensor that arrives, or None if none is expected."""
 
     works: list[dist.Work]
     received: Tensor | None
-    # keeps the memory until the message has been sent
+    # keeps the memory alive until the message is sent
     sent: Tensor | None = None
 
     def wait(self) -> Tensor | None:
@@ -157,7 +158,7 @@ class Exchange:
 
 
 def fetch_keys(kv: Tensor, step: Step | None, group: dist.ProcessGroup) -> Exchange:
-    """Starts to send the keys and values that another rank needs in `step`, and to receive this rank's."""
+    """Starts sending the keys and values that another rank needs in `step`, and receiving this rank's."""
     if step is None:
         return Exchange([], None)
     sent = kv[:, :, step.send] if length(step.send) else None
@@ -165,7 +166,7 @@ def fetch_keys(kv: Tensor, step: Step | None, group: dist.ProcessGroup) -> Excha
 
 
 def return_gradients(kv: Tensor, part: Tensor | None, step: Step, group: dist.ProcessGroup) -> Exchange:
-    """Starts to send gradients back to the rank that owns the keys, and to receive those of its own keys."""
+    """Starts sending gradients back to the rank whose keys were visiting, and receiving this rank's."""
     return exchange(part, step.source, new_part(kv, step.send), step.destination, group)
 
 
@@ -183,7 +184,7 @@ def exchange(
 
 
 def new_part(kv: Tensor, tokens: slice | Tensor) -> Tensor | None:
-    """An empty tensor for the keys and values of this many tokens."""
+    """An empty tensor for the keys and values of `tokens`, or None if there are none."""
     if length(tokens) == 0:
         return None
     two, batch, _, n_head, head_dim = kv.shape

@@ -1,12 +1,12 @@
 """Positions that can grow: rotary embeddings with the scalings in use, and learned ones made longer.
 
-Channel i of the D / 2 pairs of a head turns by position * f_i, f_i = base^(-2 i / D). To reach `factor` times
-further than pretraining did:
+Pair i of the D / 2 pairs of channels of a head turns by position * f_i, f_i = base^(-2 i / D). To reach
+`factor` times further than pretraining did:
 
     linear   f_i / factor: all positions squeezed into the old range
     ntk      base * factor^(D / (D - 2)): the slowest pair squeezed as in linear, the fastest left alone
     yarn     linear for pairs that turned less than beta_slow times in pretraining, untouched for those that
-             turned more than beta_fast times, a ramp between; and warmer logits
+             turned more than beta_fast times, a ramp between; and larger logits, see attention_factor
     llama3   the same idea over wavelengths, as Llama 3.1 was trained
 
 Sources: Su et al., RoFormer, arXiv:2104.09864; Chen et al., position interpolation, arXiv:2306.15595; Peng et
@@ -37,11 +37,11 @@ class RotaryConfig:
     base: float
     # a key of READS
     scaling: str = "none"
-    # how many times longer than in pretraining sequences may get
+    # how many times longer than in pretraining sequences may be
     factor: float = 1.0
-    # the longest sequence of pretraining; yarn and llama3 need it, linear and ntk may say it
+    # the longest sequence of pretraining; yarn and llama3 need it, linear and ntk may record it
     original_seq_len: int | None = None
-    # yarn: pairs that turn more often in original_seq_len are kept, those that turn less often are squeezed
+    # yarn: pairs that turn more than beta_fast times in original_seq_len are kept, below beta_slow squeezed
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     # yarn: what cos and sin are multiplied by; null for the paper's 0.1 ln(factor) + 1
@@ -67,7 +67,7 @@ class RotaryConfig:
             raise ValueError(
                 f"model.rotary.original_seq_len must be at least 1 or null, got {self.original_seq_len}"
             )
-        # it looks for the pair that turns so often: with base 1 all turn alike
+        # yarn looks for the pair that turns a given number of times: with base 1 all pairs turn alike
         if self.scaling == "yarn" and self.base == 1.0:
             raise ValueError(
                 f"model.rotary.base must be above 1 with model.rotary.scaling=yarn, got {self.base}"
@@ -93,7 +93,7 @@ class RotaryConfig:
 
     @classmethod
     def from_checkpoint(cls, values: dict) -> "RotaryConfig":
-        """A RotaryConfig of plain values; older checkpoints may hold some that their scaling did not read."""
+        """From plain values; older checkpoints may hold some that their scaling did not read."""
         scaling = values.get("scaling", "none")
         return cls(**{name: value for name, value in values.items() if _is_read(name, scaling)})
 
@@ -108,7 +108,7 @@ def _is_read(name: str, scaling: str) -> bool:
 def frequencies(
     config: RotaryConfig, head_dim: int, device: torch.device | None = None
 ) -> tuple[Tensor, float]:
-    """The angle per token of each pair of channels, (D / 2,) float64, and the factor of cos and sin."""
+    """The angle that each pair of channels turns per token, (D / 2,) float64, and a factor of cos and sin."""
     base, factor = config.base, config.factor
     if config.scaling == "ntk":
         base *= factor ** (head_dim / (head_dim - 2))
@@ -151,7 +151,7 @@ def rotation(config: RotaryConfig, head_dim: int, positions: Tensor) -> tuple[Te
 # an operator, because a compiler would recompute the angles, in float64, in every layer that uses them
 @torch.library.custom_op("nanoflash::cos_and_sin", mutates_args=())
 def cos_and_sin(positions: Tensor, frequency: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    # in float32 angles would be off by 0.06 at position 1M
+    # float32 angles are off by 0.06 at position 1M
     angles = (positions[..., None].double() * frequency)[..., None, :]
     return (angles.cos() * factor).float(), (angles.sin() * factor).float()
 
@@ -163,7 +163,7 @@ def _(positions, frequency, factor):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, T, H, D) with channels i and i + D / 2 rotated as a pair, in x's dtype."""
+    """x (B, T, H, D) with channels i and i + D / 2 turned as a pair, in x's dtype."""
     a, b = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -171,8 +171,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def extend_learned_positions(weight: Tensor, n_positions: int, method: str) -> Tensor:
     """Learned positions (T, C) made longer, (n_positions, C), to be trained on.
 
-    repeat: the table again and again (Longformer, arXiv:2004.05150), near positions stay exact;
-    interpolate: stretched, its ends stay the ends. Raises ValueError for a shorter table.
+    repeat: the table repeated (Longformer, arXiv:2004.05150), so that near positions stay exact;
+    interpolate: the table stretched, its ends kept. Raises ValueError for a shorter table.
     """
     if method not in EXTENSIONS:
         raise ValueError(f"method must be one of {', '.join(EXTENSIONS)}, got {method!r}")

@@ -1,4 +1,4 @@
-"""Gluon for sm_90, the fast path for 16-bit heads of 32 to 128. Importing it needs no GPU and no Gluon."""
+"""Gluon kernels for sm_90, the fast path for 16-bit heads of 32 to 128. Imports without a GPU or Gluon."""
 
 import warnings
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from kernels.layouts import bulk_readable
 from kernels.problem import MOST_HEADS, CannotBuildError, Problem
 
-# tiles have 64 or 128 channels: for heads narrower than these the portable kernels are as fast
+# tiles have 64 or 128 channels: for heads narrower than 32 the portable kernels are as fast
 HEAD_DIMS = range(32, 129, 8)
 DTYPES = (torch.bfloat16, torch.float16)
 # row and tile numbers are int32 in the kernels
 MOST_ROWS = 2**30
-# why the kernels cannot be built with the installed Triton, once that is known
+# why the installed Triton cannot build the kernels; empty until a build has failed
 failures: list[str] = []
 
 
@@ -45,7 +45,7 @@ def refusal(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    # AMD's gfx90a reports 9.0 as well
+    # AMD's gfx90a also reports capability 9.0
     return (
         device.type == "cuda"
         and torch.version.hip is None
@@ -54,7 +54,7 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def build_error() -> str | None:
-    """Why the kernels cannot be built with this Triton."""
+    """Why the installed Triton cannot build the kernels, or None if it can."""
     if not failures:
         try:
             import_module("kernels.hopper.launch")
@@ -64,18 +64,18 @@ def build_error() -> str | None:
 
 
 def note_failure(reason: str) -> None:
-    """Says once why kernels/hopper refuses every problem from here on."""
+    """Records and warns why kernels/hopper refuses every problem from now on."""
     failures.append(reason)
     warnings.warn(f"kernels/hopper does not run, kernels/portable does: {reason}", stacklevel=3)
 
 
 @contextmanager
 def building() -> Iterator[None]:
-    """Context in which a kernel that does not compile raises CannotBuildError, and is remembered."""
+    """A context in which a kernel that does not compile is recorded and raises CannotBuildError."""
     try:
         yield
     except (CompilationError, PTXASError, OutOfResources, RuntimeError) as error:
-        # the compiler's passes fail with a RuntimeError, as much else does
+        # the compiler's passes fail with a RuntimeError, but so does much else
         if isinstance(error, RuntimeError) and "PassManager" not in str(error):
             raise
         reason = f"the installed Triton does not compile it: {error}"

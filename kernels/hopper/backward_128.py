@@ -1,11 +1,12 @@
-"""dq, dk and dv of heads of 128 on sm_90, in Gluon: backward_64.py with fewer registers to spare.
+"""dq, dk and dv of heads of 128 on sm_90, in Gluon: backward_64.py where registers are scarcer.
 
-dk and dv of 64 keys take 128 registers of a thread, so k and v stay in shared memory, dP begins only after P
-has been rounded, and P is read back from its 16 bits for dS = P * (dP - delta). S, the only product that no
-other one overlaps, is issued one step ahead, after dk; after a tile's last step it is the next tile's first
-S, so k has two buffers. dv leaves through the buffer of v, dk through that of k, and the next v follows them.
-dq is made in two halves of its columns, so that the third warpgroup, like the producer, leaves nearly all
-registers to the other two. Without SUMS_DQ there is no third warpgroup: dq.py makes dq, in one order.
+dk and dv of 64 keys take 128 registers of a thread. So k and v stay in shared memory, dP is issued only once
+P has been rounded, and P is read back from its 16 bits for dS = P * (dP - delta). S, which no other product
+would overlap, is issued one step ahead, after dk. In a tile's last step this is the S of the next tile's
+first step, so k has two buffers. dv leaves through the buffer of v and dk through that of k; the next v
+follows them. dq is computed in two halves of its columns, so that the third warpgroup, like the producer,
+leaves nearly all registers to the two consumers. Without SUMS_DQ there is no third warpgroup: dq.py computes
+dq, in a fixed order.
 
 Sources: FlashAttention-2 (arXiv:2307.08691), FlashAttention-3 (arXiv:2407.08608).
 """
@@ -68,9 +69,9 @@ from kernels.hopper.primitives import (
 from kernels.hopper.schedule import Mask
 
 HEAD_DIM = gl.constexpr(128)
-# of dq
+# dq is computed in this many parts of its columns
 HALVES = gl.constexpr(2)
-# of a product of 64 x 64, and of dk and dv
+# layouts of a 64 x 64 product, and of dk and dv
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 D_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 
@@ -81,7 +82,7 @@ class Tiles:
 
     k: gl.shared_memory_descriptor  # (KV_STAGES, 1, 1, BLOCK_N, D)
     v: gl.shared_memory_descriptor  # (V_STAGES, 1, 1, BLOCK_N, D)
-    number: gl.shared_memory_descriptor  # (KV_STAGES, 1) int32: the tile's number in order
+    number: gl.shared_memory_descriptor  # (KV_STAGES, 1) int32, the tile's number in order
     q: gl.shared_memory_descriptor  # (STAGES, 1, 1, ROWS, D)
     dout: gl.shared_memory_descriptor
     minus_lse: gl.shared_memory_descriptor  # (STAGES, ROWS)
@@ -93,14 +94,14 @@ class Tiles:
     q_ring: Ring
     ds_ring: Ring
     last_dq_ring: Ring  # full once dq no longer needs a tile's k
-    out_ring: Ring  # full once dk and dv have replaced k and v in their buffers
+    out_ring: Ring  # full once dk and dv have replaced k and v
     work: KeyTiles
     dropout: Dropout
     SUMS_DQ: gl.constexpr
 
     @gluon.jit
     def take(self, t):
-        """The number in order of this block's tile t, once its keys have arrived."""
+        """The number in order of this thread block's tile t, once its keys have arrived."""
         return announced(self.number.index(self.k_ring.take(t)))
 
     @gluon.jit
@@ -111,7 +112,7 @@ class Tiles:
 
 @gluon.jit
 def copy_gradients(tiles, dk_desc, dv_desc, i, t):
-    """Copies dk and dv of tile t, the i-th in order, out, and waits until they have left their buffers."""
+    """Copies out dk and dv of tile t, the i-th in order, and waits until they have left their buffers."""
     tiles.out_ring.take(t)
     batch, kv_head, key, _, _, _, _ = tiles.work.locate(i)
     tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, key, 0], tiles.v.index(t % tiles.v_ring.STAGES))
@@ -124,10 +125,10 @@ def copy_gradients(tiles, dk_desc, dv_desc, i, t):
 def produce(
     tiles, q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, minus_lse_desc, minus_delta_desc, counter_ptr
 ):  # fmt: skip
-    """Takes tiles, and fills the rings: k of a tile, then the queries that see it, head after head.
+    """Takes tiles and fills the rings: a tile's k, then the queries that see it, head by head.
 
-    v follows the first queries, whose scores are computed while the previous tile still uses its own v; if v
-    has one buffer, it also waits for that tile's gradients to leave.
+    v follows the first queries, whose scores are computed while the previous tile still uses its own v. If v
+    has only one buffer, it also waits until the gradients of the previous tile have left.
     """
     n = 0
     t = 0
@@ -135,7 +136,7 @@ def produce(
     i = gl.program_id(0)
     while i < tiles.work.order.total():
         batch, kv_head, key, begin, _, _, end = tiles.work.locate(i)
-        # free: the gradients of the tile before the last have left it
+        # the buffer is free: the gradients of tile t - 2 have left it
         stage = t % tiles.k_ring.STAGES
         full = tiles.k_ring.full.index(stage)
         announce(tiles.number.index(stage), i)
@@ -145,8 +146,8 @@ def produce(
         line = tiles.work.first_line(batch, kv_head, 0)
         place = begin
         n_places = (end - begin) * tiles.work.group
-        # the gradients of the tile before are waited for as late as they can be: with a v of its own this
-        # tile's first queries go ahead, up to the last that fits beside that tile's last
+        # wait for the previous tile's gradients as late as possible: if this tile has a v buffer of its own,
+        # its first queries go ahead, as many as the ring holds
         late = gl.minimum(tiles.q_ring.STAGES, n_places) - 1 if tiles.v_ring.STAGES > 1 else 0
         for j in range(n_places):
             copy_queries(
@@ -170,26 +171,26 @@ def produce(
         before = i
         t += 1
         i = tiles.work.take_behind_the_first(counter_ptr)
-    # a number beyond the last tile ends the others, who have asked for its first queries too
+    # a number past the last tile ends the consumers, which have also asked for its first queries
     stage = t % tiles.k_ring.STAGES
     announce(tiles.number.index(stage), i)
     mbarrier.arrive(tiles.k_ring.full.index(stage), count=1)
     stage, full = tiles.q_ring.fill(n)
     mbarrier.arrive(full, count=1)
-    # every block has a tile
+    # every thread block has had a tile
     copy_gradients(tiles, dk_desc, dv_desc, before, t - 1)
 
 
 @gluon.jit
 def take_queries(tiles, n):
-    """Queries n, (ROWS, D), and -lse / scale of each, spread over keys: S begins from it."""
+    """Queries n, (ROWS, D), and their -lse / scale broadcast over the keys, S's initial accumulator."""
     stage = tiles.q_ring.take(n)
     return tiles.q.index(stage).reshape([ROWS, HEAD_DIM]), columns(tiles.minus_lse.index(stage), S_LAYOUT)
 
 
 @gluon.constexpr_function
 def reads_limits_late(tiles):
-    """Whether limits of keys are read only where a document's edge cuts: dropout needs their registers."""
+    """Whether key limits are read only in steps that document edges cut: dropout takes their registers."""
     return tiles.SUMS_DQ and tiles.dropout.IS_ON and tiles.work.mask.KIND == "intervals"
 
 
@@ -198,9 +199,9 @@ def step(
     tiles, s, words, dk, dv, k_of_next, v, n, t, is_first, place, masked, limits, scale_log2, dropping,
     INDEX: gl.constexpr
 ):  # fmt: skip
-    """One block of queries, whose scores are s and whose random words are words; begins the next block's.
+    """Adds one block of queries, given its scores s and dropout words; returns those of the next block too.
 
-    limits: of the keys, as key_limits gives them, or batch and first key if they are read late.
+    limits: of the keys, from key_limits; or batch and first key, where they are read late.
     """
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
     dtype: gl.constexpr = tiles.q.dtype
@@ -211,7 +212,7 @@ def step(
     p = pack_pairs(probabilities(tiles.work, s, place, masked, limits, scale_log2, LATE), dtype)
     if tiles.dropout.IS_ON:
         p = mark(p, tiles.dropout.masks(s, words, TRANSPOSED=True))
-    # load what a product begins from before issuing another product, which the load would wait for
+    # load a product's initial accumulator before another product is issued, which the load would wait for
     dp = begin_dp(tiles, stage, S_LAYOUT)
     kept = not_negative(p, dtype) if tiles.dropout.IS_ON else p
     dv = warpgroup_mma(unpack_pairs(kept, dtype, A_LAYOUT), dout, dv, is_async=True)  # (keys, D)
@@ -220,7 +221,7 @@ def step(
     dp = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=not tiles.dropout.IS_ON, is_async=True)
     dp, dv = warpgroup_mma_wait(0, deps=[dp, dv])
     if tiles.dropout.IS_ON:
-        # all gradients are multiplied by keep_scale in the end, and delta is divided by it
+        # all gradients are multiplied by keep_scale at the end, so delta has been divided by it
         ds = gradient_of_marked(p, dp, minus_deltas(tiles, stage, dp), dtype)
         ds = unpack_pairs(ds, dtype, S_LAYOUT)
     else:
@@ -241,7 +242,7 @@ def step(
 
 @gluon.jit
 def consume(tiles, scale_log2, softmax_scale, INDEX: gl.constexpr):
-    """dk and dv of 64 keys of every tile of this block, and dS."""
+    """dk, dv and dS of 64 keys of every tile of this thread block."""
     n = gl.to_tensor(0)
     t = gl.to_tensor(0)
     i = tiles.take(t)
@@ -265,7 +266,7 @@ def consume(tiles, scale_log2, softmax_scale, INDEX: gl.constexpr):
         words = draw(tiles, s, dropping, n)
         for j in range(n, last + 1):
             masked = (place < whole_begin) | (place >= whole_end)
-            # the scores after a tile's last are the first of the next tile
+            # the scores after a tile's last ones are the first of the next tile
             tile_of_next = t + (j == last).to(gl.int32)
             tiles.k_ring.take(tile_of_next, j == last)
             k_of_next = tiles.keys(tile_of_next).slice(INDEX * ROWS, ROWS, 0)
@@ -293,7 +294,7 @@ def consume(tiles, scale_log2, softmax_scale, INDEX: gl.constexpr):
 
 @gluon.jit
 def reduce(tiles, dq_desc):
-    """dq of every step, added to its sum half by half."""
+    """Adds dq of every step to its sum, half by half."""
     n = 0
     t = 0
     i = tiles.take(t)
@@ -343,7 +344,7 @@ def backward_128_kernel(
     # a tile's last step waits for the next tile's k and first queries while it holds its own
     gl.static_assert(KV_STAGES > 1)
     gl.static_assert(STAGES > 1)
-    # with dq's buffers there is no room for a second v
+    # dq's buffers leave no room for a second v
     V_STAGES: gl.constexpr = 1 if SUMS_DQ else KV_STAGES
     lists = BlockLists(spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head)
     work = make_key_tiles(
@@ -372,7 +373,8 @@ def backward_128_kernel(
         SUMS_DQ,
     )
     fence_async_shared()
-    # for speed alone: unsure that the rings are ready, the compiler else adds one to the loop of one consumer
+    # for speed alone: otherwise the compiler, unsure that the rings are ready, adds a barrier to the loop of
+    # one consumer
     thread_barrier()
     copies = (
         tiles, q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, minus_lse_desc, minus_delta_desc,

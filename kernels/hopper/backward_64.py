@@ -1,13 +1,14 @@
 """dq, dk and dv of heads of 64 on sm_90, in Gluon: P = exp(S - lse), dS = P * (dP - delta).
 
-A block is persistent and takes tiles of BLOCK_N keys from a counter, the longest first under a causal mask.
-Two warpgroups own 64 keys of a tile each, hold k and v in registers as left operands, and make dk and dv.
-Scores are held transposed, (keys, queries), so that P and dS are the left operands of dv += P^T dout and
-dk += dS^T q without leaving the registers. The two score products begin from -lse / scale and -delta, so that
-no subtraction is left. The two leave dS in a ring, from which a third warpgroup makes dq = dS k and adds it
-to a float32 sum by bulk reduction, so neither waits for the other's half of dS, nor for a reduction. The
-third also copies dk and dv out. One warp loads what they read, a tile ahead, and two warps round the sums in
-turn (sums.py). Without SUMS_DQ there are no third warpgroup and no sums: dq.py makes dq, in one order.
+A thread block is persistent: it takes tiles of BLOCK_N keys from a counter, the longest first under a causal
+mask. Two consumer warpgroups own 64 keys of a tile each, hold k and v in registers as left operands, and
+compute dk and dv. They hold scores transposed, (keys, queries), so that P and dS are the left operands of
+dv += P^T dout and dk += dS^T q without leaving the registers. The accumulators of S and dP start from
+-lse / scale and -delta, which saves the subtractions. The consumers leave dS in a ring. From it a third
+warpgroup computes dq = dS k and adds it to a float32 sum by bulk reduction, so that neither consumer waits
+for the other's half of dS, nor for a reduction; it also copies dk and dv out. One producer warp copies in
+what the others read, a tile ahead. Two more warps round the sums of finished sections (sums.py). Without
+SUMS_DQ the third warpgroup and these two warps are absent: dq.py computes dq, in a fixed order.
 
 Sources: FlashAttention-2 (arXiv:2307.08691), FlashAttention-3 (arXiv:2407.08608).
 """
@@ -70,7 +71,7 @@ class Tiles:
 
     k: gl.shared_memory_descriptor  # (KV_STAGES, 1, 1, BLOCK_N, D)
     v: gl.shared_memory_descriptor
-    number: gl.shared_memory_descriptor  # (KV_STAGES, 1) int32: the tile's number in order
+    number: gl.shared_memory_descriptor  # (KV_STAGES, 1) int32, twice the tile's number in order + is_open
     q: gl.shared_memory_descriptor  # (STAGES, 1, 1, ROWS, D)
     dout: gl.shared_memory_descriptor
     minus_lse: gl.shared_memory_descriptor  # (STAGES, ROWS)
@@ -92,17 +93,17 @@ class Tiles:
 
     @gluon.jit
     def take(self, t):
-        """The number in order of this block's tile t, and Sums.is_open, once keys and values have arrived."""
+        """The number in order of this thread block's tile t, and Sums.is_open, once k and v have arrived."""
         number = announced(self.number.index(self.kv_ring.take(t)))
         return number >> 1, (number & 1) == 1
 
 
 @gluon.jit
 def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delta_desc):
-    """Takes tiles, and fills the rings: k and v of a tile, then the queries that see it, head after head."""
+    """Takes tiles and fills the rings: a tile's k and v, then the queries that see it, head by head."""
     n = 0
     t = 0
-    # even the first is taken from the counter: nobody may wait for a tile of a block that has not started
+    # even the first tile is taken: nobody may wait for a tile of a thread block that is not running yet
     i = tiles.work.take(tiles.sums.count(0, TAKEN))
     while i < tiles.work.order.total():
         batch, kv_head, key, begin, _, _, end = tiles.work.locate(i)
@@ -122,7 +123,7 @@ def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delt
                 n += 1
         t += 1
         i = tiles.work.take(tiles.sums.count(0, TAKEN))
-    # a number beyond the last tile ends the others
+    # a number past the last tile ends the other partitions
     stage, full = tiles.kv_ring.fill(t)
     announce(tiles.number.index(stage), 2 * i)
     mbarrier.arrive(full, count=1)
@@ -130,7 +131,7 @@ def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delt
 
 @gluon.jit
 def step(tiles, dk, dv, k, v, n, place, masked, first, end, scale_log2, dropping, INDEX: gl.constexpr):
-    """One block of queries."""
+    """Adds one block of queries to dk and dv, and stores its dS."""
     S_LAYOUT: gl.constexpr = dk.type.layout
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     dtype: gl.constexpr = tiles.q.dtype
@@ -152,7 +153,7 @@ def step(tiles, dk, dv, k, v, n, place, masked, first, end, scale_log2, dropping
     dv = warpgroup_mma(kept, dout, dv, is_async=True)  # (keys, D)
     dp = warpgroup_mma_wait(1, deps=[dp])
     if tiles.dropout.IS_ON:
-        # all gradients are multiplied by keep_scale in the end, and delta is divided by it
+        # all gradients are multiplied by keep_scale at the end, so delta has been divided by it
         ds = unpack_pairs(gradient(p, dp, minus_deltas(tiles, stage, dp), masks, dtype), dtype, S_LAYOUT)
     else:
         ds = (p * dp).to(dtype)
@@ -168,7 +169,7 @@ def step(tiles, dk, dv, k, v, n, place, masked, first, end, scale_log2, dropping
 
 @gluon.jit
 def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.constexpr):
-    """dk and dv of 64 keys of every tile of this block, and dS."""
+    """dk, dv and dS of 64 keys of every tile of this thread block."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     HELD: gl.constexpr = tiles.SUMS_DQ and not tiles.dropout.IS_ON
@@ -180,8 +181,8 @@ def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.conste
         stage = t % tiles.KV_STAGES
         k = tiles.k.index(stage).reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0)
         v = tiles.v.index(stage).reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, 0)
-        # without dS to store, ptxas would put P into registers that k and v still need: they stay in shared
-        # memory then, and also under dropout, whose draws need their registers
+        # without dS to store, ptxas would put P into registers that k and v still need; under dropout, the
+        # draws take those registers: in both cases k and v stay in shared memory
         if HELD:
             k = k.load(A_LAYOUT)
             v = v.load(A_LAYOUT)
@@ -223,11 +224,11 @@ def consume(tiles, dk_desc, dv_desc, scale_log2, softmax_scale, INDEX: gl.conste
 
 @gluon.jit
 def reduce(tiles, sum_desc, dk_desc, dv_desc):
-    """dq of every step, added to its sum; and every tile's dk and dv, copied out."""
+    """Adds dq of every step to its sum, and copies out every tile's dk and dv."""
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     n = 0
     t = 0
-    # the previous tile's section, while that tile is not counted; every tile has a step in which this happens
+    # the previous tile's section until that tile is counted, else -1; the first step of the next counts it
     uncounted = -1
     i, is_open = tiles.take(t)
     while i < tiles.work.order.total():
@@ -252,7 +253,7 @@ def reduce(tiles, sum_desc, dk_desc, dv_desc):
                 buffer = tiles.dq.index(n % tiles.DQ_STAGES)
                 stage_dq(dq, buffer, tiles.DQ_STAGES - 1)
                 reduce_add_to_global(sum_desc, [line + query_block(tiles.work.mask, place) * ROWS, 0], buffer)
-                # one step later nothing of the previous tile need be waited for
+                # one step into this tile, the previous one's copies have long arrived
                 if (n == first) & (t > 0):
                     if uncounted >= 0:
                         tiles.sums.count_tile(uncounted, 1)
@@ -261,8 +262,8 @@ def reduce(tiles, sum_desc, dk_desc, dv_desc):
                     tiles.out_ring.release(t - 1)
                 n += 1
         for c in gl.static_range(CONSUMERS):
-            # wait before each half: without a wait between two copies the assembler sets an address under a
-            # condition, and carries it around all loops
+            # wait once for each half: without a wait between the copies, the assembler sets an address under
+            # a condition, and carries it around all loops
             tiles.out_ring.take(t)
             coordinates = [batch, kv_head, key + c * ROWS, 0]
             tma.async_copy_shared_to_global(dv_desc, coordinates, tiles.dv.index(c))
@@ -272,7 +273,7 @@ def reduce(tiles, sum_desc, dk_desc, dv_desc):
         i, is_open = tiles.take(t)
     if uncounted >= 0:
         tiles.sums.count_tile(uncounted, 0)
-    # the next user of this shared memory may write to it
+    # until then the copies read shared memory, which the next thread block may overwrite
     tma.store_wait(0)
 
 

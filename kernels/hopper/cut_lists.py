@@ -1,12 +1,12 @@
 """What a causal mask, a window, documents or packed sequences leave of a BlockMask's lists, in plain Triton.
 
-The attention kernels know one kind of mask. So a mask beside a block mask cuts the block mask's lists first,
-in one launch that neither waits for the GPU nor reads anything on the host: a line keeps its place among the
-entries, and has the same number of them or fewer.
+An attention kernel applies one kind of mask. So a mask that comes with a block mask is first applied to its
+lists, in one launch that neither waits for the GPU nor reads anything on the host. A line keeps its place
+among the entries and can only lose some of them.
 
-The intervals of a line begin within some range of keys and end within another, and no bound ever moves back
-from line to line. So few blocks are cut, and each has a number for which the host can make room in advance:
-for a block in which the intervals of line x begin (or end), block + x is above those of all previous lines.
+A line's intervals begin between two keys and end between two others, and no bound ever moves back from line
+to line. So few blocks are cut, and each gets a number for which the host can reserve room: in the blocks in
+which the intervals of line x begin (or end), block + x is above the numbers of all earlier lines.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from kernels.launches import launch
 from kernels.portable.masks import keys_of_queries, queries_of_keys
 from kernels.problem import Problem, list_strides
 
-# entries that are examined together: with 32 Triton 3.7 spills
+# entries processed at a time: with 32, Triton 3.7 spills
 CHUNK = 16
 
 
@@ -27,8 +27,10 @@ CHUNK = 16
 def classified(
     entries_ptr, positions, whole_end, end, begins, begun, ends, ended, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """For the entries at positions: block, whether it stays whole, whether it stays with a tile of bits, and
-    whether that tile is new, because intervals begin in `begins` to `begun` or end in `ends` to `ended`.
+    """Block, and whether it stays whole, stays with a tile of bits, or is cut, of the entries at `positions`.
+
+    A block is cut, and gets a new tile, if intervals begin (from `begins` to `begun`) or end (from `ends` to
+    `ended`) inside it.
     """
     block = tl.load(entries_ptr + 2 * positions, mask=positions < end, other=0)
     first, behind = block * BLOCK, block * BLOCK + BLOCK
@@ -46,10 +48,10 @@ def cut_kernel(
     stride_batch, stride_head, n_head, n_entries, n_tiles, n_others, seq_q, seq_k, window,
     MASK: tl.constexpr, OF_QUERIES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Writes one line's entries, spans, and the tiles of bits of the blocks that are cut.
+    """Writes one line's entries and spans, and the tiles of bits of the blocks that are cut.
 
-    Grid: (lines, B * H of the new lists). n_entries: from one batch's new entries to the next's, 0 where the
-    old ones are of each batch. n_others: blocks of the other side.
+    Grid: (lines, B * H of the new lists). n_entries: from one batch's new entries to the next batch's, 0
+    where each batch has old entries of its own. n_others: blocks of the other side.
     """
     n_lines = tl.num_programs(0)
     rank, batch, head = tl.program_id(0), tl.program_id(1) // n_head, tl.program_id(1) % n_head
@@ -82,7 +84,7 @@ def cut_kernel(
             entries_ptr, positions, whole_end, end, begins, begun, ends, ended, BLOCK
         )
         tile = tl.load(entries_ptr + 2 * positions + 1, mask=positions < end, other=0)
-        # one tile for each block in which intervals begin, and one for each other block in which they end
+        # one slot for each block in which intervals begin, one for each other block in which they end
         slot = block + line + tl.where((block * BLOCK < begun) & (block * BLOCK + BLOCK > begins), 0, slots)
         slot += n_tiles + tl.program_id(1) * (2 * slots)
         place = tl.where(
@@ -98,7 +100,7 @@ def cut_kernel(
             new_ptr = new_bits_ptr + slot.to(tl.int64)[:, None] * (BLOCK * BLOCK // 32) + of_line
             for word in tl.static_range(BLOCK // 32):
                 origin = block[:, None] * BLOCK + 32 * word
-                # int64, so that a shift by 32 is defined
+                # int64, where a shift by 32 is defined
                 below_first = tl.minimum(tl.maximum(first_seen[None, :] - origin, 0), 32).to(tl.int64)
                 below_end = tl.minimum(tl.maximum(end_seen[None, :] - origin, 0), 32).to(tl.int64)
                 seen = ((1 << below_end) - 1) & ~((1 << below_first) - 1)
@@ -120,9 +122,9 @@ def cut_lists(
     lists: tuple[Tensor, Tensor, Tensor], problem: Problem, batch: int, seq_q: int, seq_k: int,
     *, of_queries: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """spans, entries and bits of what problem.mask leaves of the lists of queries, or of keys.
+    """The spans, entries and bits that problem.mask leaves of the lists of queries, or of keys.
 
-    As kernels/block_mask.py has them, but in the order of how long the lists were before.
+    In the form of kernels/block_mask.py, but ranked by how long the lists were before.
     """
     spans, entries, bits = lists
     n_head, n_lines = spans.shape[1:3]
@@ -163,9 +165,9 @@ def cut_lists(
 def without_intervals(
     problem: Problem, batch: int, seq_q: int, seq_k: int, *, rows: bool, columns: bool
 ) -> Problem:
-    """The problem without another mask beside a block mask, of whose lists those of rows or columns are cut.
+    """The problem with its block mask alone: the other mask is applied to the lists of rows, columns or both.
 
-    As it is where it has one mask alone.
+    A problem that has only one mask is returned as it is.
     """
     if not problem.blocks or problem.mask == "full":
         return problem

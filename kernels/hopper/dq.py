@@ -1,12 +1,12 @@
-"""dq on sm_90, summed in a fixed order, in Gluon: dq = dS k, dS = P * (dP - delta), P = exp(S - lse).
+"""dq on sm_90 in a fixed order, in Gluon: dq = dS k, dS = P * (dP - delta), P = exp(S - lse).
 
-For deterministic=True and for short lists of blocks, where backward_64.py and backward_128.py leave dq out:
-they would add it to its sum in any order, and the sum moves 16 D bytes per query. This kernel runs before
-them and makes lse and delta as they read them. Tiles, roles and rings are forward.py's: a block is
-persistent, one warp fills rings of q, dout, k and v tiles by bulk copies, and CONSUMERS warpgroups own 64
-query rows each, whose dq stays in registers. out, read once a tile, passes through the ring of k. dS is the
-left operand of its product without leaving the registers. q and dout are left operands of a whole tile, but
-in shared memory, since ptxas would give their registers away within the loop.
+For deterministic=True and for queries that see few keys (tiles.sum_pays), where backward_64.py and
+backward_128.py leave dq out: they would add it to its sum in any order, and the sum costs 16 D bytes per
+query. This kernel runs before them and writes lse and delta in the form that they read. Tiles, roles and
+rings are those of forward.py: a thread block is persistent, one warp fills rings of q, dout, k and v tiles by
+bulk copies, and CONSUMERS warpgroups own 64 query rows each, whose dq stays in registers. out, read once per
+tile, passes through the ring of k. dS is the left operand of its product without leaving the registers. q and
+dout, left operands throughout a tile, stay in shared memory: ptxas would reuse their registers in the loop.
 
 Sources: FlashAttention-2 (arXiv:2307.08691), FlashAttention-3 (arXiv:2407.08608).
 """
@@ -38,7 +38,7 @@ class Tiles:
     dout: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor  # (STAGES, 1, 1, BLOCK_N, D)
     v: gl.shared_memory_descriptor
-    out: gl.shared_memory_descriptor  # (STAGES * BLOCK_N / ROWS, 1, 1, ROWS, D), the memory of k
+    out: gl.shared_memory_descriptor  # (STAGES * BLOCK_N / ROWS, 1, 1, ROWS, D), shares k's memory
     dq: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, D)
     q_ring: Ring
     k_ring: Ring
@@ -59,14 +59,14 @@ class Tiles:
     HEAD_DIM: gl.constexpr
     CONSUMERS: gl.constexpr
     HAS_DLSE: gl.constexpr
-    OUT_STAGES: gl.constexpr  # buffers of k that out of a tile takes
+    OUT_STAGES: gl.constexpr  # buffers of k that a tile's out takes
 
 
 @gluon.jit
 def produce(tiles, q_desc, dout_desc, out_desc, k_desc, v_desc, group):
-    """Fills the rings as they are emptied: out of a tile, k and v of each place, q and dout after the first.
+    """Fills the rings as they empty: a tile's out, then k and v of each place, q and dout after the first.
 
-    n counts blocks of keys, and so uses of v's ring; out takes OUT_STAGES more uses of k's ring per tile.
+    n counts blocks of keys, and so uses of the ring of v; a tile's out takes OUT_STAGES more uses of k's.
     """
     PARTS: gl.constexpr = tiles.BLOCK_N // ROWS
     n = 0
@@ -91,7 +91,7 @@ def produce(tiles, q_desc, dout_desc, out_desc, k_desc, v_desc, group):
             mbarrier.expect(full, v_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(v_desc, coordinates, full, tiles.v.index(stage))
             n += 1
-            # the previous tile frees buffers of keys before that of its queries
+            # the previous tile releases buffers of keys before those of its queries
             if place == begin:
                 stage, full = tiles.q_ring.fill(turn)
                 mbarrier.expect(full, 2 * tiles.CONSUMERS * q_desc.block_type.nbytes)
@@ -104,11 +104,11 @@ def produce(tiles, q_desc, dout_desc, out_desc, k_desc, v_desc, group):
 
 @gluon.jit
 def take_out(tiles, part, n):
-    """out (ROWS, D) of one warpgroup; hands back the buffers of k from number n that hold the tile's."""
+    """out (ROWS, D) of one warpgroup; releases the tile's buffers of out, from use n of k's ring on."""
     PARTS: gl.constexpr = tiles.BLOCK_N // ROWS
     COLUMNS: gl.constexpr = tiles.HEAD_DIM // 8
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // COLUMNS, COLUMNS], [4, 1], [1, 0])
-    # every warpgroup waits for all of them: a buffer is handed back only once it has been filled
+    # every warpgroup waits for all of them: a buffer may be released only once it has been filled
     for i in gl.static_range(tiles.OUT_STAGES):
         tiles.k_ring.take(n + i)
     stage = (n + part // PARTS) % tiles.k_ring.STAGES
@@ -120,9 +120,9 @@ def take_out(tiles, part, n):
 
 @gluon.jit
 def lse_and_delta(tiles, out, dout, line, rows):
-    """-lse / softmax_scale and dlse - rowsum(out * dout) of rows of head `line`, kept for dk and dv too.
+    """-lse / softmax_scale and dlse - rowsum(out * dout) of rows of head `line`, stored for dk and dv too.
 
-    A row that does not exist, or sees nothing, gets -inf, and so the probability 0.
+    A row that does not exist, or sees nothing, gets -inf, and so probability 0.
     """
     inside = rows < tiles.mask.seq_q
     lse = gl.load(tiles.lse_ptr + line * tiles.mask.seq_q + rows, mask=inside, other=float("-inf"))
@@ -132,7 +132,7 @@ def lse_and_delta(tiles, out, dout, line, rows):
     if tiles.HAS_DLSE:
         minus_delta += gl.load(tiles.dlse_ptr + line * tiles.mask.seq_q + rows, mask=inside, other=0.0)
     if tiles.dropout.IS_ON:
-        # dq, dk and dv are multiplied by keep_scale in the end
+        # dq, dk and dv are multiplied by keep_scale at the end
         minus_delta /= tiles.dropout.keep_scale
     gl.store(tiles.minus_lse_ptr + line * tiles.padded + rows, minus_lse)
     gl.store(tiles.minus_delta_ptr + line * tiles.padded + rows, minus_delta)
@@ -141,7 +141,7 @@ def lse_and_delta(tiles, out, dout, line, rows):
 
 @gluon.jit
 def step(tiles, q, dout, dq, n_k, n_v, place, masked, first, end, minus_lse, minus_delta, dropping):
-    """One block of keys, in buffers number n_k and n_v; minus_lse: (ROWS,) in base 2."""
+    """Adds one block of keys to dq, uses n_k and n_v of the rings; minus_lse: (ROWS,) in base 2."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dq.type.layout, 2)
     zeros = gl.full([ROWS, tiles.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
@@ -154,7 +154,7 @@ def step(tiles, q, dout, dq, n_k, n_v, place, masked, first, end, minus_lse, min
         masks = tiles.dropout.masks(zeros, draw(dropping, tiles.dropout.read(zeros, v_stage)))
     s = warpgroup_mma_wait(1, deps=[s])
     p = gl.exp2(s * tiles.scale_log2 + gl.expand_dims(minus_lse, 1))
-    # after the exponentials: the assembler moves no wait across this branch, so dP runs beside them
+    # mask after the exponentials: the assembler moves no wait across a branch, and dP overlaps with them
     if masked:
         if tiles.mask.KIND == "blocks":
             p = hide_unseen(p, words_at(tiles, place, first, p), 0.0)
@@ -176,7 +176,7 @@ def step(tiles, q, dout, dq, n_k, n_v, place, masked, first, end, minus_lse, min
 
 @gluon.jit
 def consume(tiles, dq_desc, INDEX: gl.constexpr):
-    """dq of 64 rows of every tile of this block."""
+    """dq of 64 rows of every tile of this thread block."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.HEAD_DIM, 16])
     KIND: gl.constexpr = tiles.mask.KIND
@@ -184,7 +184,7 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
     for turn in range(tiles.order.turns()):
         batch, head, row, begin, whole_begin, whole_end, end = locate(tiles, tiles.order.dealt(turn))
         own_end = end
-        # as in forward.py, under causal masks only: the rows that see most rotate among the warpgroups
+        # as in forward.py, but only under a causal mask: the warpgroups take turns at the rows that see most
         part = (INDEX + turn) % tiles.CONSUMERS if KIND == "causal" else INDEX
         row += part * ROWS
         if KIND == "causal":
@@ -193,7 +193,7 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
         q_stage = tiles.q_ring.take(turn)
         out = take_out(tiles, part, n_k - tiles.OUT_STAGES)
         if row >= 0:
-            # opaque: otherwise addresses derived from it are computed when the kernel begins, and spilled
+            # opaque: otherwise addresses derived from it are computed at kernel start, and spilled
             rows = opaque(row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT)))
             buffer = q_stage * tiles.CONSUMERS + part
             q = tiles.q.index(buffer).reshape([ROWS, tiles.HEAD_DIM])
@@ -202,7 +202,7 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
             minus_lse, minus_delta = lse_and_delta(tiles, out, dout, line, rows)
             minus_lse *= tiles.scale_log2
             if KIND == "blocks":
-                # in place of an interval: each query's line in tiles of bits
+                # in place of an interval, each query has its line in the tiles of bits
                 key_first = rows % BLOCK_SIZE
                 key_end = key_first
             else:
@@ -257,7 +257,7 @@ def dq_kernel(
     )  # fmt: skip
     PARTS: gl.constexpr = BLOCK_N // ROWS
     OUT_STAGES: gl.constexpr = (CONSUMERS + PARTS - 1) // PARTS
-    # a tile's first k is copied before its queries, and out is freed after them: one more buffer
+    # a tile's first k is copied before its queries, and out is released after they arrive: one buffer more
     gl.static_assert(STAGES > OUT_STAGES)
     k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
     tiles = Tiles(
@@ -279,7 +279,7 @@ def dq_kernel(
         lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, padded,
         scale_log2, softmax_scale, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_DLSE, OUT_STAGES,
     )  # fmt: skip
-    # counts tiles of keys, see key_tiles.KeyTiles
+    # the number of key tiles taken, see key_tiles.KeyTiles
     if gl.program_id(0) == 0:
         gl.store(counter_ptr, 0)
     fence_async_shared()

@@ -1,9 +1,9 @@
 """The dropout mask of kernels/dropout.py in the Hopper kernels: halves of words for pairs of probabilities.
 
-A thread of a product holds all eight probabilities that a draw serves. A warpgroup keeps the words of the
-rows (or pairs of columns) that it has for a whole tile; those of a block that comes by are computed by the
-warp that copies the block, and lie beside it in shared memory. Where scores are held transposed, the words
-are drawn as if they were not, and an instruction transposes them.
+A thread of a product holds all eight probabilities that a draw serves. A warpgroup keeps the words of its own
+rows (or pairs of columns) throughout a tile. Those of a block that streams past are computed by the warp that
+copies the block, and stored beside it. Where scores are held transposed, words are drawn as if they were not,
+and an instruction transposes them.
 """
 
 import triton.experimental.gluon.language as gl
@@ -35,26 +35,26 @@ SPREAD_X = gl.constexpr(tuple(signed(factor) for factor in dropout.SPREAD_X))
 SPREAD_Y = gl.constexpr(tuple(signed(factor) for factor in dropout.SPREAD_Y))
 SPREAD_PAIR = gl.constexpr(tuple(signed(factor) for factor in dropout.SPREAD_PAIR))
 SIGNS = gl.constexpr(signed(0x80008000))
-# rows of eight, and pairs of eight columns
+# rows in eight rows, and pairs in eight columns
 ROWS_OF_EIGHT = gl.constexpr(8)
 PAIRS_OF_EIGHT = gl.constexpr(4)
 
 
 @record
 class Dropout:
-    """What a kernel needs for dropout. keep_scale: what a kept probability is multiplied by."""
+    """The dropout arguments of a kernel. keep_scale: what a kept probability is multiplied by."""
 
-    seed: gl.shared_memory_descriptor  # (2, 1) int32, its parts of the sums that begin a row's word
-    limit: gl.tensor  # int32, twice the bfloat16 from which on a half means "drop"
-    line: gl.tensor  # int32, both of kernels/dropout.py's line_bits
+    seed: gl.shared_memory_descriptor  # (2, 1) int32, the seed's terms in the sums that start a row's word
+    limit: gl.tensor  # int32, two copies of the bfloat16 from which on a half means "drop"
+    line: gl.tensor  # int32, the two numbers of kernels/dropout.py's line_bits
     keep_scale: gl.tensor
     words: gl.shared_memory_descriptor  # (buffers, rows or pairs of eight, sixteenths) int32, see make_words
     IS_ON: gl.constexpr
 
     @gluon.jit
     def row_word(self, batch, head, row, WARPS: gl.constexpr):
-        """A row's word, by its number among the rows that share a draw with the row eight further on."""
-        # read from shared memory for each tile: kept, it would take two registers throughout
+        """The word of a row, numbered among those that share a draw with the row eight further on."""
+        # read from shared memory for each tile: it would take two registers throughout
         x, y = announced(self.seed.index(0), WARPS), announced(self.seed.index(1), WARPS)
         x += head * SPREAD_X[1] + batch * SPREAD_X[2] + row * SPREAD_X[0]
         y += head * SPREAD_Y[1] + batch * SPREAD_Y[2] + row * SPREAD_Y[0]
@@ -64,7 +64,7 @@ class Dropout:
 
     @gluon.jit
     def leave_rows(self, buffer, batch, head, row):
-        """Computes the words of a block of queries from `row` on, before its barrier is armed."""
+        """Stores the words of a block of queries from `row` on, before its barrier is armed."""
         line, sixteenth = places_in(self.words)
         words = self.row_word(batch, head, row // 2 + sixteenth * ROWS_OF_EIGHT + line, 1)
         self.words.index(buffer).store(words)
@@ -72,16 +72,16 @@ class Dropout:
 
     @gluon.jit
     def leave_pairs(self, buffer, column):
-        """The same of the keys from `column` on."""
+        """The same for the keys from `column` on."""
         line, sixteenth = places_in(self.words)
         words = pair_word(column // 4 + sixteenth * PAIRS_OF_EIGHT + line)
-        # opaque: otherwise a part of the address is computed when the kernel begins, and spilled
+        # opaque: otherwise part of the address is computed at kernel start, and spilled
         self.words.index(opaque(buffer)).store(words)
         thread_barrier()
 
     @gluon.jit
     def rows_of(self, like, batch, head, row):
-        """Words of queries from `row` on, for scores in the layout of `like`."""
+        """The words of queries from `row` on, for scores in the layout of `like`."""
         LAYOUT: gl.constexpr = draws_layout(parts(like).type.layout)
         sixteenth = index_of(parts(like).shape[0], 0, 4, LAYOUT)
         row = row // 2 + sixteenth * ROWS_OF_EIGHT + index_of(ROWS_OF_EIGHT, 1, 4, LAYOUT)
@@ -89,14 +89,14 @@ class Dropout:
 
     @gluon.jit
     def pairs_of(self, like, column):
-        """Words of keys from `column` on, for transposed scores in the layout of `like`."""
+        """The words of keys from `column` on, for transposed scores in the layout of `like`."""
         LAYOUT: gl.constexpr = draws_layout(parts(like).type.layout)
         sixteenth = index_of(parts(like).shape[0], 0, 4, LAYOUT)
         return pair_word(column // 4 + sixteenth * PAIRS_OF_EIGHT + index_of(PAIRS_OF_EIGHT, 3, 4, LAYOUT))
 
     @gluon.jit
     def read(self, like, buffer, TRANSPOSED: gl.constexpr = False):
-        """Words that lie beside a block, for scores in the layout of `like`."""
+        """The words stored beside a block, for scores in the layout of `like`."""
         LAYOUT: gl.constexpr = draws_layout(parts(like).type.layout)
         words = self.words.index(buffer)
         if TRANSPOSED:
@@ -109,7 +109,7 @@ class Dropout:
 
     @gluon.jit
     def halves_for(self, like, drawn, TRANSPOSED: gl.constexpr = False):
-        """Halves of words for pairs of scores (M, N) in the layout of `like`: (M, N // 2) int32."""
+        """(M, N // 2) int32: the halves of words for pairs of scores (M, N) in the layout of `like`."""
         LAYOUT: gl.constexpr = parts(like).type.layout
         x, y = drawn
         if TRANSPOSED:
@@ -123,7 +123,7 @@ class Dropout:
 
     @gluon.jit
     def masks(self, like, drawn, TRANSPOSED: gl.constexpr = False):
-        """All ones or all zeros in place of each half."""
+        """All bits set where a half means "keep", none where it means "drop"."""
         words = self.halves_for(like, drawn, TRANSPOSED)
         limits = gl.full(words.shape, 0, gl.int32, words.type.layout) + self.limit
         return gl.inline_asm_elementwise(
@@ -133,7 +133,7 @@ class Dropout:
 
 @gluon.jit
 def make_dropout(seed_ptr, limit, line, keep_scale, words, IS_ON: gl.constexpr):
-    """Dropout as a kernel's arguments describe it; seed_ptr: (1,) int64."""
+    """The Dropout of a kernel's arguments; seed_ptr: (1,) int64."""
     seed = make_numbers(2 if IS_ON else 1)
     if IS_ON:
         whole = gl.load(seed_ptr)
@@ -145,7 +145,7 @@ def make_dropout(seed_ptr, limit, line, keep_scale, words, IS_ON: gl.constexpr):
 
 @gluon.jit
 def make_words(IS_ON: gl.constexpr, BUFFERS: gl.constexpr, OF_EIGHT: gl.constexpr, N: gl.constexpr):
-    """Memory for words of BUFFERS blocks of N queries or keys, of which eight have OF_EIGHT."""
+    """Shared memory for the words of BUFFERS blocks of N queries or keys, OF_EIGHT for each sixteen."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     SHAPE: gl.constexpr = [BUFFERS, OF_EIGHT, N // 16] if IS_ON else [1, 1, 1]
     return gl.allocate_shared_memory(gl.int32, SHAPE, LAYOUT)
@@ -153,7 +153,7 @@ def make_words(IS_ON: gl.constexpr, BUFFERS: gl.constexpr, OF_EIGHT: gl.constexp
 
 @gluon.jit
 def places_in(words):
-    """Line of eight and sixteenth of each word of a buffer, one for a thread of one warp."""
+    """The line in its eight, and the sixteenth, of each word of a buffer, one word per thread of a warp."""
     OF_EIGHT: gl.constexpr = words.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [OF_EIGHT, 32 // OF_EIGHT], [1, 1], [1, 0])
     line = gl.arange(0, OF_EIGHT, layout=gl.SliceLayout(1, LAYOUT))
@@ -180,7 +180,7 @@ def draw(row_words, pair_words):
 
 @gluon.jit
 def transpose(words):
-    """Words of 8 x 8 halves, as if their columns were rows."""
+    """Words of 8 x 8 halves, transposed."""
     return gl.inline_asm_elementwise(
         "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [words], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -188,7 +188,7 @@ def transpose(words):
 
 @gluon.jit
 def exchange_bytes(words):
-    """Exchanges the bytes of each half."""
+    """The words with the two bytes of each half exchanged."""
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, 0, 0x2301;", "=r,r", [words], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -196,7 +196,7 @@ def exchange_bytes(words):
 
 @gluon.constexpr_function
 def is_lowered(tiles):
-    """Whether P is held as 2**-7 of itself: below what dropout's multiply-add gives where P is kept."""
+    """Whether P is scaled by 2**-7, to lie below kernels/dropout.py's line wherever P is kept."""
     return tiles.dropout.IS_ON and tiles.q.dtype == gl.bfloat16
 
 
@@ -221,7 +221,7 @@ def weights(tiles, p, row_words, pair_words):
 
 @gluon.jit
 def mark(pairs, masks):
-    """Pairs of P, negative where dropped: the sign says what becomes of dP, so no register holds a mask."""
+    """Pairs of P, negative where dropped: the sign says what becomes of dP, and takes no register."""
     return pairs | (~masks & SIGNS)
 
 
@@ -239,7 +239,7 @@ def gradient_asm(of_marked, dtype):
             "setp.lt.f16x2 low|high, $1, zero; and.b32 sizes, $1, 0x7fff7fff; mov.b32 {a, b}, sizes; "
             "cvt.f32.f16 p, a; cvt.f32.f16 q, b; "
         )
-    # by predicates: selecting a factor would take as many instructions, at half the speed
+    # predicates: selecting a factor would take as many instructions, at half the rate
     return (
         "{.reg .pred low, high; .reg .b16 a, b; .reg .b32 zero, sizes; .reg .f32 p, q, x, y; "
         + "mov.b32 zero, 0; " + take_p + "mul.f32 x, p, $4; mul.f32 y, q, $5; "
@@ -249,7 +249,7 @@ def gradient_asm(of_marked, dtype):
 
 @gluon.jit
 def gradient(p, dp, minus_delta, masks, dtype: gl.constexpr):
-    """Pairs of dS = P (dP - delta), rounded, or of -P delta where masks drop P."""
+    """Pairs of dS, rounded: P (dP - delta), or -P delta where masks drop P."""
     ASM: gl.constexpr = gradient_asm(False, dtype)
     p_low, p_high = halves(p)
     dp_low, dp_high = halves(dp)
@@ -262,7 +262,7 @@ def gradient(p, dp, minus_delta, masks, dtype: gl.constexpr):
 
 @gluon.jit
 def gradient_of_marked(pairs, dp, minus_delta, dtype: gl.constexpr):
-    """The same from P in 16 bits and its signs, which `mark` set: pair by pair it takes few registers."""
+    """The same, from the 16-bit P whose signs `mark` set: pair by pair, it takes few registers."""
     ASM: gl.constexpr = gradient_asm(True, dtype)
     dp_low, dp_high = halves(dp)
     delta_low, delta_high = halves(minus_delta)
@@ -280,20 +280,20 @@ def halves(x):
 
 @gluon.jit
 def parts(x):
-    """Pairs of columns of x, taken apart. Row: 16, 8, 1; pair: 8, 4, 1."""
+    """One value for each pair of columns of x, rows split by 16, 8 and 1, pairs by 8, 4 and 1."""
     low, _ = halves(x)
     return gl.reshape(low, [x.shape[0] // 16, 2, 8, x.shape[1] // 16, 2, 4])
 
 
 @gluon.constexpr_function
 def draws_layout(layout):
-    """Layout of the draws for what `parts` gave: one for both eighths of a sixteenth, of rows and columns."""
+    """The layout of draws for `parts`: one draw for both eights of sixteen rows, and of sixteen columns."""
     return gl.SliceLayout(1, gl.SliceLayout(4, layout))
 
 
 @gluon.jit
 def multiply(x, factor):
-    """High and low word of the product of two words."""
+    """The high and the low word of the product of two words."""
     return gl.inline_asm_elementwise(
         "{.reg .u64 t; mul.wide.u32 t, $2, $3; mov.b64 {$1, $0}, t;}", "=r,=r,r,r", [x, factor],
         dtype=(gl.int32, gl.int32), is_pure=True, pack=1,

@@ -1,11 +1,12 @@
 """out = softmax(q k^T * scale) v and its log-sum-exp on sm_90, in Gluon.
 
-A block is persistent: one warp fills rings of q, k and v tiles by bulk copies, and CONSUMERS warpgroups own
-64 query rows each. The rings run on from one tile to the next, and so does the arithmetic: step j of a tile
-issues S_j = q k_j^T and o += P_{j-1} v_{j-1} together, and step 0 issues the last product of the previous
-tile. While one warpgroup computes a softmax, others use the tensor cores. Keys are visited from the last to
-the first, masked blocks apart from whole ones; under a causal mask a warpgroup skips the blocks that only
-others see. With BLOCKS = 2, for short rows of heads of 64, a step is one product at a time: short_steps.py.
+A thread block is persistent: one warp fills rings of q, k and v tiles by bulk copies, and CONSUMERS
+warpgroups own 64 query rows each. The rings run on from one tile to the next, and so does the arithmetic:
+step j of a tile issues S_j = q k_j^T and o += P_{j-1} v_{j-1} together, and step 0 issues the last product of
+the previous tile. While one warpgroup computes a softmax, the others use the tensor cores. Keys are visited
+from the last to the first, in separate loops for masked and whole blocks; under a causal mask a warpgroup
+skips the blocks that only others see. With BLOCKS = 2, for short rows of heads of 64, a step issues one
+product after the other instead: short_steps.py.
 
 Sources: FlashAttention-2 (arXiv:2307.08691), FlashAttention-3 (arXiv:2407.08608).
 """
@@ -46,7 +47,7 @@ class Tiles:
     """Shared memory and the work list, as every partition sees them."""
 
     q: gl.shared_memory_descriptor  # (Q_STAGES * CONSUMERS, 1, 1, ROWS, D)
-    number: gl.shared_memory_descriptor  # (Q_STAGES, 1) int32: whose queries those are
+    number: gl.shared_memory_descriptor  # (Q_STAGES, 1) int32, the number in order of q's tile
     k: gl.shared_memory_descriptor  # (STAGES, 1, 1, BLOCK_N, D)
     v: gl.shared_memory_descriptor
     out: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, D)
@@ -64,19 +65,19 @@ class Tiles:
 
     @gluon.jit
     def take(self, turn):
-        """The number in order of this block's `turn`-th tile, once its queries have arrived."""
+        """The number in order of this thread block's `turn`-th tile, once its queries have arrived."""
         return announced(self.number.index(self.q_ring.take(turn)))
 
     @gluon.jit
     def queries(self, turn, part):
-        """(ROWS, D), 64 rows of that tile."""
+        """(ROWS, D), part number `part` of that tile's rows."""
         buffer = turn % self.q_ring.STAGES * self.CONSUMERS + part
         return self.q.index(buffer).reshape([ROWS, self.HEAD_DIM])
 
 
 @gluon.jit
 def produce(tiles, q_desc, k_desc, v_desc, group, counter_ptr, DEALT: gl.constexpr):
-    """Takes tiles, and fills the rings as they are emptied: Q, then each K with the V of the block before."""
+    """Takes tiles and fills the rings as they empty: Q, then each K with the V of the block before."""
     n_q = gl.to_tensor(0)
     n = 0
     batch_before = 0
@@ -94,8 +95,8 @@ def produce(tiles, q_desc, k_desc, v_desc, group, counter_ptr, DEALT: gl.constex
             tma.async_copy_global_to_shared(q_desc, [batch, head, row + c * ROWS, 0], full, buffer)
         n_q += 1
         for j in range(end - begin):
-            # a thread block asks for its next tile as late as it can without waiting for the answer, so that
-            # all get the same amount of work
+            # a thread block asks for its next tile as late as it can without waiting for the answer: so it
+            # gets as much work as any other
             if j == end - begin - 1:
                 i = tiles.order.next(n_q, counter_ptr, DEALT)
             block = key_block(tiles, end - 1 - j) * tiles.BLOCK_N
@@ -117,7 +118,7 @@ def produce(tiles, q_desc, k_desc, v_desc, group, counter_ptr, DEALT: gl.constex
     mbarrier.expect(full, v_desc.block_type.nbytes)
     before = [batch_before, head_before, block_before, 0]
     tma.async_copy_global_to_shared(v_desc, before, full, tiles.v.index(stage))
-    # a number beyond the last tile ends the others
+    # a number past the last tile ends the consumers
     stage, full = tiles.q_ring.fill(n_q)
     announce(tiles.number.index(stage), i)
     mbarrier.arrive(full, count=1)
@@ -125,7 +126,7 @@ def produce(tiles, q_desc, k_desc, v_desc, group, counter_ptr, DEALT: gl.constex
 
 @gluon.jit
 def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
-    """Attention of 64 rows of every tile of this block."""
+    """Attention of 64 rows of every tile of this thread block."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.HEAD_DIM, 16])
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
@@ -135,10 +136,10 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
     o = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
     m_i = gl.full([ROWS], LOWEST, gl.float32, ROW_LAYOUT)
     l_i = partial_sum(nothing)
-    # blocks of keys that this warpgroup has finished, and those of all tiles so far
+    # blocks of keys that this warpgroup has finished, and the blocks of all tiles so far
     n = gl.to_tensor(0)
     n_tiles = gl.to_tensor(0)
-    # whether a tile's last product, with the values of block n_before, is still to be issued
+    # whether a tile still lacks its last product, with the values of block n_before
     pending = n > 0
     n_before = n
     begun = n > 0
@@ -151,7 +152,7 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
     while i < tiles.order.total():
         batch, head, row, begin, whole_begin, whole_end, end = locate(tiles, i)
         own_end = end
-        # the last rows of a tile see most under a causal mask: they rotate among the warpgroups
+        # the last rows of a tile see most under a causal mask: the warpgroups take turns at them
         part = (INDEX + turn) % tiles.CONSUMERS if KIND != "full" else INDEX
         row += part * ROWS
         if KIND == "causal":
@@ -160,7 +161,7 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             own_end = begin
         n_first = n_tiles + end - own_end
         n_tiles += end - begin
-        # a pending product keeps its buffer: after this many more blocks the ring would stand still
+        # a pending product holds a buffer of v: more than STAGES blocks later, the ring would stall
         if pending & (n_first - n_before > tiles.v_ring.STAGES):
             finish(tiles, out_desc, lse_ptr, p, o, m_i, l_i, n_before, begun, head_before, row_before, INDEX)
             pending = n < 0
@@ -170,7 +171,7 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
         if row >= 0:
             rows = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
             if KIND == "blocks":
-                # in place of an interval: each query's line in tiles of bits
+                # in place of an interval, each query has its line in the tiles of bits
                 key_first = rows % BLOCK_SIZE
                 key_end = key_first
                 bits = words_at(tiles, own_end - 1, key_first, nothing)
@@ -179,7 +180,7 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             shift = shift_of(rows, tiles.q.dtype, is_lowered(tiles))
             q = tiles.queries(turn, part)
 
-            # if nothing is pending, o becomes some arbitrary product, which is not stored
+            # if nothing is pending, o becomes a meaningless product, which is not stored
             s, o, words = products(tiles, q, p, o, n, n_before, begun, pending, INDEX)
             if (whole_end < own_end) | (whole_begin == own_end):
                 if KIND == "blocks":
@@ -193,7 +194,7 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             if pending:
                 tiles.v_ring.release(n_before)
                 store(tiles, out_desc, lse_ptr, o, m_i, l_i, head_before, row_before, INDEX)
-            # after the store, which needs the registers
+            # after the store, whose registers it can use
             dropping = begin_to_drop(tiles, batch, head, row)
             if not reads_early(tiles.CONSUMERS, KIND):
                 words = read_words(tiles, n)

@@ -1,6 +1,6 @@
-"""The tiles of keys of the backward kernels: who takes which, which queries it visits, their probabilities.
+"""The key tiles of the backward kernels: who takes which, which queries each visits, the probabilities.
 
-A place is a block of ROWS queries, or half of a listed one; see schedule.Mask.
+A place is a block of ROWS queries, or half of a listed block; see schedule.Mask.
 """
 
 import triton.experimental.gluon.language as gl
@@ -19,12 +19,12 @@ from kernels.hopper.primitives import (
 )
 from kernels.hopper.schedule import Mask, TileOrder, blocks_between, quotient
 
-# keys of one warpgroup, and the sides of its part of dq
+# keys of one warpgroup, and the side of a square of dq
 ROWS = gl.constexpr(64)
 CONSUMERS = gl.constexpr(2)
 BLOCK_N = gl.constexpr(128)
 
-# arguments of the two kernels on whose values Triton should not specialize
+# arguments of the two kernels that are not worth specializing on
 NOT_SPECIALIZED = [
     "group", "seq_q", "seq_k", "window", "padded", "n_heads", "n_tiles", "n_kv_head", "section",
     "by_section_tiles", "by_section", "by_last_section", "by_n_kv_head",
@@ -35,7 +35,7 @@ NOT_SPECIALIZED = [
 
 @record
 class KeyTiles:
-    """All tiles of BLOCK_N keys, which thread blocks take one after the other from a counter."""
+    """All tiles of BLOCK_N keys, which the thread blocks take one by one from a counter."""
 
     order: TileOrder
     mask: Mask
@@ -46,7 +46,7 @@ class KeyTiles:
 
     @gluon.jit
     def locate(self, i):
-        """Batch, head of k and v, first key and the ranges of places of the i-th tile in order."""
+        """The batch, head of k and v, first key and ranges of places of the i-th tile in order."""
         head, tile = self.order.find(i)
         batch = quotient(head, self.by_n_kv_head)
         kv_head = head - batch * self.n_kv_head
@@ -65,7 +65,7 @@ class KeyTiles:
 
     @gluon.jit
     def take_behind_the_first(self, counter_ptr):
-        """The same, if each thread block was given its first tile by its own number."""
+        """The same, where each thread block began with the tile of its own number."""
         return gl.num_programs(0) + self.take(counter_ptr)
 
 
@@ -74,7 +74,7 @@ def make_key_tiles(
     mask, group, padded, n_heads, n_tiles, n_kv_head, section, by_section_tiles, by_section, by_last_section,
     by_n_kv_head,
 ):  # fmt: skip
-    """The tiles of all heads of k and v, as arguments of the two kernels describe them."""
+    """The tiles of all heads of k and v, from the arguments of the two kernels."""
     order = TileOrder(
         n_heads, n_tiles, section,
         by_section_tiles, by_section, by_last_section, False
@@ -84,7 +84,7 @@ def make_key_tiles(
 
 @gluon.jit
 def copy_queries(tiles, q_desc, dout_desc, minus_lse_desc, minus_delta_desc, batch, head, line, place, n):
-    """Fills the n-th buffer of the ring of queries with those at a place of a head."""
+    """Fills use n of the ring of queries with the queries at a place of a head."""
     row = query_block(tiles.work.mask, place) * ROWS
     stage, full = tiles.q_ring.fill(n)
     if tiles.dropout.IS_ON:
@@ -98,14 +98,14 @@ def copy_queries(tiles, q_desc, dout_desc, minus_lse_desc, minus_delta_desc, bat
 
 @gluon.jit
 def visit(mask, batch, kv_head, tile):
-    """First key of a tile, and the ranges of places that it visits, as schedule.blocks_between gives blocks.
+    """The first key of a tile, and the ranges of places that it visits, in the form of blocks_between.
 
-    Listed tiles are counted from the longest list.
+    Tiles with lists are numbered from the longest list on.
     """
     if mask.KIND == "blocks":
         tile, begin, whole_end, end = mask.lists.longest(batch, kv_head, tile)
         key = tile * BLOCK_N
-        # a listed block is two of ROWS
+        # a listed block is two places
         begin, whole_end, end = begin * 2, whole_end * 2, end * 2
         whole_begin = begin
     else:
@@ -113,13 +113,13 @@ def visit(mask, batch, kv_head, tile):
         first_of_first, end_of_first = mask.queries_of(batch, key)
         first_of_last, end_of_last = mask.queries_of(batch, key + BLOCK_N - 1)
         if mask.KIND == "intervals":
-            # keys that nobody sees may begin after the last query, where other heads have their sums
-            # (and not seq_q - 1, which would be computed when the kernel begins, and spilled)
+            # the interval of keys that nobody sees may begin past the last query, among other heads' sums
+            # (seq_q - 1 instead would be computed at kernel start, and spilled)
             first_of_first = gl.minimum(first_of_first + 1, mask.seq_q) - 1
         begin, whole_begin, whole_end, end = blocks_between(
             first_of_first, end_of_first, first_of_last, end_of_last, ROWS
         )
-        # the end of the keys needs a mask in every block
+        # a tile that reaches past the last key needs a mask in every block
         if key + BLOCK_N > mask.seq_k:
             whole_end = whole_begin
     return key, begin, whole_begin, whole_end, end
@@ -133,10 +133,10 @@ def query_block(mask, place):
 
 @gluon.jit
 def key_limits(mask, batch, key, nowhere, like):
-    """What `hide` needs for each key from `key` on, for P in the layout of `like`.
+    """What `hide` needs of each key from `key` on, for P in the layout of `like`.
 
-    Its line in tiles of bits; or its interval of queries, (ROWS, 4), less the part of a thread's column
-    numbers that the compiler does not know, see hide_outside.
+    With lists, the key's line in tiles of bits; otherwise its interval of queries, (ROWS, 4), minus the part
+    of a thread's column numbers that the compiler does not know, see hide_outside.
     """
     if mask.KIND == "blocks":
         first = (key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, like.type.layout))) % BLOCK_SIZE
@@ -145,7 +145,7 @@ def key_limits(mask, batch, key, nowhere, like):
         LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, pairs_of_eights(like).type.layout))
         keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
         first, end = mask.queries_of(batch, keys)
-        # keys beyond the last see no query
+        # no query sees the keys past the last one
         first = gl.where(keys < mask.seq_k, first, nowhere)
         pair = gl.expand_dims(2 * gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT)), 0)
         # opaque: otherwise the pair is subtracted in each step, which takes one more register
@@ -156,7 +156,7 @@ def key_limits(mask, batch, key, nowhere, like):
 
 @gluon.jit
 def hide(mask, p, first, end, place):
-    """p (ROWS, ROWS) of the queries at a place, 0 where a key does not see them; see key_limits."""
+    """p (ROWS, ROWS) of the queries at a place, 0 where they do not see a key; see key_limits."""
     if mask.KIND == "blocks":
         words = mask.lists.words(place >> 1, first, (place & 1) * ROWS, p)
         p = hide_unseen(p, words, 0.0)
@@ -167,16 +167,16 @@ def hide(mask, p, first, end, place):
 
 @gluon.jit
 def pairs_of_eights(p):
-    """p (ROWS, ROWS) by key, eight, pair, and one of the pair; a thread holds one pair of each eight."""
+    """p (ROWS, ROWS) as (key, eight, pair, one): of each eight queries a thread holds one pair."""
     return gl.reshape(p, [ROWS, ROWS // 8, 4, 2])
 
 
 @gluon.jit
 def hide_outside(mask, p, first, end):
-    """0 outside of each key's interval of queries, counted from the first column."""
+    """p, 0 outside each key's interval of queries, which is counted from the first column."""
     x = pairs_of_eights(p)
     LAYOUT: gl.constexpr = x.type.layout
-    # as in softmax.hide, but the compiler also knows which one of its pair a column is
+    # as in softmax.hide, but the compiler also knows which one of a pair a column is
     known = 8 * index_of(ROWS // 8, 1, 4, LAYOUT) + index_of(2, 3, 4, LAYOUT)
     visible = known >= gl.expand_dims(gl.expand_dims(opaque(first), 1), 3)
     if mask.KIND == "window" or mask.KIND == "intervals":
@@ -186,7 +186,7 @@ def hide_outside(mask, p, first, end):
 
 @gluon.jit
 def columns(x, LAYOUT: gl.constexpr):
-    """One value for each query, spread over the keys, for a product to begin from."""
+    """One value per query, broadcast over the keys, as the initial accumulator of a product."""
     zeros = gl.full([ROWS, x.shape[0]], 0.0, gl.float32, LAYOUT)
     spread, zeros = gl.broadcast(gl.expand_dims(x.load(gl.SliceLayout(0, LAYOUT)), 0), zeros)
     return settle(spread)
@@ -194,9 +194,9 @@ def columns(x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def probabilities(work, s, place, masked, limits, scale_log2, LATE: gl.constexpr = False):
-    """P of the queries at a place, (keys, queries), from S - lse / scale.
+    """P (keys, queries) of the queries at a place, from s = S - lse / scale.
 
-    limits: what key_limits gave; if LATE, batch and first key, so that limits are read only where they cut.
+    limits: what key_limits gave; if LATE, batch and first key, so that key_limits runs only where they cut.
     """
     p = gl.exp2(s * scale_log2)
     if masked:
@@ -209,7 +209,7 @@ def probabilities(work, s, place, masked, limits, scale_log2, LATE: gl.constexpr
 
 @gluon.jit
 def begin_to_drop(tiles, like, key):
-    """Dropout's words of a tile of keys, for scores in the layout of `like`."""
+    """Dropout's words for a tile of keys, for scores in the layout of `like`."""
     dropping = gl.to_tensor(0)
     if tiles.dropout.IS_ON:
         dropping = tiles.dropout.pairs_of(like, key)
@@ -221,7 +221,7 @@ def draw(tiles, like, dropping, n):
     """What dropout draws for block n of queries, once it has arrived."""
     words = gl.to_tensor(0), gl.to_tensor(0)
     if tiles.dropout.IS_ON:
-        # opaque: otherwise a part of the address is computed when the kernel begins, and spilled
+        # opaque: otherwise part of the address is computed at kernel start, and spilled
         row_words = tiles.dropout.read(like, opaque(n % tiles.q_ring.STAGES), TRANSPOSED=True)
         words = dropout.draw(row_words, dropping)
     return words
@@ -229,7 +229,7 @@ def draw(tiles, like, dropping, n):
 
 @gluon.jit
 def begin_dp(tiles, stage, LAYOUT: gl.constexpr):
-    """What dP begins from: -delta; under dropout 0, since a dropped probability keeps -delta alone."""
+    """The initial accumulator of dP: -delta, but 0 under dropout, where dropped entries keep only -delta."""
     if tiles.dropout.IS_ON:
         dp = gl.full([ROWS, ROWS], 0.0, gl.float32, LAYOUT)
     else:
@@ -239,7 +239,7 @@ def begin_dp(tiles, stage, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def minus_deltas(tiles, stage, dp):
-    """-delta of each query, in dP's layout: what is left of dP - delta for a dropped probability."""
+    """-delta of each query, in the layout of dP: what is left of dP - delta where dropout drops P."""
     of_query = gl.expand_dims(tiles.minus_delta.index(stage).load(gl.SliceLayout(0, dp.type.layout)), 0)
     of_query, _ = gl.broadcast(of_query, dp)
     return of_query
@@ -247,21 +247,20 @@ def minus_deltas(tiles, stage, dp):
 
 @gluon.jit
 def store_ds(tiles, ds, n, INDEX: gl.constexpr):
-    """Stores one warpgroup's half of the n-th dS for the warpgroup that makes dq; gives its full barrier.
+    """Stores one warpgroup's half of the n-th dS for the warpgroup of dq; returns its full barrier.
 
-    A store that follows the issue of a product waits for it in the queue of memory instructions, and the
-    fence waits for the store. So the store comes before the products that need not wait for it, and
-    `hand_over` after them.
+    A store issued after a product queues behind it among the memory instructions, and the fence waits for
+    the store. So the store comes before the products that need not wait for it, and `hand_over` after them.
     """
     stage, full = tiles.ds_ring.fill(n)
-    # opaque: otherwise a part of the address is computed when the kernel begins, and spilled
+    # opaque: otherwise part of the address is computed at kernel start, and spilled
     tiles.ds.index(opaque(stage)).slice(INDEX * ROWS, ROWS, 0).store(ds)
     return full
 
 
 @gluon.jit
 def leave(buffer, x):
-    """Rounds a warpgroup's dk or dv into shared memory, (ROWS, D), from where others copy it out.
+    """Rounds a warpgroup's dk or dv into shared memory, (ROWS, D), for another partition to copy out.
 
     So the warpgroup waits for no copy, and the assembler carries no copy's address around its loops.
     """
@@ -270,7 +269,7 @@ def leave(buffer, x):
 
 @gluon.jit
 def hand_over(full):
-    """Counts a warpgroup's stores in at their barrier."""
+    """Signals at their barrier that a warpgroup's stores are done."""
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(full, count=1)
@@ -278,7 +277,7 @@ def hand_over(full):
 
 @gluon.jit
 def stage_dq(dq, buffer, PENDING: gl.constexpr):
-    """Stores 64 x 64 of dq for its reduction, once all but PENDING earlier ones have left their buffers."""
+    """Stores 64 x 64 of dq for its reduction, once at most PENDING earlier ones still read their buffers."""
     tma.store_wait(PENDING)
     thread_barrier()
     buffer.store(fragments(dq))

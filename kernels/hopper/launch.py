@@ -42,29 +42,29 @@ from kernels.layouts import bulk_strides
 from kernels.problem import Problem, list_strides
 
 LOG2E = 1.4426950408889634
-# rows per program of the kernels before and after, and what lse, delta and the sums of dq are padded to
+# rows per program of prepare_kernel and round_kernel; lse, delta and dq's sums are padded to a multiple of it
 PREPARE_ROWS = STRETCH.value
 
 
 def registers(consumers: int, blocks: int = 1) -> int:
-    """Registers per thread when all warpgroups start: 65536 over the consumers' and producer's threads."""
+    """Registers of a thread at kernel start: 65536 over the threads of the consumers and the producer."""
     return 65536 // blocks // ((consumers + 1) * 128) // 8 * 8
 
 
 def mask_kind(problem: Problem) -> str:
-    """Which kind of schedule.Mask a kernel is compiled for."""
+    """The kind of schedule.Mask that a kernel is compiled for."""
     return "blocks" if problem.blocks else problem.mask
 
 
 def list_arguments(lists: tuple[Tensor | None, ...], nothing: Tensor) -> tuple[Tensor | int, ...]:
-    """What block_lists.BlockLists takes; `nothing` stands for tensors that are not read."""
+    """The arguments of block_lists.BlockLists; `nothing` stands in for tensors that are not read."""
     if lists[0] is None:
         return nothing, nothing, nothing, 0, 0
     return *lists, *list_strides(lists)
 
 
 def dropout_arguments(problem: Problem, nothing: Tensor) -> tuple[Tensor, int, int, float]:
-    """What dropout.make_dropout takes; `nothing` stands for a seed that is not read."""
+    """The arguments of dropout.make_dropout; `nothing` stands in for a seed that is not read."""
     if problem.dropout_p == 0.0:
         return nothing, 0, 0, 1.0
     limit = limit_bits(problem.dropout_p)
@@ -75,11 +75,11 @@ def dropout_arguments(problem: Problem, nothing: Tensor) -> tuple[Tensor, int, i
 
 
 def keys_per_query(problem: Problem, seq_q: int, seq_k: int) -> float:
-    """The average, as far as the host knows it: bounds that it has not read count as a causal mask."""
+    """Average keys per query, as far as the host knows: bounds it has not read count as a causal mask."""
     if problem.blocks:
         spans, entries, _ = problem.row_lists
         listed = len(entries) / spans.shape[:3].numel() * problem.block_size
-        # of what cuts the lists
+        # the masks that cut the lists leave no more than their own number
         return min(listed, problem.keys_per_query or listed, problem.window or listed)
     if problem.keys_per_query is not None:
         return problem.keys_per_query
@@ -97,7 +97,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def memory_bandwidth(device: torch.device) -> float:
-    """Peak bandwidth of the GPU's memory, in GB/s."""
+    """The nominal memory bandwidth, GB/s."""
     return triton.testing.get_dram_gbps(device.index)
 
 
@@ -106,7 +106,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """out (B, Tq, H, D) in q's dtype and lse (B, H, Tq) float32.
 
-    One launch, after one that clears a counter if there are more tiles than the thread blocks are dealt.
+    In one launch, preceded by one that clears a counter if there are more tiles than are dealt out.
     """
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
@@ -173,8 +173,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, contiguous or in `gradients`.
 
-    Three launches: lse and delta; the gradients; rounding what is left of dq. Or two: lse, delta and dq; dk
-    and dv. Heads that share keys but have masks of their own get keys of their own, see backward_apart.
+    In three launches: lse and delta; the gradients; rounding what is left of dq. Or in two: lse, delta and
+    dq; dk and dv. Heads that share keys but not masks get copies of the keys, see backward_apart.
     """
     batch, seq_q, n_head, head_dim = q.shape
     width = tile_width(head_dim)
@@ -182,14 +182,14 @@ def attention_backward(
     if problem.blocks and problem.blocks[0].shape[1] > n_kv_head:
         return backward_apart(problem, dout, dlse, q, k, v, out, lse, tile, gradients)
     keys = keys_per_query(problem, seq_q, seq_k)
-    # otherwise dq.py makes dq: the same bits in every run, and faster where rows are short
+    # otherwise dq.py computes dq: the same bits in every run, and faster where rows are short
     sums_dq = not problem.deterministic and sum_pays(
         width, mask_kind(problem), keys, memory_bandwidth(q.device)
     )
     problem = without_intervals(problem, batch, seq_q, seq_k, rows=not sums_dq, columns=True)
     group = n_head // n_kv_head
     tile = tile or backward_tile(width, sums_dq)
-    # dq.py writes lse and delta of whole blocks: those of a list have 128 rows, those of an interval 64
+    # dq.py writes lse and delta in whole blocks: of 128 rows for lists, of 64 for intervals
     rows = PREPARE_ROWS if sums_dq or problem.blocks else ROWS.value
     padded = cdiv(seq_q, rows) * rows
     minus_lse, minus_delta = torch.empty(
@@ -200,18 +200,18 @@ def attention_backward(
     section = backward_section_heads(seq_q, width, group, n_heads)
     # sections that the kernel rounds itself, and heads that have sums at a time
     rounded_sections, n_sums = 0, batch * n_head
-    # sums.py rounds rows of 64 alone
+    # sums.py rounds only rows of 64 channels
     if sums_dq and head_dim == 64 and turns_pay(n_tiles * batch * n_head, n_sm, keys):
         section = turn_heads(n_tiles, n_heads, n_sm)
         rounded_sections = cdiv(n_heads, section) - 1
         n_sums = min(SLOTS.value * section * group, n_sums)
     rounded_heads = rounded_sections * section * group
     n_sections = cdiv(n_heads, section)
-    # where nothing is summed any tensor stands for the sums
+    # where nothing is summed, any tensor stands in for the sums
     dq_sum = minus_delta
     if sums_dq:
         dq_sum = torch.empty(n_sums * padded, width, dtype=torch.float32, device=q.device)
-    # of tiles handed out, and of those of sums.py
+    # of tiles taken, and the counts of sums.py
     counts = torch.empty(n_sections, COUNTS.value, dtype=torch.int32, device=q.device)
     if dlse is not None:
         dlse = dlse.contiguous()
@@ -249,7 +249,7 @@ def attention_backward(
             problem, dout, dlse, q, k, v, out, lse, dq, minus_lse, minus_delta, counts,
             dq_tile(width, mask_kind(problem), problem.dropout_p > 0.0)
         )  # fmt: skip
-    # of kept scores, see dropout.gradient
+    # for kept scores, see dropout.gradient
     gradient_scale = problem.softmax_scale * problem.keep_scale
     side = BACKWARD_ROWS.value
     squares = dq_sum.view(-1, side)
@@ -261,7 +261,7 @@ def attention_backward(
         float32_descriptor(minus_lse, (side,)),
         float32_descriptor(minus_delta, (side,)),
         float32_descriptor(squares, (side, side)),
-        # with heads of 128 they leave through the buffers of k and v
+        # for heads of 128, dk and dv leave through the buffers of k and v
         head_descriptor(dk, side if width == 64 else BLOCK_N.value),
         head_descriptor(dv, side if width == 64 else BLOCK_N.value),
         lse if problem.query_bounds is None else problem.query_bounds,
@@ -342,10 +342,10 @@ def backward_apart(
     tile: BackwardTile | None,
     gradients: tuple[Tensor, Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """attention_backward of heads as if they shared no keys: a tile of keys has one list of queries.
+    """attention_backward as if the heads shared no keys, since a tile of keys has only one list of queries.
 
-    Takes two copies of k and v and of their gradients, each as large as q; dk and dv of each head are rounded
-    before they are added up, as in kernels/portable.
+    Allocates a copy of k, of v and of each of their gradients, with as many heads as q; dk and dv of each
+    head are rounded before they are added up, as in kernels/portable.
     """
     n_kv_head = k.shape[2]
     group = q.shape[2] // n_kv_head
@@ -374,7 +374,7 @@ def launch_dq(
     counts: Tensor,
     tile: DqTile,
 ) -> None:
-    """Writes dq (B, Tq, H, D), minus_lse and minus_delta (B * H * padded,), and 0 tiles taken into counts."""
+    """Writes dq (B, Tq, H, D), minus_lse and minus_delta (B * H * padded,), and clears the count of tiles."""
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
     group = n_head // n_kv_head

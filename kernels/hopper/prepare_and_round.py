@@ -1,4 +1,4 @@
-"""What runs before and after the backward kernels, in plain Triton: lse and delta; rounding dq."""
+"""What runs before and after the backward kernels, in plain Triton: lse and delta, then rounding dq."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def in_memory(inside, columns, HEAD_DIM: tl.constexpr):
-    """The part of a tile that its tensor has: the rows inside, and of narrow heads HEAD_DIM columns."""
+    """Which elements of a tile its tensor has: the rows inside, and HEAD_DIM columns of narrow heads."""
     held = inside[:, None]
     if columns.shape[0] > HEAD_DIM:
         held = held & (columns < HEAD_DIM)[None, :]
@@ -23,9 +23,9 @@ def prepare_kernel(
 ):  # fmt: skip
     """One block of rows: -lse / softmax_scale, dlse - rowsum(out * dout), and zeros for sums.Sums.
 
-    The second is multiplied by keep_share, the share that dropout keeps, as all gradients are divided by it.
-    A row that does not exist, or sees nothing, gets -inf, and so the probability 0. n_sums: heads that have
-    sums of dq from the beginning, of WIDTH channels; counts_ptr: (n_sections, COUNTS), no more sections than
+    The second is multiplied by keep_share, the share that dropout keeps, as all gradients are divided by it
+    later. A row that does not exist, or sees nothing, gets -inf, and so probability 0. n_sums: heads whose
+    sums of dq, of WIDTH channels, exist at the start; counts_ptr: (n_sections, COUNTS), no more sections than
     heads.
     """
     head = tl.program_id(1)
@@ -68,9 +68,9 @@ def round_kernel(
     softmax_scale,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows of dq (B, Tq, H, D), of the heads from first_head, from the sums from first_sum.
+    """Rounds one block of rows of dq (B, Tq, H, D): heads from first_head on, sums from first_sum on.
 
-    A sum is made of transposed blocks, 64 of WIDTH x 64 queries, each in the order of primitives.fragments.
+    A sum consists of transposed blocks, 64 channels x 64 queries, each in the order of primitives.fragments.
     """
     head = first_head + tl.program_id(1)
     b = (head // n_head).to(tl.int64)

@@ -1,4 +1,4 @@
-"""What the Hopper kernels need beyond Gluon's own names: rings, barriers, bulk reduce-add, renames."""
+"""What the Hopper kernels need beyond Gluon's API: rings, barriers, bulk reduce-add, renamed functions."""
 
 import triton.experimental.gluon.language as gl
 from triton._C.libtriton import ir
@@ -13,7 +13,7 @@ thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 @builtin
 def reduce_add_to_global(desc, coordinates, source, _semantic=None):
-    """Adds a tile in shared memory to global memory; Gluon has no name for this yet, Triton's C++ has."""
+    """Adds a tile in shared memory to global memory: so far only Triton's C++ exposes this."""
     handles = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     _semantic.builder.create_async_tma_reduce(
         ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, handles, source.handle
@@ -22,7 +22,7 @@ def reduce_add_to_global(desc, coordinates, source, _semantic=None):
 
 @gluon.jit
 def copy_out(desc, coordinates, x, buffer, PENDING: gl.constexpr):
-    """Rounds a tile and copies it out, through a buffer that all but PENDING earlier copies have left."""
+    """Rounds a tile into a buffer and copies it out, once at most PENDING earlier copies are unread."""
     tma.store_wait(PENDING)
     thread_barrier()
     buffer.reshape([x.shape[0], x.shape[1]]).store(x.to(desc.dtype))
@@ -33,9 +33,9 @@ def copy_out(desc, coordinates, x, buffer, PENDING: gl.constexpr):
 
 @gluon.jit
 def fragments(x):
-    """The 64 x 64 result of a product, reordered so that each thread holds four neighbours.
+    """The 64 x 64 result of a product, reordered so that each thread holds four adjacent elements.
 
-    It then stores 16 bytes at once, and no two threads of a warp use one bank. Rounding undoes the order.
+    So a thread stores 16 bytes at once, without bank conflicts. Rounding the sum of dq restores the order.
     """
     x = gl.reshape(x, [4, 2, 8, 8, 4, 2])  # rows: warp, half, eighth; columns: eight, pair, one
     return gl.reshape(gl.permute(x, (3, 0, 2, 4, 1, 5)), [64, 64])
@@ -52,7 +52,7 @@ def line_layout(layout, dim, rank):
 
 @gluon.jit
 def index_of(N: gl.constexpr, DIM: gl.constexpr, RANK: gl.constexpr, LAYOUT: gl.constexpr):
-    """0 to N - 1 along dimension DIM of RANK."""
+    """0 to N - 1 along dimension DIM of a tensor of rank RANK."""
     x = gl.arange(0, N, layout=line_layout(LAYOUT, DIM, RANK))
     for other in gl.static_range(RANK):
         if other != DIM:
@@ -62,19 +62,19 @@ def index_of(N: gl.constexpr, DIM: gl.constexpr, RANK: gl.constexpr, LAYOUT: gl.
 
 @gluon.jit
 def settle(x):
-    """x, float32, each element in a register of its own from here on, so that a product may begin from it."""
+    """x, float32, put into registers of its own here, as the accumulator that a later product starts from."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def opaque(x):
-    """x, int32, as a new value: what depends on it the compiler cannot compute before the loop, and keep."""
+    """x, int32, hidden from the compiler, so that it cannot hoist what depends on x out of a loop."""
     return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def peek(ptr):
-    """The present value of an int32 that others change. L1 keeps what it holds, unlike after `acquire`."""
+    """The current value of an int32 that others change. Unlike `acquire`, this does not invalidate L1."""
     address = ptr.to(gl.int64)
     return gl.inline_asm_elementwise(
         "ld.relaxed.gpu.global.s32 $0, [$1];", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
@@ -83,7 +83,7 @@ def peek(ptr):
 
 @gluon.jit
 def acquire(ptr):
-    """The same; what the others wrote before releasing it is visible from here on."""
+    """The same; what the others wrote before they released it is visible from here on."""
     address = ptr.to(gl.int64)
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
@@ -97,19 +97,19 @@ def with_a_result(instructions, *numbers):
 
 @gluon.jit
 def issue(token, ASM: gl.constexpr):
-    """Executes instructions that have no result; token is any scalar, here and below."""
+    """Runs instructions that have no result; token is any scalar, here and below."""
     gl.inline_asm_elementwise(ASM, "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def pause(token):
-    """Sleeps briefly, so that other warps can issue."""
+    """Sleeps for a while, so that other warps can issue."""
     issue(token, with_a_result("nanosleep.u32 100;"))
 
 
 @gluon.jit
 def fence_proxies(token):
-    """Orders earlier stores, this thread's or acquired ones, before later bulk copies."""
+    """Orders earlier stores, own or acquired, before later bulk copies."""
     issue(token, with_a_result("fence.proxy.async;"))
 
 
@@ -117,7 +117,7 @@ def fence_proxies(token):
 def copies_arrived(token, PENDING: gl.constexpr):
     """Waits until all but the last PENDING copies to global memory have arrived, and fences the proxies.
 
-    tma.store_wait waits only until they have left shared memory.
+    tma.store_wait only waits until they have read shared memory.
     """
     issue(token, with_a_result("cp.async.bulk.wait_group {}; fence.proxy.async;", PENDING))
 
@@ -129,9 +129,9 @@ def pack_asm(dtype):
 
 @gluon.jit
 def pack_pairs(x, dtype: gl.constexpr):
-    """(M, N) float32 rounded to 16 bits, neighbours in one int32: (M, N // 2).
+    """(M, N) float32 rounded to 16 bits, adjacent columns packed into one int32: (M, N // 2).
 
-    A tensor of 16 bits that lives across a loop would be taken apart and packed again in each step.
+    A 16-bit tensor carried through a loop would be unpacked and repacked in each step.
     """
     low, high = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
     return pack(low, high, dtype)
@@ -139,7 +139,7 @@ def pack_pairs(x, dtype: gl.constexpr):
 
 @gluon.jit
 def pack(low, high, dtype: gl.constexpr):
-    """Two float32 tensors, rounded to 16 bits, in one of int32."""
+    """Two float32 tensors, rounded to 16 bits and packed into one of int32."""
     ASM: gl.constexpr = pack_asm(dtype)
     return gl.inline_asm_elementwise(ASM, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
 
@@ -152,14 +152,14 @@ def not_negative_asm(dtype):
 
 @gluon.jit
 def not_negative(pairs, dtype: gl.constexpr):
-    """Packed pairs with 0 in place of negative numbers."""
+    """The numbers that pack_pairs packed, with 0 in place of negative ones."""
     ASM: gl.constexpr = not_negative_asm(dtype)
     return gl.inline_asm_elementwise(ASM, "=r,r", [pairs], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def unpack_pairs(x, dtype: gl.constexpr, layout: gl.constexpr):
-    """The (M, N) tensor of 16 bits that pack_pairs made of its float32 form."""
+    """The (M, N) 16-bit tensor that pack_pairs packed."""
     low, high = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
     )
@@ -176,8 +176,8 @@ def widen_asm(dtype):
 
 @gluon.jit
 def widen_pairs(x, dtype: gl.constexpr, layout: gl.constexpr):
-    """The (M, N) numbers that pack_pairs rounded, as float32; until here they take half the registers."""
-    # not pure: otherwise it is moved to where they were packed, and they take all of them
+    """The (M, N) numbers that pack_pairs packed, float32 again: packed, they took half the registers."""
+    # not pure: otherwise the compiler moves it up to the packing, and they take all the registers
     ASM: gl.constexpr = widen_asm(dtype)
     low, high = gl.inline_asm_elementwise(
         ASM, "=f,=f,r", [x], dtype=(gl.float32, gl.float32), is_pure=False, pack=1
@@ -193,12 +193,12 @@ def named_barrier_sync(token, ID: gl.constexpr, THREADS: gl.constexpr):
 
 @gluon.jit
 def named_barrier_arrive(token, ID: gl.constexpr, THREADS: gl.constexpr):
-    """Counts this warpgroup in at barrier ID without waiting."""
+    """Arrives at barrier ID without waiting."""
     issue(token, with_a_result("bar.arrive {}, {};", ID, THREADS))
 
 
 def record(cls):
-    """Class decorator: a value of several fields within a kernel, constructed from them in order."""
+    """Turns a class into a Triton aggregate, constructed from its fields in their order."""
     names = tuple(cls.__annotations__)
     constants = tuple(kind is gl.constexpr for kind in cls.__annotations__.values())
 
@@ -213,7 +213,7 @@ def record(cls):
 
 @record
 class Ring:
-    """Full and empty barriers of STAGES buffers, used in turn: use number i takes buffer i % STAGES."""
+    """The full and empty barriers of STAGES buffers, used in turn: use i has buffer i % STAGES."""
 
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
@@ -228,35 +228,35 @@ class Ring:
 
     @gluon.jit
     def take(self, i, wanted=True):
-        """The buffer of use i, once its bytes have arrived; if not `wanted`, at once, with any bytes."""
+        """The buffer of use i, once its bytes have arrived; if not `wanted`, at once, whatever it holds."""
         stage = i % self.STAGES
         mbarrier.wait(self.full.index(stage), (i // self.STAGES) & 1, pred=wanted)
         return stage
 
     @gluon.jit
     def release(self, i):
-        """Hands the buffer of use i back: every warp of the partition has finished with it."""
+        """Returns the buffer of use i to the producer, once every warp of this partition is done with it."""
         thread_barrier()
         mbarrier.arrive(self.empty.index(i % self.STAGES), count=1)
 
 
 @gluon.jit
 def make_numbers(STAGES: gl.constexpr):
-    """Memory for the number of a tile beside each of its buffers: (STAGES, 1) int32."""
+    """Shared memory for a tile's number beside each of its buffers: (STAGES, 1) int32."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return gl.allocate_shared_memory(gl.int32, [STAGES, 1], LAYOUT)
 
 
 @gluon.jit
 def announce(number, i, WARPS: gl.constexpr = 1):
-    """Writes a number for others; that of a tile beside its rows, before their barrier is armed."""
+    """Writes a number for other partitions; a tile's number before the barrier of its rows is armed."""
     number.store(gl.full([1], i, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
     thread_barrier()
 
 
 @gluon.jit
 def announced(number, WARPS: gl.constexpr = 4):
-    """The number that another wrote."""
+    """The number that another partition announced."""
     return gl.max(number.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 

@@ -1,4 +1,4 @@
-"""Which rows and keys a tile of queries has; shared by the forward kernel and dq.py.
+"""Which rows a tile of queries has, and which keys it visits, in the forward kernel and dq.py.
 
 tiles: forward.Tiles or dq.Tiles. A tile is CONSUMERS * ROWS queries of one head.
 """
@@ -15,9 +15,9 @@ ROWS = gl.constexpr(64)
 
 @gluon.jit
 def locate(tiles, i):
-    """Batch, head in it, first row and the ranges of places of the i-th tile in order, see `places`.
+    """The batch, head in it, first row and ranges of places of the i-th tile in order, see `places`.
 
-    A place is a block of BLOCK_N keys, or as much of a listed one.
+    A place is a block of BLOCK_N keys, or a part of that size of a listed block.
     """
     head, tile = tiles.order.find(i)
     batch = quotient(head, tiles.by_n_head)
@@ -29,7 +29,7 @@ def locate(tiles, i):
         row = line * BLOCK_SIZE
         ranges = begin * PARTS, begin * PARTS, whole_end * PARTS, end * PARTS
     else:
-        # the surplus rows of the last tile come before row 0, where a causal mask hides most
+        # where the rows do not fill all tiles, the surplus lies before row 0, where a causal mask hides most
         missing = tiles.order.n_tiles * tiles.CONSUMERS - gl.cdiv(tiles.mask.seq_q, ROWS)
         row = (tile * tiles.CONSUMERS - missing) * ROWS
         ranges = places(tiles, batch, row, tiles.CONSUMERS * ROWS)
@@ -38,7 +38,7 @@ def locate(tiles, i):
 
 @gluon.jit
 def places(tiles, batch, row, N_ROWS: gl.constexpr):
-    """Of an interval mask, what N_ROWS rows from `row` visit, as blocks_between gives it."""
+    """What N_ROWS rows from `row` on visit under an interval mask, in the form of blocks_between."""
     first_of_first, end_of_first = tiles.mask.keys_of(batch, gl.maximum(row, 0))
     first_of_last, end_of_last = tiles.mask.keys_of(batch, gl.maximum(row + N_ROWS - 1, 0))
     return blocks_between(first_of_first, end_of_first, first_of_last, end_of_last, tiles.BLOCK_N)
@@ -66,9 +66,9 @@ def words_at(tiles, place, lines, x):
 
 @gluon.jit
 def skip(tiles, n_k, n_v):
-    """Hands back a block of keys and values that other rows of the tile see, but these do not.
+    """Releases a block of keys and values that only other rows of the tile see.
 
-    It waits for the block first: otherwise it could hand it back before it has arrived.
+    A warpgroup that did not wait for the block could release its buffer before it has arrived.
     """
     tiles.k_ring.take(n_k)
     tiles.k_ring.release(n_k)

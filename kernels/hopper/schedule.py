@@ -20,17 +20,17 @@ def quotient(n, division):
 
 @record
 class TileOrder:
-    """All tiles of all heads, in sections of heads that share L2, see tiles.section_heads and below it.
+    """The order of all tiles of all heads, by sections of heads that share L2, see tiles.section_heads.
 
-    Within a section the tile index varies slowest: neighbours in time read the same heads. LAST_FIRST runs
-    from the last tiles, the longest under a causal mask, to the first in one section and back in the next,
-    and ends with the first, so that short tiles come at the end.
+    Within a section the tile index varies slowest, so that tiles close in time read the same heads. With
+    LAST_FIRST one section runs from its last tiles, the longest under a causal mask, to its first, the next
+    one back. The last section ends with its first tiles: short ones fill the end.
     """
 
     n_heads: gl.tensor  # of all batches
     n_tiles: gl.tensor  # of one head
     section: gl.tensor  # heads
-    # divisions by the tiles of a section, its heads, and the heads of the last one
+    # tiles.division by the tiles of a section, by its heads, and by the heads of the last section
     by_section_tiles: gl.tensor
     by_section: gl.tensor
     by_last_section: gl.tensor
@@ -38,12 +38,12 @@ class TileOrder:
 
     @gluon.jit
     def total(self):
-        # opaque: so that it is not kept in a register throughout the kernel
+        # opaque: otherwise it is held in a register from kernel start on
         return opaque(self.n_heads) * self.n_tiles
 
     @gluon.jit
     def find(self, i):
-        """Head over all batches, and tile in it, of the i-th tile in order."""
+        """The head, counted over all batches, and the tile in it, of the i-th tile in order."""
         section = self.section_of(i)
         first_head = section * self.section
         i -= first_head * self.n_tiles
@@ -67,13 +67,13 @@ class TileOrder:
 
     @gluon.jit
     def turns(self):
-        """How many tiles a thread block is dealt if all tiles are dealt."""
+        """How many tiles this thread block is dealt, where all tiles are dealt."""
         whole = self.total() // gl.num_programs(0)
         return whole + (self.dealt(whole) < self.total()).to(gl.int32)
 
     @gluon.jit
     def dealt(self, turn):
-        """The place in order of the `turn`-th tile that this thread block is dealt.
+        """The number in order of the `turn`-th tile that this thread block is dealt.
 
         Turns go from the first thread block to the last and back, so that all get the same amount of work; a
         plain stride misses that by 15% with few heads.
@@ -86,11 +86,11 @@ class TileOrder:
 
     @gluon.jit
     def next(self, turn, counter_ptr, DEALT: gl.constexpr):
-        """The same if only a thread block's first DEALT tiles are dealt, and others go to whoever asks."""
+        """The same, where a thread block is dealt its first DEALT tiles and asks a counter for the others."""
         i = self.dealt(turn)
         if turn >= DEALT:
             i = DEALT * gl.num_programs(0)
-            # if all are dealt, counter_ptr is no counter
+            # where all tiles are dealt, the counter is not initialised
             if i < self.total():
                 i += gl.atomic_add(counter_ptr, 1, sem="relaxed")
         return i
@@ -100,9 +100,9 @@ class TileOrder:
 class Mask:
     """Which keys a query sees: an interval that never moves back from query to query, or listed blocks.
 
-    KIND: "full", "causal" (the last query stands at the last key), "window" (of these, the last `window`),
-    "intervals" (bounds from memory, see kernels/intervals.py) or "blocks" (of a BlockMask). A tile visits
-    places: of an interval they are blocks themselves, of a BlockMask they are entries of its lists.
+    KIND: "full", "causal" (the last query is aligned with the last key), "window" (of the causal keys, the
+    last `window`), "intervals" (bounds from memory, see kernels/intervals.py) or "blocks" (of a BlockMask).
+    A tile visits places: those of an interval are the blocks themselves, those of a BlockMask list entries.
     """
 
     seq_q: gl.tensor
@@ -133,7 +133,7 @@ class Mask:
     @gluon.jit
     def queries_of(self, batch, columns):
         """[first, end) of the queries that see each key."""
-        # opaque: otherwise what each tile derives from them is computed when the kernel begins, and spilled
+        # opaque: otherwise what each tile derives from them is computed at kernel start, and spilled
         seq_q, seq_k = opaque(self.seq_q), opaque(self.seq_k)
         columns = gl.minimum(columns, seq_k - 1)
         if self.KIND == "intervals":
@@ -155,8 +155,8 @@ class Mask:
 def blocks_between(first_of_first, end_of_first, first_of_last, end_of_last, BLOCK: gl.constexpr):
     """[begin, end) of the blocks that a tile visits, and [whole_begin, whole_end) that need no mask.
 
-    From the intervals of the tile's first and last line. Never empty: what sees nothing visits one masked
-    block.
+    Computed from the intervals of the tile's first and last line. Never empty: a tile that sees nothing
+    visits one masked block.
     """
     begin = first_of_first // BLOCK
     end = gl.maximum((end_of_last + BLOCK - 1) // BLOCK, begin + 1)

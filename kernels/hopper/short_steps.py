@@ -1,7 +1,7 @@
-"""One product at a time: a warpgroup of the forward kernel when two thread blocks share a multiprocessor.
+"""A warpgroup of the forward kernel where two thread blocks share a multiprocessor: one product at a time.
 
-Other warpgroups fill the gaps that steps.py fills with products of its own, and nothing waits from tile to
-tile: that leaves S (64 x 64), P and o in 104 registers. tiles: forward.Tiles.
+Other warpgroups fill the gaps that steps.py fills with products of its own, and nothing stays pending from
+tile to tile: so S (64 x 64), P and o fit in 104 registers. tiles: forward.Tiles.
 """
 
 import triton.experimental.gluon.language as gl
@@ -18,9 +18,9 @@ from kernels.hopper.steps import begin_to_drop, read_words, scores_of_nothing, s
 
 @gluon.jit
 def step(tiles, q, o, m_i, l_i, n, first, end, place, masked, scale_log2, shift, dropping):
-    """One block of keys, in buffers number n.
+    """Adds one block of keys, use n of the rings.
 
-    first, end: of the keys that each query sees; of a list both are the query's line in tiles of bits.
+    first, end: of the keys that each query sees; with lists, both are the query's line in tiles of bits.
     """
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
     zeros = scores_of_nothing(tiles)
@@ -49,10 +49,10 @@ def step(tiles, q, o, m_i, l_i, n, first, end, place, masked, scale_log2, shift,
 
 @gluon.jit
 def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
-    """Attention of 64 rows of every tile of this block."""
+    """Attention of 64 rows of every tile of this thread block."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.HEAD_DIM, 16])
-    # a list serves all rows of a tile; of an interval each warpgroup's rows see a part
+    # a list serves all rows of a tile; of an interval, each warpgroup visits the part that its rows see
     LISTED: gl.constexpr = tiles.mask.KIND == "blocks"
     n = gl.to_tensor(0)
     turn = 0
@@ -70,10 +70,10 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             own_begin, whole_begin, whole_end, own_end = places(tiles, batch, row, ROWS)
             first, key_end = tiles.mask.keys_of(batch, gl.maximum(row, 0) + lines)
             if tiles.mask.KIND == "intervals":
-                # rows that see nothing may come after the last block that the tile visits
+                # the interval of rows that see nothing may lie past the last block that the tile visits
                 own_begin = gl.minimum(own_begin, end - 1)
                 own_end = gl.minimum(own_end, end)
-            # the surplus rows of the first tile come before row 0
+            # the first tile's surplus rows lie before row 0
             if row < 0:
                 own_begin = begin
                 own_end = begin

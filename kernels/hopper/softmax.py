@@ -13,13 +13,13 @@ LOWEST = gl.constexpr(-1.0e30)
 GOLDEN_RATIO = gl.constexpr(0.6180339887498949)
 # what the largest probability of each row is rounded to
 PEAK = gl.constexpr(0.75)
-# the power of two by which probabilities are lowered if dropout needs it, see dropout.is_lowered
+# the power of two by which dropout lowers probabilities further, see dropout.is_lowered
 LOWERED_BY = gl.constexpr(7.0)
 
 
 @gluon.jit
 def peak_of(rows, dtype: gl.constexpr):
-    """(ROWS,): each row's largest probability, next to PEAK, as in portable/forward.py, which says why."""
+    """(ROWS,): each row's largest probability, close to PEAK; portable/forward.py says why."""
     unit: gl.constexpr = 2.0**-8 if dtype == gl.bfloat16 else 2.0**-11
     multiple = rows * GOLDEN_RATIO
     return (multiple - gl.floor(multiple) - 0.5) * (0.9 * unit) + PEAK
@@ -34,16 +34,16 @@ def shift_of(rows, dtype: gl.constexpr, LOWERED: gl.constexpr):
 
 @gluon.jit
 def rounded_sum(l_i, rows, dtype: gl.constexpr):
-    """(ROWS,): l, with the peak as rounded if l is less than two peaks: one key outweighs all others then."""
+    """(ROWS,): l, with its peak as rounded where l is below two peaks: there one key outweighs all others."""
     peak = peak_of(rows, dtype)
     return gl.where(l_i < 1.9 * peak, l_i - (peak - PEAK), l_i)
 
 
 @gluon.jit
 def hide(x, first, end, block, hidden, KIND: gl.constexpr):
-    """x (ROWS, N) of key block `block`, `hidden` outside of each row's interval [first, end) of keys."""
+    """x (ROWS, N) of key block `block`, but `hidden` outside each row's interval [first, end) of keys."""
     columns = gl.expand_dims(gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout)), 0)
-    # a thread holds two columns of every eight: the compiler knows the multiple of eight, and only the rest
+    # a thread holds two of every eight columns: the compiler knows the multiple of eight, so only the rest
     # takes registers; a plain comparison would keep every column number of the thread in one
     eight = columns & -8
     rest = columns & 7
@@ -55,7 +55,7 @@ def hide(x, first, end, block, hidden, KIND: gl.constexpr):
 
 @gluon.jit
 def row_maximum(s):
-    """(ROWS,): the maximum of each row, of pairs first: in one chain each step would wait for the last."""
+    """(ROWS,): the maximum of each row, of pairs first: one chain over all columns would stall on itself."""
     low, high = gl.split(gl.reshape(s, [s.shape[0], s.shape[1] // 2, 2]))
     return gl.convert_layout(gl.max(gl.maximum(low, high), 1), gl.SliceLayout(1, s.type.layout))
 
@@ -69,9 +69,9 @@ def partial_sum(p):
 
 @gluon.jit
 def softmax(s, m_i, l_i, scale_log2, shift):
-    """One step of the online softmax in base 2: probabilities, factor for earlier sums, new maximum and sums.
+    """One online-softmax step in base 2: probabilities, factor for earlier sums, new maximum and sums.
 
-    l_i: (ROWS, 4); only `store` adds the four up, because that takes an exchange between threads.
+    l_i: (ROWS, 4), added up only in `store`, because that takes an exchange between threads.
     """
     m_new = gl.maximum(m_i, row_maximum(s) * scale_log2 + shift)
     p = gl.exp2(s * scale_log2 - gl.expand_dims(m_new, 1))

@@ -34,8 +34,8 @@ TURN_BARRIER = gl.constexpr(9)
 def take_turn(token, INDEX: gl.constexpr):
     """Waits until every other warpgroup has issued its products since this one last did.
 
-    Issued at the same time, products would alternate instruction by instruction, end together, and leave all
-    warpgroups waiting together.
+    Issuing at the same time, they would interleave instruction by instruction, finish together and then wait
+    together.
     """
     named_barrier_sync(token, TURN_BARRIER + INDEX, 256)
 
@@ -47,14 +47,14 @@ def pass_turn(token, INDEX: gl.constexpr, CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def scores_of_nothing(tiles):
-    """Zeros (ROWS, BLOCK_N), where a product puts them."""
+    """Zeros (ROWS, BLOCK_N), in the layout of a product."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
     return gl.full([ROWS, tiles.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
 
 
 @gluon.jit
 def begin_to_drop(tiles, batch, head, row):
-    """Dropout's words of 64 rows."""
+    """Dropout's words for 64 rows."""
     dropping = gl.to_tensor(0)
     if tiles.dropout.IS_ON:
         dropping = tiles.dropout.rows_of(scores_of_nothing(tiles), batch, head, row)
@@ -63,26 +63,26 @@ def begin_to_drop(tiles, batch, head, row):
 
 @gluon.constexpr_function
 def reads_early(consumers, mask):
-    """Whether dropout's words of a block are read before its softmax, so that they are ready beside it.
+    """Whether a block's dropout words are read before its softmax, so that drawing overlaps with it.
 
-    Three warpgroups lack the registers for them until P of the previous block is gone, and so do two under a
-    window, with its two edges.
+    Three warpgroups lack the registers for the words until the previous block's P is gone; so do two that
+    also hold both edges of a window.
     """
     return consumers == 2 and mask != "window"
 
 
 @gluon.jit
 def words_buffer(tiles, n):
-    """Where the words of block n of keys are.
+    """The buffer of the words of block n of keys.
 
-    Read late, they have one buffer more than k, which is released before they are read.
+    If read late, they need one buffer more than k: this k is released before they are read, the next k after.
     """
     return n % tiles.dropout.words.shape[0]
 
 
 @gluon.jit
 def read_words(tiles, n):
-    """Dropout's words of block n of keys."""
+    """Dropout's words for block n of keys."""
     words = gl.to_tensor(0)
     if tiles.dropout.IS_ON:
         words = tiles.dropout.read(scores_of_nothing(tiles), words_buffer(tiles, n))
@@ -91,7 +91,7 @@ def read_words(tiles, n):
 
 @gluon.jit
 def products(tiles, q, p, o, n, n_before, begun, pending, INDEX: gl.constexpr):
-    """Issues S = Q K_n^T and O += P V of the previous block, and waits for the first; words are early, or 0.
+    """Issues S = Q K_n^T and O += P V of the block before, and waits for S; gives words if read early, or 0.
 
     begun: whether O holds earlier blocks of its tile; pending: whether there is a block before.
     """
@@ -111,7 +111,7 @@ def products(tiles, q, p, o, n, n_before, begun, pending, INDEX: gl.constexpr):
 
 @gluon.jit
 def weigh(tiles, p, o, n, begun, pending):
-    """Issues O += P V_n, or O = P V_n if the tile has not begun."""
+    """Issues O += P V_n, or O = P V_n unless the tile has `begun`."""
     v = tiles.v.index(tiles.v_ring.take(n, pending)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
     p = unpack_pairs(p, tiles.q.dtype, P_LAYOUT)
@@ -126,7 +126,7 @@ def step(
     """One block of keys after the first, at `place`."""
     LISTED: gl.constexpr = MASKED and tiles.mask.KIND == "blocks"
     if LISTED:
-        # loaded before the products, to arrive while they run
+        # loaded before the products are issued, to arrive while they run
         bits = words_at(tiles, place, first, scores_of_nothing(tiles))
     s, o, words = products(tiles, q, p, o, n, n - 1, begun, True, INDEX)
     if LISTED:
@@ -148,7 +148,7 @@ def walk(
     tiles, q, p, o, m_i, l_i, n, start, stop, first, end, last_place, scale_log2, shift, dropping,
     MASKED: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
-    """Steps start to stop of a tile, whose step 0 is at `last_place`, with buffers number n."""
+    """Steps start to stop of a tile whose step 0 is at `last_place`, use n of the rings."""
     for j in range(start, stop):
         p, o, m_i, l_i = step(
             tiles, q, p, o, m_i, l_i, n + j, j > 1, first, end, last_place - j, scale_log2, shift, dropping,
@@ -159,7 +159,7 @@ def walk(
 
 @gluon.jit
 def skip_in_turn(tiles, n, INDEX: gl.constexpr):
-    """As query_tiles.skip, where warpgroups take turns in issuing their products."""
+    """query_tiles.skip for warpgroups that take turns in issuing their products."""
     tiles.k_ring.take(n)
     take_turn(n, INDEX)
     pass_turn(n, INDEX, tiles.CONSUMERS)
@@ -170,7 +170,7 @@ def skip_in_turn(tiles, n, INDEX: gl.constexpr):
 
 @gluon.jit
 def finish(tiles, out_desc, lse_ptr, p, o, m_i, l_i, n, begun, head, row, INDEX: gl.constexpr):
-    """The last product of a tile, with no other beside it."""
+    """Issues the last product of a tile, with no other to overlap with, and stores the tile."""
     o = weigh(tiles, p, o, n, begun, True)
     o = warpgroup_mma_wait(0, deps=[o])
     tiles.v_ring.release(n)
@@ -196,9 +196,9 @@ def store(tiles, out_desc, lse_ptr, o, m_i, l_i, head, row, INDEX: gl.constexpr)
     if LOWERED:
         inverse *= 2.0**LOWERED_BY
     o = o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout)), 1)
-    # opaque: otherwise addresses are computed when the kernel begins, and spilled under dropout
+    # opaque: otherwise addresses are computed at kernel start, and spilled where dropout takes the registers
     buffer = tiles.out.index(opaque(gl.to_tensor(INDEX)) if tiles.dropout.IS_ON else INDEX)
-    # the previous tile's copy must have left the buffer
+    # the previous tile must have left the buffer
     tma.store_wait(0)
     thread_barrier()
     buffer.reshape([ROWS, tiles.HEAD_DIM]).store(o.to(tiles.q.dtype))

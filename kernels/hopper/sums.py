@@ -1,21 +1,21 @@
-"""Turns at dq's float32 sums: zeroed, added to, rounded and zeroed again while they stay in L2.
+"""When dq's float32 sums are zeroed, added to, rounded and zeroed again, while they lie in L2.
 
-The sums of SLOTS sections of heads exist at a time, section s in slot s % SLOTS. Tiles of keys add to those
-of their section. Once all its tiles have, two warps of every thread block round it, a stretch of queries at a
-time, and leave zeros for the section that uses the slot next, if there is one. Tiles of that section wait for
-this, but seldom have to: a section is about one tile per multiprocessor, and the slot was left two sections
-earlier. The last section is rounded by a kernel of its own (prepare_and_round.py), at the speed of memory.
-Where turns do not pay (tiles.turns_pay) every section has sums of its own, and that kernel rounds them all.
+The sums of SLOTS sections of heads exist at a time, section s in slot s % SLOTS. Key tiles add to the sums of
+their section. Once all tiles of a section have been added, two warps of every thread block round it, a
+stretch of queries at a time, and leave zeros for the section that uses the slot next, if there is one. Tiles
+of that section wait for the zeros. They seldom have to: a section is one tile for each multiprocessor, and
+the slot's previous user is three sections back. The last section is rounded by a kernel of its own
+(prepare_and_round.py), at the speed of memory. Where turns do not pay (tiles.turns_pay), every section has
+sums of its own, and that kernel rounds them all.
 
-Nobody waits forever. Tiles and stretches are taken from counters by whoever is free, so none belongs to a
-thread block that has not begun to run. The first tile that is not counted yet is being worked on. All that it
-may wait for is its slot, which depends on earlier tiles, and on two warps that wait for nobody once they have
-taken a stretch. A tile that is finished but not counted is counted before its thread block waits
-(`Sums.open`).
+There is no deadlock. Tiles and stretches are taken from counters by whoever is free, so none belongs to a
+thread block that is not running yet. The first tile that is not counted yet is in progress. All that it may
+wait for is its slot, which depends on earlier tiles and on two warps that wait for nobody once they have
+taken a stretch. A tile that is done but not counted is counted before its thread block waits (`Sums.open`).
 
-A handover: copies add; their thread waits until they have arrived, fences the proxies and, after a barrier,
-releases a count. Others acquire the count, fence the proxies, and copy. This is how sums pass from adding to
-rounding, and from zeroing to adding.
+Every handover works alike: the thread that issued the copies waits until they have arrived, fences the
+proxies and, after a barrier, releases a count. Others acquire the count, fence the proxies, and copy. This
+hands the sums from adding to rounding, and the zeros from rounding to adding.
 """
 
 import triton.experimental.gluon.language as gl
@@ -35,11 +35,11 @@ from kernels.hopper.primitives import (
     thread_barrier,
 )
 
-# sections whose sums exist at a time: most thread blocks add to one, the last to another, one is rounded
+# sections whose sums exist at a time: most thread blocks add to one, the slowest to another, one is rounded
 SLOTS = gl.constexpr(3)
 # int32 counts of each section
 COUNTS = gl.constexpr(4)
-# tiles taken, of all sections together; kept with the first
+# tiles taken, of all sections: kept with the first section
 TAKEN = gl.constexpr(0)
 # tiles that have been added
 ADDED = gl.constexpr(1)
@@ -48,17 +48,17 @@ BEGUN = gl.constexpr(2)
 ENDED = gl.constexpr(3)
 
 HEAD_DIM = gl.constexpr(64)
-# queries of a stretch, and of the parts in which it is copied, STAGES at a time
+# queries of a stretch, and of each part in which it is copied, STAGES parts at a time
 STRETCH = gl.constexpr(128)
 PART = gl.constexpr(16)
 STAGES = gl.constexpr(3)
-# warps per thread block that round
+# warps of a thread block that round
 WARPS = gl.constexpr(2)
 
 
 @gluon.jit
 def wait_for(count, n):
-    """Returns when a count has reached n; what was written before that is then visible."""
+    """Waits until a count has reached n; what was written before that is then visible."""
     seen = peek(count)
     while seen < n:
         pause(seen)
@@ -68,7 +68,7 @@ def wait_for(count, n):
 
 @record
 class Sums:
-    """The work list, its counts, and dq (B, Tq, H, D) in 16 bits by its strides, which are even."""
+    """The work list, its counts, and the 16-bit dq (B, Tq, H, D) by its strides, which are even."""
 
     work: KeyTiles
     dq_ptr: gl.tensor
@@ -88,7 +88,7 @@ class Sums:
 
     @gluon.jit
     def heads(self):
-        """Heads of q of a section."""
+        """Query heads of a section."""
         return opaque(self.work.order.section) * self.work.group
 
     @gluon.jit
@@ -98,7 +98,7 @@ class Sums:
 
     @gluon.jit
     def dq_of(self, section, stretch):
-        """Where dq of a stretch of the section begins, and how many rows its head has from there on."""
+        """The address of dq of a stretch of the section, and how many rows its head has from there."""
         head = stretch // (self.work.padded // STRETCH)
         row = stretch * STRETCH - head * self.work.padded
         head += section * self.heads()
@@ -110,9 +110,9 @@ class Sums:
 
     @gluon.jit
     def is_open(self, section):
-        """Whether tiles of a section may add: the slot's previous section is rounded and zeroed."""
+        """Whether tiles of a section may add: the previous user of its slot is rounded and zeroed."""
         is_open = (section < SLOTS) | (self.n_rounded == 0)
-        # a constant and a condition of the GPU do not mix
+        # a compile-time and a run-time condition do not mix
         if self.SUMS_DQ:  # noqa: SIM102
             if not is_open:
                 is_open = acquire(self.count(section - SLOTS, ENDED)) == self.stretches()
@@ -121,7 +121,7 @@ class Sums:
 
     @gluon.jit
     def open(self, section, uncounted):
-        """Waits until tiles of a section may add, and first counts the tile of section `uncounted`, or -1."""
+        """Waits until tiles of a section may add; first counts the tile of section `uncounted`, if not -1."""
         if uncounted >= 0:
             self.count_tile(uncounted, 0)
         wait_for(self.count(section - SLOTS, ENDED), self.stretches())
@@ -129,13 +129,13 @@ class Sums:
 
     @gluon.jit
     def behind(self, section):
-        """What to subtract from a row's number among all heads to get its number among the sums."""
+        """What to subtract from a row's number among all heads, to get its number among the sums."""
         before = section - section % SLOTS
         return gl.where(self.n_rounded == 0, 0, before) * self.heads() * self.work.padded
 
     @gluon.jit
     def count_tile(self, section, PENDING: gl.constexpr):
-        """Counts a tile of the section to which none of the last PENDING copies belongs."""
+        """Counts a tile of the section, once all copies have arrived but the last PENDING, of other tiles."""
         copies_arrived(section, PENDING)
         thread_barrier()
         gl.atomic_add(self.count(section, ADDED), 1, sem="release")
@@ -164,7 +164,7 @@ def make_parts(part_desc):
 
 @gluon.jit
 def copy_part(parts, part_desc, line, n):
-    """Begins to copy the n-th part, which begins at a row of the sums."""
+    """Starts copying the n-th part, from row `line` of the sums on."""
     full = parts.full.index(n % STAGES)
     mbarrier.expect(full, part_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(part_desc, [line, 0], full, parts.sums.index(n % STAGES))
@@ -172,7 +172,7 @@ def copy_part(parts, part_desc, line, n):
 
 @gluon.jit
 def round_sums(sums, parts, part_desc):
-    """What the two warps do: round their sections in order."""
+    """Rounds the sections in order: what the two warps do."""
     ZEROS: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
     gl.static_assert(STRETCH % PART == 0)
     gl.static_assert(PART % 8 == 0)
@@ -186,7 +186,7 @@ def round_sums(sums, parts, part_desc):
     for section in range(sums.n_rounded):
         wait_for(sums.count(section, ADDED), order.section * order.n_tiles)
         fence_proxies(section)
-        # the last section, which they do not round, has a slot too
+        # the last section needs zeros too, although another kernel rounds it
         zeroes = section + SLOTS <= sums.n_rounded
         stretch = gl.atomic_add(sums.count(section, BEGUN), 1, sem="relaxed")
         while stretch < sums.stretches():
@@ -220,7 +220,7 @@ def round_sums(sums, parts, part_desc):
 @gluon.jit
 def round_eight(part, dq_ptr, stride_t, n_rows, scale):
     """Rounds the sums of eight queries, of which n_rows exist."""
-    # one, half, and an eighth of a fragment, so that a thread loads 16 bytes at a time and stores 4
+    # a thread holds one, half and a bit of eighth of a fragment: it loads 16 bytes at a time, and stores 4
     LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 16]], [[0, 4], [0, 8], [0, 32], [1, 0], [2, 0]], [[4, 0]], [], [8, HEAD_DIM]
     )
@@ -235,7 +235,7 @@ def round_eight(part, dq_ptr, stride_t, n_rows, scale):
 
 @gluon.jit
 def store_rows(ptr, x, stride, first, n_rows):
-    """Stores pairs of D, x (warp, eighth, pair, half) int32, of every second of eight queries."""
+    """Stores x (warp, eighth, pair, half) int32, pairs of channels, of every second of eight queries."""
     left, right = gl.split(x)
     LAYOUT: gl.constexpr = left.type.layout
     warp = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))

@@ -10,11 +10,11 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from kernels.launches import Descriptor
 from kernels.layouts import bulk_strides
 
-# how many results below are cached, because computing them takes Python longer than a launch
+# shapes whose derived numbers are cached, because computing them takes Python longer than a launch
 MOST_SHAPES = 1024
-# how much of the 50 MB of L2 may be taken by what one section of heads reads again and again
+# how much of the 50 MB of L2 the data that is reread within one section of heads may take
 SECTION_BYTES = 32 * 2**20
-# layouts of shared memory; cached, because creating one takes Python longer than the rest of a descriptor
+# shared memory layouts, made once, because making one takes Python longer than the rest of a descriptor
 HEAD_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 FLOAT32_LAYOUTS = {
     rank: NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank) for rank in (1, 2)
@@ -22,9 +22,10 @@ FLOAT32_LAYOUTS = {
 
 
 class ForwardTile(NamedTuple):
-    """consumers: warpgroups of 64 query rows; stages: buffers in the rings of Q, and of K and V.
+    """The sizes of the forward kernel.
 
-    blocks: thread blocks per multiprocessor. dealt: tiles that one has before it asks a counter for more.
+    consumers: warpgroups of 64 query rows; q_stages: buffers in the ring of Q; stages: of K and V.
+    blocks: thread blocks per multiprocessor. dealt: tiles a thread block gets before it asks a counter.
     """
 
     consumers: int
@@ -37,19 +38,19 @@ class ForwardTile(NamedTuple):
     dealt: int = 2
 
 
-# value of dealt: no counter is asked
+# value of `dealt` with which no counter is asked
 EVERY = 2**31 - 1
 
-# a second thread block fills the gaps of two warpgroups, and small blocks of keys waste little at mask edges
+# a second thread block fills the gaps of two warpgroups; small key blocks waste little at a mask's edges
 SHORT = ForwardTile(2, 64, 2, 4, 104, 24, blocks=2)
-# measured: up to how many keys per query, on average, SHORT is faster
+# measured: up to this many keys per query, on average, SHORT is faster
 SHORT_ROWS = {"full": 400, "causal": 520, "window": 1024}
 
 
 def forward_tile(width: int, mask: str, keys_per_query: float) -> ForwardTile:
     if width == 128:
         return ForwardTile(2, 128, 2, 2, 240, 24)
-    # a list serves 128 queries, so two warpgroups; the lengths of documents are not known here
+    # a list serves 128 queries, so two warpgroups; the length of documents is not known here
     if mask in ("blocks", "intervals"):
         return SHORT
     if keys_per_query <= SHORT_ROWS[mask]:
@@ -61,10 +62,11 @@ def forward_tile(width: int, mask: str, keys_per_query: float) -> ForwardTile:
 
 
 class BackwardTile(NamedTuple):
-    """stages, kv_stages, ds_stages, dq_stages: buffers in the rings of queries, K, dS and (heads of 64) dq.
+    """The sizes of a backward kernel.
 
-    A reducer is the warpgroup that makes dq. Without it (SUMS_DQ=False) the buffers of dS and dq mean
-    nothing; with it heads of 128 have one buffer of V. Else V has as many as K.
+    stages, kv_stages, ds_stages, dq_stages: buffers in the rings of queries, K, dS and (heads of 64) dq. The
+    reducer is the warpgroup that computes dq. Without it (SUMS_DQ=False) ds_stages and dq_stages have no
+    effect; with it, heads of 128 have one buffer of V. Otherwise V has as many as K.
     """
 
     stages: int
@@ -77,7 +79,7 @@ class BackwardTile(NamedTuple):
 
 
 def backward_tile(width: int, sums_dq: bool = True) -> BackwardTile:
-    # dk and dv alone leave shared memory for more stages, or for a second V
+    # without dq, shared memory has room for more stages, or for a second V
     if not sums_dq:
         return BackwardTile(4 if width == 64 else 3, 2, 1, 1, 240, 0, 24)
     if width == 64:
@@ -85,10 +87,10 @@ def backward_tile(width: int, sums_dq: bool = True) -> BackwardTile:
     return BackwardTile(2, 2, 2, 0, 208, 72, 24)
 
 
-# GB/s of an H200, for which the bounds below are
+# GB/s of an H200, to which the bounds below apply
 H200_BANDWIDTH = 4917
-# up to how many keys a query, on average, dq.py is faster; all keys of listed blocks count. Between what was
-# measured on an H200, with slower kernels for dq, dk and dv, and on an H100, scaled by its bandwidth
+# dq.py is faster up to this many keys per query, on average; all keys of listed blocks count. Chosen between
+# what was measured on an H200, with slower kernels for dq, dk and dv, and on an H100, scaled by bandwidth
 ROWS_WITHOUT_SUMS = {
     64: {"full": 380, "causal": 345, "window": 260, "intervals": 215, "blocks": 400},
     128: {"full": 900, "causal": 740, "window": 520, "intervals": 370, "blocks": 700},
@@ -96,16 +98,19 @@ ROWS_WITHOUT_SUMS = {
 
 
 def sum_pays(width: int, mask: str, keys_per_query: float, bandwidth: float) -> bool:
-    """Whether dq is summed in float32 beside dk and dv, or made by dq.py; bandwidth: of memory, GB/s.
+    """Whether to sum dq in float32 beside dk and dv, rather than run dq.py; bandwidth: of memory, GB/s.
 
-    The sum moves 16 D bytes per query, to zero, add to and round, however few keys it sees; dq.py takes two
-    more products for each block. For where the two are even see docs/hopper.md.
+    The sum costs 16 D bytes per query, to zero, add to and round, however few keys it sees; dq.py costs two
+    more products for each block. docs/hopper.md shows where the two break even.
     """
     return keys_per_query * bandwidth > ROWS_WITHOUT_SUMS[width][mask] * H200_BANDWIDTH
 
 
 class DqTile(NamedTuple):
-    """consumers: warpgroups of 64 query rows; stages: buffers in the rings of Q and dout, and of K and V."""
+    """The sizes of dq.py.
+
+    consumers: warpgroups of 64 query rows; q_stages: buffers in the rings of Q and dout; stages: of K and V.
+    """
 
     consumers: int
     block_n: int
@@ -122,7 +127,7 @@ def dq_tile(width: int, mask: str, dropout: bool = False) -> DqTile:
     # blocks of 64 keys leave registers for a third warpgroup with heads of 64
     if width == 64 and mask in ("full", "causal"):
         return DqTile(3, 64, 2, 4, 160, 32)
-    # shared memory holds the next tile's queries beside this one's with heads of 64 only
+    # only with heads of 64 does shared memory hold the next tile's queries beside this one's
     return DqTile(2, 128, 2, 4, 240, 24) if width == 64 else DqTile(2, 128, 1, 2, 240, 24)
 
 
@@ -131,12 +136,12 @@ def float32_descriptor(x: Tensor, block: tuple[int, ...]) -> Descriptor:
 
 
 def cdiv(n: int, size: int) -> int:
-    """n / size, rounded up; Triton's own function takes ten times as long."""
+    """n / size, rounded up; Triton's own takes Python ten times as long."""
     return -(-n // size)
 
 
 def tile_width(head_dim: int) -> int:
-    """Channels of a head in shared memory: copies pad narrower heads with zeros and leave these out again."""
+    """Channels of a head in shared memory: copies fill missing ones with zeros, and do not write them out."""
     return 64 if head_dim <= 64 else 128
 
 
@@ -150,7 +155,7 @@ def head_descriptor(x: Tensor, rows: int) -> Descriptor:
 
 @lru_cache(MOST_SHAPES)
 def order_arguments(n_heads: int, n_tiles: int, section: int) -> tuple[int, int, int, int]:
-    """What schedule.TileOrder takes of sections of heads, and of the divisions by their sizes.
+    """The arguments of schedule.TileOrder: the heads of a section, and divisions by the sizes of sections.
 
     n_heads: of all batches; n_tiles: of one head.
     """
@@ -159,16 +164,16 @@ def order_arguments(n_heads: int, n_tiles: int, section: int) -> tuple[int, int,
 
 
 def key_section_bytes(mask: str) -> int:
-    """How many bytes the keys and values of one section may take, as measured.
+    """The most bytes that the keys and values of one section take, as measured.
 
-    The fewer heads, the more thread blocks read the same one at a time; under a full mask they do so in step.
+    The fewer the heads, the more thread blocks read one of them at a time; under a full mask, in step.
     """
     return SECTION_BYTES // {"full": 4, "causal": 2}.get(mask, 1)
 
 
 @lru_cache(MOST_SHAPES)
 def section_heads(seq_k: int, head_dim: int, mask: str, group: int, n_heads: int) -> int:
-    """Query heads whose keys and values stay in L2 together, in sections of one size."""
+    """Query heads whose keys and values stay in L2 together, in sections of equal size."""
     bytes_per_head = 2 * seq_k * head_dim * 2
     n_kv_heads = n_heads // group
     most = key_section_bytes(mask) // bytes_per_head
@@ -182,7 +187,7 @@ def backward_section_heads(seq_q: int, width: int, group: int, n_kv_heads: int) 
     bytes_per_head = 8 * seq_q * width * group
     heads = SECTION_BYTES // bytes_per_head
     if width == 128:
-        # measured: half of them, but two where two fit
+        # measured: half of those that fit, but two where two fit
         heads = min(heads, max(2, heads // 2))
     return min(max(1, heads), n_kv_heads)
 
@@ -190,7 +195,7 @@ def backward_section_heads(seq_q: int, width: int, group: int, n_kv_heads: int) 
 def turns_pay(n_tiles: int, n_sm: int, keys_per_query: float) -> bool:
     """Whether sums of dq take turns, see sums.py, or all exist at once; n_tiles: of all heads of q.
 
-    Measured: few tiles end while some still wait for others' sums, and short ones leave no time to round.
+    Measured: few tiles end while some of them wait for others' sums, and short ones leave no time to round.
     """
     return n_tiles >= 8 * n_sm and keys_per_query >= 384
 
@@ -199,19 +204,19 @@ def turns_pay(n_tiles: int, n_sm: int, keys_per_query: float) -> bool:
 def turn_heads(n_tiles: int, n_kv_heads: int, n_sm: int) -> int:
     """Heads of k and v of a section whose sums take turns, see sums.py; n_tiles: of one head.
 
-    Measured, without grouped heads: about one tile per multiprocessor. With fewer, tiles wait for others'
-    sums to be rounded (0.8 of the speed with half as many); with more, less stays in L2.
+    Measured, without grouped heads: about one tile for each multiprocessor. With fewer, tiles wait for
+    others' sums to be rounded (0.8 of the speed with half as many); with more, less stays in L2.
     """
     return min(math.ceil(15 / 16 * n_sm / n_tiles), n_kv_heads)
 
 
 @lru_cache(MOST_SHAPES)
 def division(divisor: int) -> int:
-    """What `quotient` takes instead of a divisor: a multiplier in the low 32 bits, a shift above them.
+    """What `quotient` takes instead of a divisor: a multiplier in 32 bits, a shift above them.
 
     Exact for 0 <= n < 2**30. Source: Granlund and Montgomery, Division by invariant integers, 1994.
     """
     shift = (divisor - 1).bit_length()
     multiplier = 2**32 * (2**shift - divisor) // divisor + 1
-    # the highest bit makes every result an int64, so that no divisor compiles a kernel of its own
+    # the highest bit makes every one an int64, so that no divisor compiles a kernel of its own
     return 1 << 62 | shift << 32 | multiplier

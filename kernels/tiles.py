@@ -87,7 +87,7 @@ DECODE = rows(
     "decode", 4, to_64=Tile(16, 32, 4, 2), to_128=Tile(16, 16, 4, 2), to_256=Tile(16, 16, 4, 2)
 ) | rows("decode", 2, to_64=Tile(16, 32, 1, 4), to_128=Tile(16, 32, 1, 4), to_256=Tile(16, 32, 4, 2))
 # head_dim 64 and 128 measured on an H200: torch 2.11, triton 3.6, bf16, 2026-11-22; what else was tried:
-# docs/kernels_experiments.md
+# docs/kernels.md
 HOPPER = (
     FLOAT32
     | DECODE

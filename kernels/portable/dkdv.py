@@ -48,7 +48,7 @@ def add_queries(
 ):  # fmt: skip
     """Adds the queries of the span to dk and dv; CUT: those of blocks that a mask or the last query cuts."""
     # the same sums, in the order that for each mask compiles without spills and is fastest:
-    # docs/kernels_experiments.md
+    # docs/kernels.md
     HAS_ENDS: tl.constexpr = BLOCK_SIZE == 0 and BLOCK_D <= 64 and (MASK == "window" or MASK == "intervals")
     # dropout's words lie beside two wide sums: what each iteration can compute is not kept in registers
     TIGHT: tl.constexpr = DROPOUT and BLOCK_D == 128

@@ -35,19 +35,23 @@ def flash_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, softmax(q k^T * softmax_scale) v over the visible keys, without storing the scores.
 
-    q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), H a multiple of Hkv; bf16, fp16 or fp32; any strides. Returns
-    (B, Tq, H, D) in q's dtype, and with return_lse also the log of each row's sum of exponentials, (B, H, Tq)
-    float32, through which gradients flow. softmax_scale: default D**-0.5. causal: query i sees keys up to
-    i + Tk - Tq. window: only the last `window` of these. document_ids: (B, Tk) int32, non-decreasing; a token
-    sees its own document only, a negative id is padding; the queries are the last Tq tokens. A row that sees
-    nothing gives 0, lse -inf and zero gradients. Hidden keys and values weigh 0 but must be finite too,
-    including padding and other documents: 0 * NaN is NaN. dropout_p: the share of probabilities that is
-    dropped, at most 0.9961, rounded to 2**-16, see kernels/dropout.py. dropout_seed: int, or int64 tensor of
-    one element on q's device, which a CUDA graph reads again at each replay; default: drawn from PyTorch's
-    generator of that device. deterministic: gradients equal bit for bit in every run. Under autocast q, k and
-    v are cast to its dtype. Raises ValueError for anything else before anything is launched, except for 2**31
-    queries over all heads, which only the backward pass cannot number. Second derivatives and transforms of
-    torch.func (grad, vmap) are not supported. Source: FlashAttention-2, arXiv:2307.08691.
+    q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), H a multiple of Hkv; bf16, fp16 or fp32; any strides.
+    causal: query i sees keys up to i + Tk - Tq. window: only the last `window` of these.
+    softmax_scale: D**-0.5 by default.
+    document_ids: (B, Tk) int32, non-decreasing. A token sees only its own document; a negative id is padding.
+        The queries are the last Tq tokens.
+    block_mask: a key must also be visible in it, see kernels/block_masks.py.
+    dropout_p: the share of probabilities to drop, at most 0.9961, in steps of 2**-16 (kernels/dropout.py).
+    dropout_seed: int, or int64 tensor of one element on q's device, which a CUDA graph reads again at each
+        replay. By default it is drawn from PyTorch's generator of that device.
+    deterministic: gradients are bit-identical in every run.
+
+    Returns (B, Tq, H, D) in q's dtype; with return_lse also the log of each row's sum of exponentials,
+    (B, H, Tq) float32, through which gradients flow. A query that sees no key gives 0, lse -inf and zero
+    gradients. Hidden keys and values, padding included, weigh 0 but must be finite: 0 * NaN is NaN. Under
+    autocast q, k and v are cast to its dtype. Second derivatives and transforms of torch.func (grad, vmap)
+    are not supported. Raises ValueError for anything else, before anything is launched; only the limit of
+    2**31 queries over all heads is checked in the backward pass. Source: FlashAttention-2, arXiv:2307.08691.
     """
     q, k, v = checks.autocast(q=q, k=k, v=v)
     checks.check_tensors(q, k, v, n_dims=4)
@@ -55,7 +59,7 @@ def flash_attention(
     checks.check_options(q, causal, softmax_scale, window, dropout_p, dropout_seed)
     if block_mask is not None:
         checks.check_block_mask(block_mask, q, k)
-        # the block mask's own tiles cut at the diagonal
+        # the tiles of a causal block mask are already cut at the diagonal
         causal = causal and not (block_mask.causal and window is None)
     key_bounds = query_bounds = keys_per_query = None
     if document_ids is not None:
@@ -100,8 +104,8 @@ def flash_attention_varlen(
 
     q: (total_q, H, D); k, v: (total_k, Hkv, D). cu_seqlens: (n_sequences + 1,) int32, where each sequence
     starts, followed by total_q. cu_seqlens_k: the same for k and v, if their lengths differ.
-    Returns (total_q, H, D), and with return_lse also (H, total_q). A new set of lengths never recompiles a
-    kernel. Sequences share tiles: a number that is not finite may spoil neighbouring sequences.
+    Returns (total_q, H, D), and with return_lse also (H, total_q). New lengths never recompile a kernel.
+    Sequences share tiles, so a NaN or an infinity in one may reach its neighbours.
     """
     q, k, v = checks.autocast(q=q, k=k, v=v)
     checks.check_tensors(q, k, v, n_dims=3)
@@ -153,7 +157,7 @@ def attend(
     block_mask: BlockMask | None,
     keys_per_query: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Fills in the defaults and calls the operator, or directly what it would run."""
+    """Fills in the defaults and calls the operator."""
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     if dropout_p == 0.0:
@@ -163,7 +167,7 @@ def attend(
     elif not isinstance(dropout_seed, Tensor):
         dropout_seed = torch.full((1,), dropout_seed, dtype=torch.int64, device=q.device)
     if key_bounds is not None:
-        # the bounds are already cut to both
+        # the bounds already contain both
         causal, window = False, None
     return attention(
         q,

@@ -1,9 +1,10 @@
-"""Masks as intervals: document, window and varlen masks give each query one unbroken run of visible keys.
+"""Masks as intervals: under document, window and varlen masks a query sees one unbroken run of keys.
 
 Query i sees key j exactly when key_bounds[b, 0, i] <= j < key_bounds[b, 1, i], and exactly when
 query_bounds[b, 0, j] <= i < query_bounds[b, 1, j]: the same mask, seen from its rows and from its columns.
-All four never decrease, so the bounds of a tile are those of its first and last row. The forward pass and dq
-walk the rows, dk and dv the columns; no kernel knows what a document is, and a new mask never recompiles one.
+None of the four bounds ever decreases from one row or column to the next, so the first and the last one of a
+tile bound all of it. The forward and dq kernels use the rows, the dk and dv kernel the columns. No kernel
+knows what a document is, and a new mask never recompiles one.
 """
 
 import torch
@@ -15,8 +16,7 @@ def document_bounds(
 ) -> tuple[Tensor, Tensor]:
     """key_bounds (B, 2, Tq) and query_bounds (B, 2, Tk), int32, of document_ids (B, Tk), non-decreasing.
 
-    The queries are the last Tq of the Tk tokens. A negative id is padding: it sees nothing and nothing sees
-    it.
+    The queries are the last Tq of the Tk tokens. A negative id is padding, which neither sees nor is seen.
     """
     seq_k = document_ids.shape[1]
     offset = seq_k - seq_q
@@ -37,16 +37,17 @@ def document_bounds(
 
 
 def mean_length(document_ids: Tensor) -> float:
-    """How long a token's own document is, on average over all tokens, padding 0; reads the values."""
+    """The length of a token's document, averaged over all tokens, 0 for padding; waits for the values."""
     ids = document_ids.contiguous()
     first, end = (torch.searchsorted(ids, ids, right=right) for right in (False, True))
     return (end - first).masked_fill_(ids < 0, 0).double().mean().item()
 
 
 def mean_keys(length: float | None, *, causal: bool, window: int | None) -> float | None:
-    """How many keys a query sees on average, in sequences or documents of this mean length.
+    """How many keys a query sees on average, for documents or sequences of this mean length.
 
-    Different lengths count like equal ones with the same work. None if the length is not known.
+    length: from mean_length, None if it is not known. Unequal documents count as equal ones of that length,
+    which take the same work.
     """
     if length is None:
         return None
@@ -88,9 +89,9 @@ def narrow(
     causal: bool,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Cut the intervals to the causal and window masks, from both sides alike."""
+    """Restricts the intervals of rows and of columns alike to the causal and window masks."""
     if causal:
-        # max and min keep an empty interval where it is, and so the bounds in order
+        # clamped, so that an empty interval stays in place and the bounds never decrease
         key_end = torch.minimum(key_end, key_of_row + 1).maximum(key_first)
         query_first = torch.maximum(query_first, row_of_key).minimum(query_end)
     if window is not None:

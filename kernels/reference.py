@@ -1,4 +1,4 @@
-"""The definition of attention in plain PyTorch: slow, quadratic in memory, the truth for tests of kernels."""
+"""The definition of attention in plain PyTorch, against which the kernels are tested: quadratic in memory."""
 
 import torch
 from torch import Tensor
@@ -25,9 +25,9 @@ def attention_reference(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T * softmax_scale) v over the visible keys, with the arguments of `flash_attention`.
 
-    Computes in q's dtype: pass float64 for the truth. lse is at least float32. `deterministic` changes
-    nothing here. Raises ValueError for dropout without a seed (only a given seed reproduces the kernels'
-    mask), for a window without causal, and for documents of fewer keys than queries.
+    Computes in q's dtype: pass float64 for the truth. lse is at least float32. `deterministic` has no effect
+    here. Raises ValueError for dropout without a seed (only a given seed reproduces the kernels' mask), for a
+    window without causal, and for documents with fewer keys than queries.
     """
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
@@ -51,7 +51,7 @@ def attention_reference(
         visible = visible & block_mask.to_dense()
     sees_any = visible.any(dim=-1, keepdim=True)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * softmax_scale
-    # a row of nothing but -inf has no softmax: give it zeros, and take them back below
+    # softmax of a row of nothing but -inf is nan: give it zeros here, and mask the result below
     scores = scores.masked_fill(~visible, float("-inf")).masked_fill(~sees_any, 0.0)
     probabilities = scores.softmax(dim=-1).masked_fill(~sees_any, 0.0)
     if dropout_p > 0.0:
@@ -73,7 +73,7 @@ def decode_reference(
     block_mask: BlockMask | None = None,
     softmax_scale: float | None = None,
 ) -> Tensor:
-    """The last Tq tokens' attention to the first lengths[b] keys; arguments as of `decode_attention`."""
+    """The last Tq tokens' attention to the first lengths[b] keys; arguments as in `decode_attention`."""
     n_query, capacity = q.shape[1], k.shape[1]
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
@@ -99,7 +99,7 @@ def visible_keys(
     document_ids: Tensor | None = None,
     device=None,
 ) -> Tensor:
-    """True where query i sees key j; broadcasts to (B, H, Tq, Tk). The last query stands at the last key."""
+    """True where query i sees key j; broadcasts to (B, H, Tq, Tk). The last query is at the last key."""
     i = torch.arange(seq_k - seq_q, seq_k, device=device)[:, None]
     j = torch.arange(seq_k, device=device)[None, :]
     visible = torch.ones(1, 1, seq_q, seq_k, dtype=torch.bool, device=device)

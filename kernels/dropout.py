@@ -2,7 +2,7 @@
 
 Whether probability (batch b, head h, row i, column j) is kept depends on these four numbers and the seed
 alone: not on tile shapes, GPU, or pass. One draw serves eight probabilities, two rows by two pairs of
-columns, that the matrix units leave in the registers of one thread, so that no word has to travel:
+columns, which the matrix units leave in the registers of one thread: no word moves between threads.
 
     row, pair = i // 16 * 8 + i % 8, j // 16 * 4 + j % 8 // 2
     words = draw(row_word(seed, row, h, b), pair_word(pair))                              # two of 32 bits
@@ -10,17 +10,17 @@ columns, that the matrix units leave in the registers of one thread, so that no 
     kept  = not bfloat16(half) >= limit                                                   # so NaN is kept
 
 A half is compared as a bfloat16: that order of 16-bit numbers is as good as any, and one instruction compares
-two of them. Rates are whole multiples of 2**-16, at least two of them, and what is kept is divided by the
-rate at which it is kept, so that means are exact. Two probabilities read one half, each from its own byte on,
-so every bit is in the leading byte of some decision. The two are correlated by less than 0.4%, because their
-decisions depend on each other only if the leading byte equals the limit's, once in 256.
+two of them. Dropout rates are multiples of 2**-16 from 2 * 2**-16 on. Kept probabilities are divided by the
+rate at which they are kept, so means are exact. Two probabilities share each half, and one of them reads its
+bytes exchanged, so that every bit is in the leading byte of a decision. The two are correlated by less than
+0.4%, because one decision depends on the other only if the leading byte equals the limit's, once in 256.
 
-The long part is done once per row, and once per pair: a row's word is Philox2x32 of its number, head, batch
-and seed; the counters are sums of these, each times numbers without a pattern, and the keys are constant. A
-pair's word is the same for all rows and seeds: an odd number, different for each pair. A draw is the product
-of the two, 64 bits, and one more round of Philox on its upper half. Without that round decisions are
-correlated; with it no test of tests/test_attention_dropout.py can tell them from independent ones. Words of
-rows have 31 bits: of 2**31 pairs of rows one has the same mask twice.
+The expensive part is computed once per row. A row's word is Philox2x32 with constant keys, whose counters are
+sums of the row's number, head, batch and seed, each times a constant without a pattern. A pair's word is the
+same for all rows and seeds: an odd number, different for each pair. A draw is the 64-bit product of the two,
+and one more round of Philox on its upper half. Without that round decisions are correlated; with it no test
+of tests/test_attention_dropout.py can tell them from independent ones. Words of rows have 31 random bits, so
+of 2**31 pairs of rows, one on average has the same mask twice.
 
 Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
 """
@@ -32,20 +32,20 @@ from torch import Tensor
 
 ROUNDS = 4
 FACTOR, KEY = 0xD256D193, 0x9E3779B9
-# of row, head, batch, low and high word of the seed: the first 32 bits behind the point of the roots of the
-# first ten primes, made odd
+# multipliers of row, head, batch, low and high word of the seed: the first 32 fractional bits of the square
+# roots of the first ten primes, made odd
 SPREAD_X = (0x6A09E667, 0xBB67AE85, 0x3C6EF373, 0xA54FF53B, 0x510E527F)
 SPREAD_Y = (0x9B05688D, 0x1F83D9AB, 0x5BE0CD19, 0xCBBB9D5D, 0x629A292B)
-# constants for the words of pairs
+# multipliers for the words of pairs
 SPREAD_PAIR = (0x9E3779B1, 0x85EBCA77)
 WORD = 0xFFFFFFFF
 
-# the number of different halves
+# how many of the 2**16 halves are NaN
 NANS = 254
-# all but infinity and the largest number; NaN and minus infinity
+# at most all halves but infinity and the largest number; at least NaN and minus infinity
 MOST_KEPT, FEWEST_KEPT = 2**16 - 2, NANS + 1
 MOST_DROPPED = 1.0 - FEWEST_KEPT / 2**16
-# halves that are kept where the limit is 0: NaN, and all negative numbers but -0
+# how many halves are kept if the limit is 0: NaN, and all negative numbers but -0
 NEGATIVE = NANS + 0x7F80
 
 
@@ -68,17 +68,17 @@ def limit_bits(dropout_p: float) -> int:
 
 
 def limit_number(dropout_p: float) -> float:
-    """The number itself."""
+    """The number at which "drop" begins."""
     return struct.unpack("f", struct.pack("I", limit_bits(dropout_p) << 16))[0]
 
 
 def line_bits(dropout_p: float) -> tuple[int, int]:
     """The bits of two bfloat16, slope and start: half * slope + start is at least 2**-6 where half is kept.
 
-    Otherwise it is not positive; for a half that is NaN it is NaN. So a maximum with 0, and a minimum with a
-    smaller probability, drop that probability or leave it as it is: faster instructions than a comparison.
+    Otherwise it is not positive, or NaN for a half that is NaN. So its maximum with 0, and the minimum of
+    that with a probability below 2**-6, drop or keep the probability, by faster instructions than comparing.
     """
-    # the steepest of which start is a number: two neighbours at the limit are 2**-133 apart, or more
+    # the steepest slope with a finite start: two neighbours at the limit are at least 2**-133 apart
     k = min(127, 253 - (limit_bits(dropout_p) >> 7 & 0xFF))
     slope, start = (
         struct.unpack("I", struct.pack("f", number))[0] >> 16
@@ -104,7 +104,7 @@ def pair_word(pair: Tensor) -> Tensor:
     word = 2 * pair + 1
     for factor in SPREAD_PAIR:
         word = multiply_words(word, factor)[1]
-        # odd again, and no two the same
+        # this keeps it odd, and different for each pair
         word = word ^ (word >> 16 & 0xFFFE)
     return word
 
@@ -122,7 +122,7 @@ def one_round(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 def multiply_words(x: Tensor | int, factor: Tensor | int) -> tuple[Tensor | int, Tensor | int]:
     """High and low word of x * factor, both of 32 bits."""
-    # in two halves: the whole product needs 64 bits without a sign
+    # in two halves: the whole product needs 64 unsigned bits
     low, high = (x & 0xFFFF) * factor, (x >> 16) * factor
     carry = low + ((high & 0xFFFF) << 16)
     return ((high >> 16) + (carry >> 32)) & WORD, carry & WORD
@@ -142,5 +142,5 @@ def dropout_keep_mask(
     half = torch.where(j // 8 % 2 == 0, half, half >> 8 | (half & 0xFF) << 8)
     # compared as the float32 of the same number
     numbers = (half << 16).to(torch.uint32).view(torch.float32)
-    # no default dtype: float16 would make infinity of most limits
+    # not in the default dtype: in float16 most limits would be infinite
     return ~(numbers >= torch.tensor(limit_number(dropout_p), dtype=torch.float32, device=numbers.device))

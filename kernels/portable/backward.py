@@ -4,9 +4,9 @@
     dq = ds k          dk = ds^T q                  dv = p^T dout
 
 Three kernels: `preprocess_kernel` computes delta and lse in base 2 for every query, `dkdv_kernel` and
-`dq_kernel` the rest. Scores are computed in both of these: two more matrix products than one fused kernel, in
-exchange for no float32 dq in memory and no order of additions that depends on timing. dk and dv are computed
-for each head of q, and added up after the kernel where heads share keys.
+`dq_kernel` the rest. Both of these compute the scores. That takes two more matrix products than one fused
+kernel, but no float32 dq in memory, and no order of additions that depends on timing. dk and dv are computed
+for each head of q; where heads share keys, they are added up after the kernel.
 
 Source: Dao, FlashAttention-2, arXiv:2307.08691, algorithm 2; the gradient of lse enters through delta.
 """
@@ -28,7 +28,7 @@ from kernels.tiles import Tile, choose_tile, padded_head_dim
 
 LOG2E = tl.constexpr(1.4426950408889634)
 PREPROCESS_BLOCK_M = 64
-# every BLOCK_M of tiles.py divides it
+# a multiple of every BLOCK_M of tiles.py
 MAX_BLOCK_M = 128
 
 
@@ -78,15 +78,15 @@ def attention_backward(
     lse: Tensor,
     gradients: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the shape and dtype of q, k, v, contiguous or in `gradients`, of which dk and dv have the
-    same strides. dlse: (B, H, Tq) float32 or None.
+    """dq, dk, dv in the shape and dtype of q, k, v: contiguous, or in `gradients` where it is given.
 
-    Raises ValueError for 2^31 and more queries of all heads, each head padded to whole tiles.
+    dlse: (B, H, Tq) float32 or None. gradients: its dk and dv have the same strides. Raises ValueError for
+    2**31 or more queries over all heads, each head padded to whole tiles.
     """
     dout, q, k, v, out = map(in_reach, (dout, q, k, v, out))
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
-    # padded to whole tiles, so that the other two kernels need no masks for them
+    # delta and lse are padded to whole tiles, so that the other two kernels load them without masks
     seq_padded = triton.cdiv(seq_q, MAX_BLOCK_M) * MAX_BLOCK_M
     if batch * n_head * seq_padded >= 2**31:
         raise ValueError(

@@ -1,9 +1,9 @@
 """Walking tiles: every block of an interval, or, with BLOCK_SIZE, those that a BlockMask lists.
 
-A span says where a tile of queries (or keys) finds what it meets: (start, full_start, full_end, end), block
-numbers without lists and positions in the list of full blocks with them, as in masks.split_blocks, and
-(partial_start, partial_end), the positions of the blocks that have tiles of bits. A listed block of
-BLOCK_SIZE lines is walked in tiles of BLOCK lines.
+A span says which blocks a tile of queries (or keys) meets. Its first four numbers are (start, full_start,
+full_end, end) as in masks.split_blocks: numbers of blocks or, with lists, positions in the list of full
+blocks. The other two, (partial_start, partial_end), are positions of blocks that have tiles of bits. A listed
+block of BLOCK_SIZE lines is walked in tiles of BLOCK lines; a line is a query or a key.
 """
 
 import triton
@@ -17,7 +17,7 @@ CHUNK = tl.constexpr(64)
 
 @triton.jit
 def tiles_of(seq_len, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The programs that one head takes."""
+    """How many programs one head takes."""
     return (
         tl.cdiv(seq_len, BLOCK) if BLOCK_SIZE == 0 else tl.cdiv(seq_len, BLOCK_SIZE) * (BLOCK_SIZE // BLOCK)
     )
@@ -30,7 +30,7 @@ def n_programs(seq_len: int, block_size: int, block: int) -> int:
 
 @triton.jit
 def first_of_program(spans_ptr, program, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The first line of the program's tile: the longest lists first."""
+    """The first line of the program's tile; the first programs take the longest lists."""
     tiles_in_block: tl.constexpr = BLOCK_SIZE // BLOCK
     block = tl.load(spans_ptr + 8 * (program // tiles_in_block) + 7)
     return block * BLOCK_SIZE + program % tiles_in_block * BLOCK
@@ -57,7 +57,7 @@ def find_span(
 
 @triton.jit
 def load_list(spans_ptr, line, BLOCK_SIZE: tl.constexpr):
-    """Of the list of a tile whose first line is `line`: its start, that of its partial blocks, its end."""
+    """Of the list of the tile that begins at `line`: its start, the start of its partial blocks, its end."""
     listed = (0, 0, 0)
     if BLOCK_SIZE != 0:
         spans_ptr += 8 * (line // BLOCK_SIZE)
@@ -67,7 +67,7 @@ def load_list(spans_ptr, line, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def listed_span(listed, entries_ptr, start, full_start, full_end, end, MASK: tl.constexpr):
-    """The span of a block's list, of which an interval mask meets and wholly sees these blocks."""
+    """The span of a list, restricted by an interval mask. start ... end: its split_blocks."""
     first, partial, last = listed
     if MASK == "full":
         span = (first, first, partial, partial, partial, last)
@@ -103,7 +103,7 @@ def listed_span(listed, entries_ptr, start, full_start, full_end, end, MASK: tl.
 
 @triton.jit
 def n_tiles(span, CUT: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """How many tiles a mask cuts, or how many it does not."""
+    """How many tiles of a span the mask cuts, with CUT; otherwise how many it does not."""
     n = n_blocks(span[0], span[1], span[2], span[3], CUT)
     if BLOCK_SIZE != 0:
         if CUT:
@@ -134,9 +134,9 @@ def visible_bits(
     bits_ptr, tile, first_row, first_column,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """True where a tile of bits, whose rows are queries, or keys if transposed, lets them meet.
+    """(BLOCK_M, BLOCK_N), True where a tile of bits is set; its rows are queries, or keys if transposed.
 
-    first_column: a multiple of BLOCK_N, which is a multiple of 32, or 16: then half a word is read.
+    first_column: a multiple of BLOCK_N. BLOCK_N: a multiple of 32, or 16, which reads half a word.
     """
     N_WORDS: tl.constexpr = (BLOCK_N + 31) // 32
     EIGHTS: tl.constexpr = BLOCK_N // 8 // N_WORDS
@@ -152,7 +152,7 @@ def visible_bits(
     eight = tl.reshape(8 * tl.arange(0, EIGHTS), (1, 1, EIGHTS, 1, 1))
     one = tl.reshape(tl.arange(0, 2), (1, 1, 1, 1, 2))
     words = tl.zeros([BLOCK_M, N_WORDS, 1, 4, 1], tl.int32)
-    # a word of each row at a time: (BLOCK_M, BLOCK_N) addresses would not fit into registers
+    # one word per row at a time: (BLOCK_M, BLOCK_N) addresses would not fit into registers
     for w in tl.static_range(N_WORDS):
         of_rows = tl.reshape(tl.load(words_ptr + w), (BLOCK_M, 1, 1, 1, 1))
         words = tl.where(word == w, of_rows >> own, words)

@@ -1,8 +1,8 @@
 """dk and dv: one program owns BLOCK_N keys and walks the queries of one head that see them.
 
-With KEYS_FIRST tiles are keys by queries, and p and ds are left operands in the very registers in which
-products leave them. Otherwise tiles are queries by keys, as in the other kernels, and p and ds pass through
-shared memory. Dropout needs this form, because the bits of its mask are laid out that way.
+With KEYS_FIRST a tile of scores is keys by queries, so that p and ds are the left operands of the next
+products, straight from the registers they are computed in. Otherwise it is queries by keys, as in the other
+kernels, and p and ds pass through shared memory. Dropout needs the latter: its mask's bits are laid out so.
 """
 
 import triton
@@ -24,13 +24,13 @@ from kernels.portable.tile_io import anew, load_tile, store_tile
 
 @triton.jit
 def of_queries(x, KEYS_FIRST: tl.constexpr):
-    """x, one number per query, broadcast along the queries of a tile."""
+    """x, one number per query, with the axis of queries where the tile has it."""
     return x[None, :] if KEYS_FIRST else x[:, None]
 
 
 @triton.jit
 def add_product(total, tile, x, KEYS_FIRST: tl.constexpr, PRECISION: tl.constexpr):
-    """total + what the tile's queries add to its keys; x has one row per query."""
+    """total plus the product of the tile, as keys by queries, with x, which has one row per query."""
     return tl.dot(tile if KEYS_FIRST else tl.trans(tile), x, total, input_precision=PRECISION)
 
 
@@ -46,16 +46,17 @@ def add_queries(
     PRECISION: tl.constexpr, TMA: tl.constexpr, KEYS_FIRST: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Adds the queries of the span to dk and dv; CUT: those of blocks that a mask or the last query cuts."""
+    """Adds the queries of the span to dk and dv: with CUT those in blocks that a mask or Tq cuts."""
     # the same sums, in the order that for each mask compiles without spills and is fastest:
     # docs/kernels.md
     HAS_ENDS: tl.constexpr = BLOCK_SIZE == 0 and BLOCK_D <= 64 and (MASK == "window" or MASK == "intervals")
-    # dropout's words lie beside two wide sums: what each iteration can compute is not kept in registers
+    # dropout's words and two wide accumulators fill the registers: recompute the rest in each iteration
     TIGHT: tl.constexpr = DROPOUT and BLOCK_D == 128
     DELTA_LATE: tl.constexpr = TIGHT or BLOCK_D > 128
     DOUT_FIRST: tl.constexpr = KEYS_FIRST and (BLOCK_SIZE != 0 or HAS_ENDS)
     DV_FIRST: tl.constexpr = DOUT_FIRST or TIGHT
-    # a few tiles: their pipeline would hide little, and beside the other one spill registers; a window's may
+    # cut tiles are few: pipelining them would hide little, and would spill registers beside the pipeline of
+    # the full tiles; not so with a window and HAS_ENDS
     IS_SHORT: tl.constexpr = CUT and (TIGHT or (KEYS_FIRST and not (HAS_ENDS and MASK == "window")))
     for i in tl.range(0, n_tiles(span, CUT, BLOCK_SIZE, BLOCK_M), num_stages=1 if IS_SHORT else None):
         m, bits = tile_at(i, span, entries_ptr, CUT, BLOCK_SIZE, BLOCK_M)
@@ -70,7 +71,7 @@ def add_queries(
             )  # fmt: skip
         lse = tl.load(lse_ptr + (row_of_head + rows))
         if not DELTA_LATE:
-            # loaded before the scores: dP begins from it, and such a load is not issued a step ahead
+            # before the scores, because dp starts from it and Triton does not load it an iteration ahead
             delta = tl.load(delta_ptr + (row_of_head + rows))
         if KEYS_FIRST:
             scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
@@ -78,10 +79,11 @@ def add_queries(
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
         p = tl.exp2(scores * scale_log2 - of_queries(lse, KEYS_FIRST))
         if CUT:
-            # bounds for each of the tile's rows, of which a thread holds few
+            # compared by bounds of the tile's rows, because a thread holds few rows
             if KEYS_FIRST:
                 if BLOCK_D > 64:
-                    # again, as registers are too few to keep them; where they are not, this is slower
+                    # computed again, because the registers cannot hold them; for narrower heads they can, and
+                    # that is faster
                     columns = first_column + tl.arange(0, BLOCK_N)
                     first_query, end_query = queries_of_keys(columns, seq_q, seq_k, window, bounds_ptr, MASK)
                 number = line_numbers(m, BLOCK_M)[None, :]
@@ -97,7 +99,7 @@ def add_queries(
                 else:
                     visible &= visible_bits(bits_ptr, bits, m, column, BLOCK_SIZE, BLOCK_M, BLOCK_N)
             if IS_SHORT:
-                # this needs fewer registers, but is slower in a pipeline
+                # masking scores needs fewer registers than masking p, but is slower in a pipeline
                 scores = tl.where(visible, scores, float("-inf"))
                 p = tl.exp2(scores * scale_log2 - of_queries(lse, KEYS_FIRST))
             else:
@@ -115,7 +117,7 @@ def add_queries(
                 anew(seed, m), limit, anew(batch, m), anew(head, m), m, anew(first_column, m),
                 BLOCK_M, BLOCK_N,
             )  # fmt: skip
-            # from here on the sign of a probability says whether it is kept
+            # from here on the sign of a probability says whether dropout keeps it
             p = tl.where(keep, p, -p)
             kept = tl.maximum(p, 0.0, propagate_nan=tl.PropagateNan.ALL)
         if DV_FIRST:
@@ -129,7 +131,7 @@ def add_queries(
             p = tl.abs(p)
         elif DROPOUT:
             dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
-            # beside the sums of wide heads no column's part of the words is kept
+            # beside the accumulators of wide heads there is no room to keep the words of the columns
             column = anew(first_column, m) if BLOCK_D > 128 else first_column
             keep = keep_tile(seed, limit, batch, head, m, column, BLOCK_M, BLOCK_N)
             kept = tl.where(keep, p, 0.0)
@@ -200,7 +202,7 @@ def dkdv_kernel(
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     row_of_head = head_of_batch.to(tl.int64) * seq_padded
     if DROPOUT and BLOCK_D > 64:
-        # one 32-bit number through the loop, not two pointers; backward.py refuses rows beyond 32 bits
+        # carry one 32-bit offset through the loop instead of two pointers; backward.py refuses larger ones
         row_of_head = row_of_head.to(tl.int32)
     else:
         lse_ptr, delta_ptr, row_of_head = lse_ptr + row_of_head, delta_ptr + row_of_head, 0

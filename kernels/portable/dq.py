@@ -29,7 +29,7 @@ def add_keys(
     TMA: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys of the span to dq; CUT: those of blocks that a mask or the last key cuts."""
+    """Adds the keys of the span to dq: with CUT those of blocks that a mask or the last key cuts."""
     for i in tl.range(0, n_tiles(span, CUT, BLOCK_SIZE, BLOCK_N)):
         n, bits = tile_at(i, span, entries_ptr, CUT, BLOCK_SIZE, BLOCK_N)
         k = load_tile(
@@ -52,7 +52,7 @@ def add_keys(
             if BLOCK_D > 64 or BLOCK_SIZE != 0:
                 dp = tl.where(keep, dp * keep_scale, 0.0) - delta[:, None]
             else:
-                # one instruction less, and faster only where the products are small
+                # one instruction less, but faster only where the products are small
                 dp = tl.where(keep, dp * keep_scale - delta[:, None], -delta[:, None])
         else:
             begin = tl.broadcast_to(-delta[:, None], [BLOCK_M, BLOCK_N])
@@ -106,7 +106,7 @@ def dq_kernel(
     row_of_head = head_of_batch.to(tl.int64) * seq_padded
     lse = tl.load(lse_ptr + row_of_head + rows)
     delta = tl.load(delta_ptr + row_of_head + rows)
-    # after these loads: they are waited for, and meanwhile those arrive
+    # after the loads above, which arrive while the program waits for q and dout
     q = load_tile(
         q_source, batch, head, first_row, seq_q, stride_qt, stride_qd, TMA, HEAD_DIM, BLOCK_M, BLOCK_D, True
     )

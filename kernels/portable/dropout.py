@@ -70,6 +70,6 @@ def keep_tile(
     of_column = tl.reshape(tl.arange(0, 2), (1, 1, 1, 1, 1, 1, 2))
     exchanged = ((words >> 8) & 0x00FF00FF) | ((words & 0x00FF00FF) << 8)
     halves = tl.where(of_eighth == 0, words, exchanged) >> (16 * of_column).to(tl.uint32)
-    # a number so small that it is not normal would be taken for one of 64 bits
+    # cast, because Triton would take a subnormal number for a float64
     kept = ~((halves << 16).to(tl.float32, bitcast=True) >= tl.cast(limit, tl.float32))
     return tl.reshape(kept, (BLOCK_M, BLOCK_N))

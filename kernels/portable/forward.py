@@ -8,11 +8,12 @@ the reference m of the exponent, the sum l of the probabilities and the unnormal
     l = l 2^(m - m') + sum_j p_j           acc = acc 2^(m - m') + p v
     out = acc / l                          lse = (m + log2 l) ln 2
 
-`shift` differs from row to row. In exact arithmetic it cancels. In 16 bits it keeps the largest probabilities
-from being exactly 1: when several keys tie for the maximum, p v is a plain sum of rounded values, whose own
-rounding is biased the same way in every such row (Qiu and Yao, arXiv:2510.04212, who shift the maximum of
-tied rows alone). Here p at the maximum is a little more or less than 3/4, and p v uses 3/4. Where one key
-outweighs all others, that error would be an error of the whole row; the division by l corrects it.
+`shift` differs from row to row, and cancels in exact arithmetic. In 16 bits it keeps the largest p of a row
+from being exactly 1. Otherwise, where several keys tie for the maximum, p v would be a plain sum of rounded
+values, whose own rounding is biased the same way in every such row (Qiu and Yao, arXiv:2510.04212, who shift
+the maximum of tied rows alone). With the shift the largest p is slightly above or below 3/4, and is rounded
+to 3/4 for p v. Where one key outweighs all others, this error would scale the whole row: there l is corrected
+by the same amount.
 
 Source: Dao, FlashAttention-2, arXiv:2307.08691, algorithm 1.
 """
@@ -50,7 +51,7 @@ from kernels.tiles import choose_tile, padded_head_dim
 LN2 = tl.constexpr(0.6931471805599453)
 # a finite maximum for rows that have seen nothing: exp2(-inf - finite) is 0, where -inf - (-inf) would be nan
 LOWEST = tl.constexpr(-3.0e38)
-# multiples of the golden ratio fill [0, 1) evenly, whichever rows are looked at
+# the fractional parts of its multiples fill [0, 1) evenly, whichever rows are looked at
 GOLDEN_RATIO = tl.constexpr(0.6180339887498949)
 # what the largest probability of each row is rounded to in 16 bits
 PEAK = tl.constexpr(0.75)
@@ -58,7 +59,7 @@ PEAK = tl.constexpr(0.75)
 
 @triton.jit
 def peak_of(rows, dtype: tl.constexpr):
-    """(BLOCK_M,): the largest probability of each row, up to 0.45 units in the last place from PEAK."""
+    """(BLOCK_M,): the largest probability of each row, within 0.45 units in the last place of PEAK."""
     unit: tl.constexpr = 2.0**-8 if dtype == tl.bfloat16 else 2.0**-11
     multiple = rows * GOLDEN_RATIO
     return (multiple - tl.floor(multiple) - 0.5) * (0.9 * unit) + PEAK
@@ -76,7 +77,7 @@ def attend_blocks(
     TMA: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Attends to the keys of the span; CUT: those of blocks that a mask or the last key cuts."""
+    """Attends to the keys of the span: with CUT those of blocks that a mask or the last key cuts."""
     for i in tl.range(0, n_tiles(span, CUT, BLOCK_SIZE, BLOCK_N)):
         n, bits = tile_at(i, span, entries_ptr, CUT, BLOCK_SIZE, BLOCK_N)
         k = load_tile(
@@ -128,7 +129,7 @@ def forward_kernel(
         k_source += batch * stride_kb + kv_head * stride_kh
         v_source += batch * stride_vb + kv_head * stride_vh
     out_ptr += batch * stride_ob + head * stride_oh
-    # the last queries of a causal mask see the most keys: longest first fills the GPU best
+    # longest first fills the GPU best: under a causal mask the last queries see the most keys
     first_row = (tiles_of_head - 1 - program) * BLOCK_M
     if BLOCK_SIZE != 0:
         spans_ptr += batch * stride_sb + head * stride_sh
@@ -144,7 +145,7 @@ def forward_kernel(
     first_a, end_a = keys_of_queries(first_row, seq_q, seq_k, window, bounds_ptr, MASK)
     first_b, end_b = keys_of_queries(first_row + BLOCK_M - 1, seq_q, seq_k, window, bounds_ptr, MASK)
     listed = load_list(spans_ptr, first_row, BLOCK_SIZE)
-    # after these loads: it is waited for, and meanwhile they arrive
+    # after the loads above, which arrive while the program waits for q
     q = load_tile(
         q_source, batch, head, first_row, seq_q, stride_qt, stride_qd, TMA, HEAD_DIM, BLOCK_M, BLOCK_D, True
     )

@@ -2,25 +2,26 @@
 
 MASK is one of
     "full"       every key
-    "causal"     keys up to the query's own position; the last query stands at the last key
+    "causal"     keys up to the query's own position; the last query is at the last key
     "window"     of these, the last `window`
     "intervals"  bounds from memory, see kernels/intervals.py
-No bound ever decreases from one line to the next, so the first and the last line of a tile bound all of it.
+A line is a row or a column. No bound decreases from one line to the next, so the first and the last line of a
+tile bound all of it.
 """
 
 import triton
 import triton.language as tl
 
-# arguments that change with length or mask: Triton would compile a kernel for multiples of 16 and another one
+# arguments that change with length or mask: Triton would compile one kernel for multiples of 16 and another
 # for all other values
 NOT_SPECIALIZED = ["stride_sb", "stride_sh", "seq_q", "seq_k", "seq_padded", "window", "limit"]
 
 
 @triton.jit
 def line_numbers(first, LINES: tl.constexpr):
-    """first + tl.arange(0, LINES), for the columns of a product: constants added to one number of a thread.
+    """first + tl.arange(0, LINES), for the columns of a product: one number per thread plus constants.
 
-    The compiler would compute the numbers of tl.arange before a loop, and hold each in a register.
+    With tl.arange the compiler would compute all of them before a loop, and hold each in a register.
     """
     own = first + 2 * tl.arange(0, 4)[None, :, None]
     constant = 8 * tl.arange(0, LINES // 8)[:, None, None] + tl.arange(0, 2)[None, None, :]

@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.launches import enter_context
 from kernels.layouts import bulk_strides
 
-# shape of a tile: rows, and channels of each
+# most rows, and most channels, of a tile
 MAX_EXTENT = 256
 
 
@@ -54,10 +54,10 @@ def load_tile(
 
 @triton.jit
 def in_registers(tile, first_row, n_rows, ROWS: tl.constexpr):
-    """A loaded tile, with the zeros after the last row written once more, so that it is a computed value.
+    """A loaded tile as a computed value: the rows after the last one are set to zero once more.
 
-    Triton leaves a loaded tile in shared memory. A computed left operand a product takes from registers, and
-    then it reads half as much of shared memory.
+    Triton leaves a loaded tile in shared memory. A computed left operand stays in registers, and the product
+    then reads half as much shared memory.
     """
     rows = first_row + tl.arange(0, ROWS)
     return tl.where(rows[:, None] < n_rows, tile, 0.0)
@@ -65,10 +65,10 @@ def in_registers(tile, first_row, n_rows, ROWS: tl.constexpr):
 
 @triton.jit
 def anew(x, line):
-    """x, as a sum that the compiler cannot recognize as x.
+    """x, as a sum that the compiler cannot simplify to x.
 
-    line: not negative, and different in each iteration of a loop. What depends on x is then computed in each
-    iteration, and not once to be held in registers that the loop lacks.
+    line: not negative, and different in each iteration of a loop. What depends on x is then recomputed in
+    each iteration, where computing it once would take registers that the loop lacks.
     """
     return x + (line >> 31)
 
@@ -97,7 +97,7 @@ def in_reach(x: Tensor) -> Tensor:
 
 
 def head_descriptor(x: Tensor, rows: int, block_d: int) -> TensorDescriptor:
-    """(B, T, H, D) as (B, H, T, D) in tiles of `rows` rows of one head."""
+    """Describes (B, T, H, D) as (B, H, T, D), to be read in tiles of `rows` rows of one head."""
     enter_context(x)
     batch, seq, n_head, head_dim = x.shape
     stride_b, stride_t, stride_h = bulk_strides(x)

@@ -20,7 +20,7 @@ def full_tile(block_size: int, device) -> Tensor:
 
 
 def interval_tiles(first: Tensor, end: Tensor) -> Tensor:
-    """(n, block_size, words): each query sees the keys from first to before end, (n, block_size)."""
+    """(n, block_size, words): each query sees the keys in [first, end); these are (n, block_size)."""
     start = torch.arange(first.shape[1] // WORD_BITS, device=first.device) * WORD_BITS
     # in each word, all bits below a bound
     below_first, below_end = (
@@ -44,8 +44,8 @@ def unpack(bits: Tensor) -> Tensor:
 def transpose(bits: Tensor) -> Tensor:
     """The same tiles with a row of bits for each key: bit r % 32 of word r // 32 of row c.
 
-    Squares of 32 x 32 bits exchange their quarters, these theirs, and so on: no bit takes a byte. Source:
-    Warren, Hacker's Delight, 7-3.
+    Each square of 32 x 32 bits swaps two of its quarters, then each quarter does the same, and so on: no bit
+    is ever unpacked to a byte. Source: Warren, Hacker's Delight, 7-3.
     """
     # tile, word of a row, square below it, row of the square
     words = bits.unflatten(1, (-1, WORD_BITS)).permute(0, 3, 1, 2)
@@ -64,7 +64,7 @@ def signed(words: Tensor) -> Tensor:
 
 
 def distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices of the distinct rows of (n, m), and for each row which of these it equals."""
+    """The indices of the distinct rows of (n, m), and for each row, which of these it equals."""
     # sorting randomly weighted sums is faster than sorting the rows; rows of equal sums are compared
     generator = torch.Generator().manual_seed(0)
     weights = torch.randint(2**62, (rows.shape[1],), generator=generator, device="cpu").to(rows.device)

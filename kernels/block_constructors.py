@@ -33,9 +33,10 @@ def from_blocks(
 def from_intervals(
     first: Tensor, end: Tensor, seq_k: int, *, block_size: int = 128, causal: bool = False
 ) -> BlockMask:
-    """Query i sees the keys from first[i] to before end[i]; (Tq,) or (B, Tq); neither ever decreases.
+    """Query i sees the keys in [first[i], end[i]).
 
-    first, end: int32 or int64. causal: declares that no query sees a later key; ValueError if one does.
+    first, end: (Tq,) or (B, Tq), int32 or int64, never decreasing. causal: declares that no query sees a
+    later key; ValueError if one does.
     """
     n_batch, seq_q = first.shape[:-1].numel(), first.shape[-1] if first.dim() else 0
     check_sizes(block_size, n_batch=n_batch, seq_q=seq_q, seq_k=seq_k)

@@ -21,14 +21,14 @@ from torch import Tensor
 from kernels.bit_tiles import FULL, distinct, pack, transpose, unpack
 
 BLOCK_SIZES = (64, 128)
-# blocks that a mask's lists sort at a time
+# how many blocks `_lists` sorts at a time
 SORTED_AT_ONCE = 2**18
 _makes_lists = ContextVar("_makes_lists", default=True)
 
 
 @contextmanager
 def without_lists():
-    """Context in which masks are only made to be combined: without lists, most of a mask's memory."""
+    """Context for masks that are made only to be combined: without lists, which are most of their memory."""
     token = _makes_lists.set(False)
     try:
         yield
@@ -51,7 +51,7 @@ class BlockLists:
 
 
 class BlockMask:
-    """Query i of batch b and head h sees key j where the mask has a block there whose tile has that bit.
+    """Query i of batch b and head h sees key j if the mask has a block there whose tile has their bit set.
 
     seq_q, seq_k: Tq, Tk. n_batch, n_head: 1 where one mask serves all. keys: (n,) `key_dtype`, the stored
     blocks, sorted: ((b n_head + h) n_rows + row) n_columns + column. tiles: (n,) int32, their tiles. bits:
@@ -82,7 +82,7 @@ class BlockMask:
 
     def make_lists(self) -> None:
         """Sets what the kernels read: rows, columns and transposed_bits."""
-        # an array with a number per block is large: unnamed, each is freed when the next is made
+        # arrays of a number per block are large: without a name, each is freed when the next one is made
         self.rows = self._lists(self.keys // self.n_columns, self.keys % self.n_columns, self.n_rows)
         self.columns = self._lists(
             self.keys // (self.n_rows * self.n_columns) * self.n_columns + self.keys % self.n_columns,
@@ -104,7 +104,7 @@ class BlockMask:
         bits: Tensor,
         causal: bool,
     ) -> "BlockMask":
-        """As the class, from distinct blocks in any order, int32 or int64; cuts them at Tq and Tk."""
+        """A mask from distinct blocks in any order, int32 or int64, which it cuts at Tq and Tk."""
         n_rows, n_columns = n_blocks(seq_q, block_size), n_blocks(seq_k, block_size)
         keys, tiles = keys.to(key_dtype(n_batch * n_head * n_rows * n_columns)), tiles.int()
         in_cut_row = keys // n_columns % n_rows == seq_q // block_size
@@ -140,7 +140,7 @@ class BlockMask:
 
     @classmethod
     def stack(cls, masks: "Sequence[BlockMask]") -> "BlockMask":
-        """One mask for each head, of masks of one head each."""
+        """The mask whose head h is masks[h], each a mask of one head."""
         if not masks:
             raise ValueError("stack needs a mask for each head, got none")
         for mask in masks:
@@ -163,7 +163,7 @@ class BlockMask:
         )  # fmt: skip
 
     def expand(self, n_batch: int, n_head: int) -> "BlockMask":
-        """The mask with a copy for each of n_batch and n_head, where it had one for all."""
+        """The mask repeated for n_batch batches and n_head heads, where it had one for all."""
         if (n_batch, n_head) == (self.n_batch, self.n_head):
             return self
         for name, have, want in (("n_batch", self.n_batch, n_batch), ("n_head", self.n_head, n_head)):
@@ -216,7 +216,7 @@ class BlockMask:
         return dense[:, :, : self.seq_q, : self.seq_k]
 
     def rows_to_dense(self, rows: Tensor) -> Tensor:
-        """The queries at rows (n,): (B or 1, H or 1, n, Tk) bool."""
+        """What the queries at rows (n,) see: (B or 1, H or 1, n, Tk) bool."""
         heads = torch.arange(self.n_batch * self.n_head, device=rows.device)[:, None, None]
         line = heads * self.n_rows + (rows // self.block_size)[:, None]
         tiles = self._find(line * self.n_columns + torch.arange(self.n_columns, device=rows.device))
@@ -293,7 +293,7 @@ class BlockMask:
         return self._like(self.n_batch, self.n_head, keys, tiles, operation(a, b), causal)
 
     def _find(self, keys: Tensor) -> Tensor:
-        """The tile at each of keys, or the number of tiles where there is no block."""
+        """The tile of the block at each of keys, or the number of tiles where there is no block."""
         keys = keys.to(self.keys.dtype)
         place = torch.searchsorted(self.keys, keys, out_int32=True)
         # beyond the last key nothing is found
@@ -305,7 +305,7 @@ class BlockMask:
         return BlockMask.build(self.seq_q, self.seq_k, self.block_size, n_batch, n_head, *blocks)
 
     def _lists(self, line: Tensor, block: Tensor, n_lines: int) -> BlockLists:
-        """line: (n,), counted over all heads, of n_lines each; block: (n,), of the other side."""
+        """The stored blocks by line. line: (n,), numbered over all heads; block: (n,), on the other side."""
         partial = self.tiles != FULL
         n_all = self.n_batch * self.n_head * n_lines
         counts, n_partial = (torch.bincount(x, minlength=n_all) for x in (line, line[partial]))
@@ -348,7 +348,7 @@ def reach(masks: Sequence[BlockMask]) -> float:
         raise ValueError(f"reach needs as many queries as keys, got {first.seq_q} and {first.seq_k}")
     for mask in masks:
         first.check_combines(mask)
-    # not in the default dtype, which what is seen is not in either
+    # float32 whatever the default dtype, as `seen` is below
     own = torch.eye(first.n_rows, dtype=torch.float32, device=first.keys.device)
     seen = own.expand(first.n_batch, -1, -1)
     pairs = torch.ones_like(seen[0])
@@ -375,7 +375,7 @@ def reach(masks: Sequence[BlockMask]) -> float:
 def numbered(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """The distinct values of x (m,), each from 0 to n - 1, in order; and each x's place among them, int32.
 
-    By a table if n is small: sorting takes several times the memory of x, and longer.
+    If n is small it uses a table: sorting takes longer, and several times the memory of x.
     """
     if n > len(x):
         values, place = x.unique(return_inverse=True)
@@ -390,5 +390,5 @@ def n_blocks(seq_len: int, block_size: int) -> int:
 
 
 def key_dtype(n: int) -> torch.dtype:
-    """int32 if it holds the numbers of twice n blocks, by which `_lists` sorts; otherwise int64."""
+    """int32 if it holds numbers up to 2 n, by which `_lists` sorts n blocks; otherwise int64."""
     return torch.int32 if 2 * n <= torch.iinfo(torch.int32).max else torch.int64

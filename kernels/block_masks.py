@@ -120,7 +120,7 @@ def power_of_two_strided(seq_len: int, *, block_size: int = 128, device="cpu") -
 
 
 def butterfly(seq_len: int, *, block_size: int = 128, device="cpu") -> BlockMask:
-    """Block i and every i XOR 2^k, for full attention, as FlashAttention used (Pixelfly, arXiv:2112.00029).
+    """Block i and every i XOR 2^k, for full attention, as in FlashAttention (Pixelfly, arXiv:2112.00029).
 
     Under a causal mask it is disconnected: use power_of_two_strided there.
 
@@ -173,7 +173,7 @@ def bigbird(
     """The last n_window blocks, the first n_global, and n_random earlier ones (BigBird, arXiv:2007.14062).
 
     The random ones are drawn with repetition, from `seed`; a shorter sequence has the same draws as the
-    beginning of a longer one, unless n_random exceeds both its blocks and MOST_DRAWS. 2, 1 and 1:
+    beginning of a longer one, unless n_random exceeds both its blocks and MOST_DRAWS. With 2, 1 and 1:
 
     +.......
     #+......
@@ -192,7 +192,7 @@ def bigbird(
     n_random = min(n_random, max(n, MOST_DRAWS))
     row = torch.arange(n, device=device)[:, None]
     generator = torch.Generator().manual_seed(seed)
-    # a fixed dtype: a mask must be the same under any default, 16 bits would be coarse and 64 draw others
+    # float32 whatever the default dtype: 16 bits would be too coarse, and 64 would draw other blocks
     draw = torch.rand(n, n_random, generator=generator, dtype=torch.float32, device="cpu").to(device)
     columns = [
         row - torch.arange(n_window, device=device),
@@ -205,7 +205,7 @@ def bigbird(
 
 
 def documents(document_ids: Tensor, *, block_size: int = 128) -> BlockMask:
-    """A token sees its whole document, before and after it; two of one and a half blocks, and one of one:
+    """A token sees its whole document, before and after it. For documents of 1.5, 1.5 and 1 blocks:
 
     #+..
     +++.
@@ -243,7 +243,7 @@ def top_k(q: Tensor, k: Tensor, n: int, *, causal: bool = True, block_size: int 
     check_sizes(block_size, seq_len=seq_len, n=n)
     mean_q, mean_k = (_block_means(x.detach(), block_size) for x in (q, k))
     mean_k = mean_k.repeat_interleave(n_head // k.shape[2], dim=1)
-    # 16 bits would choose other blocks
+    # not in 16 bits, which would choose other blocks
     with torch.autocast(q.device.type, enabled=False):
         scores = mean_q @ mean_k.mT  # (B, H, n_blocks, n_blocks)
     n_bad = int((~scores.isfinite()).sum())
@@ -268,7 +268,7 @@ PATTERNS = {
 
 
 def parse(text: str, seq_len: int, *, block_size: int = 128, device="cpu") -> BlockMask:
-    """The mask that a configuration writes as "window(1024) | strided(8)": patterns, integers, & and |."""
+    """The mask of an expression like "window(1024) | strided(8)": patterns of integers, & and |."""
 
     def value(node: ast.AST) -> BlockMask:
         match node:
@@ -301,7 +301,7 @@ def parse(text: str, seq_len: int, *, block_size: int = 128, device="cpu") -> Bl
 
 
 def _integer(node: ast.AST) -> int | None:
-    """The integer that a node of the expression writes; None if it is anything else."""
+    """The integer that a node of the expression stands for, or None."""
     with suppress(ValueError, TypeError):
         number = ast.literal_eval(node)
         if type(number) is int:

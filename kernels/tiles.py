@@ -1,10 +1,10 @@
 """Block sizes of the portable kernels: their only tuning file.
 
-A tile is looked up by GPU, kernel, bytes of one element and padded head_dim. "forward" and "dq" keep
-BLOCK_M queries and walk the keys, "decode" too, with the rows of a short tile filled by heads, "dkdv" keeps
-BLOCK_N keys and walks the queries; rows of a variant (variant_of) exist where another tile is better there.
-scripts/tune_tiles.py measures candidates, tests/ahead_of_time.py compiles the rows for their GPUs. What
-has not been measured was chosen by the compiler's report: as large as possible without spills.
+A tile is looked up by GPU, kernel, bytes per element and padded head_dim. "forward" and "dq" keep BLOCK_M
+queries and walk the keys; so does "decode", which fills the rows of a short tile with heads; "dkdv" keeps
+BLOCK_N keys and walks the queries. A variant (variant_of) has its own row where another tile is better.
+scripts/tune_tiles.py measures candidates, and tests/ahead_of_time.py compiles the rows for their GPUs. Tiles
+that have not been measured were chosen by the compiler's report: as large as possible without spills.
 """
 
 from functools import cache
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-# registers of a thread. Without a limit NVIDIA's assembler may spill some, so that more blocks run at once
+# the most registers of a thread. Without a limit NVIDIA's assembler may spill some to run more blocks at once
 ALL_REGISTERS = 255
 
 
@@ -24,16 +24,16 @@ class Tile(NamedTuple):
     num_stages: int
     # read by TMA, on GPUs that have it
     tma: bool = False
-    # most registers per thread: fewer, so that another block fits beside it, or all; None: the assembler's
-    # choice
+    # limit on registers per thread: a low one, so that another block fits on the multiprocessor, or
+    # ALL_REGISTERS; with None the assembler chooses
     registers: int | None = None
-    # forward and dq: q and dout, which stay for a whole loop, are held in registers; see tile_io.in_registers
+    # forward and dq: hold q and dout in registers throughout the loop, see tile_io.in_registers
     held: bool = False
     # dkdv: tiles are keys by queries, except under dropout
     keys_first: bool = False
 
     def within(self, block_size: int) -> "Tile":
-        """The same, but not larger than a block of a block mask; 0 means no block mask."""
+        """The tile, no larger than a block of the block mask; a block_size of 0 means no block mask."""
         if block_size == 0:
             return self
         return self._replace(block_m=min(self.block_m, block_size), block_n=min(self.block_n, block_size))
@@ -73,7 +73,7 @@ def all_registers(table: Table) -> Table:
     return {key: tile._replace(registers=ALL_REGISTERS) for key, tile in table.items()}
 
 
-# exact rather than fast unless TF32 is asked for: products run without matrix units
+# float32 is exact rather than fast: unless TF32 is asked for, products run without matrix units
 FLOAT32 = all_registers(
     rows("forward", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(32, 32, 8, 1), to_256=Tile(16, 16, 8, 1))
     | rows("dq", 4, to_64=Tile(32, 32, 4, 1), to_128=Tile(32, 16, 8, 1), to_256=Tile(16, 16, 8, 1))
@@ -81,13 +81,13 @@ FLOAT32 = all_registers(
     | {("dkdv", 4, 64): Tile(32, 32, 8, 1)}
     | dropping(("forward", 64, Tile(32, 32, 8, 1)), ("forward", 128, Tile(16, 32, 8, 1)), itemsize=4)
 ) | dropping(("dkdv", 256, Tile(16, 16, 8, 1)), itemsize=4)
-# one query's keys: small tiles, so that many loads are in flight; 2 bytes up to head_dim 128 measured on an
-# H200 without block masks, docs/long_context.md, the rest not measured
+# small tiles, so that many loads of keys are in flight. Those of 2 bytes up to head_dim 128 were measured, on
+# an H200 without block masks (docs/long_context.md); the others were not
 DECODE = rows(
     "decode", 4, to_64=Tile(16, 32, 4, 2), to_128=Tile(16, 16, 4, 2), to_256=Tile(16, 16, 4, 2)
 ) | rows("decode", 2, to_64=Tile(16, 32, 1, 4), to_128=Tile(16, 32, 1, 4), to_256=Tile(16, 32, 4, 2))
-# head_dim 64 and 128 measured on an H200: torch 2.11, triton 3.6, bf16, 2026-11-22; what else was tried:
-# docs/kernels.md
+# head_dim 64 and 128 were measured on an H200: torch 2.11, triton 3.6, bf16, 2026-11-22. For what else was
+# tried, see docs/kernels.md
 HOPPER = (
     FLOAT32
     | DECODE
@@ -122,7 +122,7 @@ HOPPER = (
         ("forward full", 2, 128): Tile(64, 64, 4, 3, True, held=True),
         ("dq full", 2, 64): Tile(64, 64, 4, 3, True, held=True),
         ("dq window", 2, 64): Tile(64, 64, 4, 2, True),
-        # a list's entry is loaded ahead of its tile: of n stages (n - 1) // 2 + 1 hold tiles
+        # a list's entry is loaded before its tile, so of n stages only (n - 1) // 2 + 1 hold tiles
         ("forward blocks", 2, 64): Tile(64, 64, 4, 5, True, 128, held=True),
         ("dq blocks", 2, 64): Tile(64, 64, 4, 5, True, 168),
         ("dkdv blocks", 2, 64): Tile(64, 64, 4, 2, True, keys_first=True),
@@ -264,7 +264,7 @@ CDNA = (
     | rows("dkdv", 2, to_64=Tile(64, 64, 4, 2), to_128=Tile(64, 64, 4, 1), to_256=Tile(32, 32, 4, 2))
 )
 TABLES = {"sm_80": AMPERE, "sm_90": HOPPER, "sm_100": BLACKWELL, "sm_103": BLACKWELL}
-# small, not square and all different, so that short sequences have several blocks of every kind
+# small and not square, so that short sequences have several blocks of every kind
 INTERPRETER = {
     "forward": Tile(64, 32, 4, 1, held=True),
     "dq": Tile(32, 64, 4, 1),
@@ -283,7 +283,7 @@ def choose_tile(
 ) -> Tile:
     """The tile of kernel "forward", "dq", "dkdv" or "decode" on this device.
 
-    variant: of variant_of. block_size: of the block mask, if there is one.
+    variant: from variant_of. block_size: of the block mask, 0 without one.
     """
     if device.type == "cpu":
         return INTERPRETER[kernel]
@@ -291,7 +291,7 @@ def choose_tile(
 
 
 def variant_of(mask: str, block_size: int, *, dropout: bool) -> str:
-    """What a tile may depend on beside head_dim: dropout, a block mask, or a mask of portable/masks.py."""
+    """What a tile may depend on besides head_dim: dropout, a block mask, or a mask of portable/masks.py."""
     if dropout:
         return "dropout blocks" if block_size else "dropout"
     if block_size:
@@ -320,5 +320,5 @@ def architecture(device: torch.device) -> str:
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The power of two that a tile is wide."""
+    """The width of a tile: head_dim rounded up to a power of two, at least 16."""
     return max(16, triton.next_power_of_2(head_dim))

@@ -1,12 +1,15 @@
 """The head of a language model and its loss: the mean of log(sum(exp(x))) - x[target], rows x = hidden W^T.
 
-The logits are a step's largest tensor, so one buffer holds CHUNK rows of them, used again by every chunk. A
-kernel turns each row, in place, into the gradient of its loss, softmax(x) - onehot(target), and two matrix
-products make of these rows the gradients of hidden and W, all in the forward pass; the backward only scales
-them. In bfloat16 on Hopper the product that makes the logits writes their exponentials in their place, and no
-kernel passes over them (cross_entropy_epilogue.py). Otherwise a row waits on Hopper in shared memory between
-its passes, so that it is read once (cross_entropy_hopper.py); elsewhere it is read twice, first for a running
-maximum and the sum relative to it (Milakov and Gimelshein, arXiv:1805.02867).
+The logits are the largest tensor of a step, so only CHUNK rows of them exist at a time, in a buffer that
+every chunk reuses. A kernel turns each row, in place, into the gradient of its loss, softmax(x) -
+onehot(target), and two matrix products turn these rows into the gradients of hidden and W. All of this
+happens in the forward pass; the backward pass only scales the gradients. How often the softmax reads a row
+depends on the GPU:
+
+    Hopper, bfloat16    never: the product writes exponentials in its place (cross_entropy_epilogue.py)
+    Hopper, otherwise   once: a row stays in shared memory between its passes (cross_entropy_hopper.py)
+    elsewhere           twice, first for a running maximum and the sum relative to it (Milakov and
+                        Gimelshein, arXiv:1805.02867)
 """
 
 import torch
@@ -35,7 +38,7 @@ def cross_entropy_kernel(
     BLOCK: tl.constexpr,
     WITH_GRADIENT: tl.constexpr,
 ):
-    """One row; columns from vocab_size on pad the vocabulary: they take no probability and no gradient."""
+    """One row; columns from vocab_size on pad the vocabulary: they get no probability and no gradient."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * n_columns
     offs = tl.arange(0, BLOCK)
@@ -65,9 +68,9 @@ def cross_entropy_kernel(
 def cross_entropy_(
     logits: Tensor, targets: Tensor, losses: Tensor, vocab_size: int, with_gradient: bool
 ) -> None:
-    """Writes the loss of each row of logits (N, V'), and with_gradient overwrites the row by its gradient."""
+    """Writes the loss of each row of logits (N, V'); with_gradient overwrites the row with its gradient."""
     n_rows, n_columns = logits.shape
-    # cross_entropy_hopper is imported where Gluon is known to be there
+    # imported only where Gluon is known to exist
     if logits.element_size() == 2 and hopper.is_hopper(logits.device) and hopper.build_error() is None:
         from kernels.cross_entropy_hopper import cross_entropy_in_shared_memory, fits
 
@@ -92,13 +95,14 @@ def linear_cross_entropy_forward(
     of_hidden: bool,
     of_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The mean loss, and the gradients of the losses' sum by hidden and weight, empty if not asked for.
+    """The mean loss, and the gradients of the summed loss for hidden and weight, empty if not asked for.
 
-    The last tensor, float32, is empty or has a factor for each row by which that of hidden is yet to be
-    multiplied: who reads the gradient next can do so for nothing.
+    The last tensor, float32, is empty or holds a factor per row, by which the gradient of hidden has yet to
+    be multiplied: the next one to read that gradient does so at no cost.
     """
     n_rows = hidden.shape[0]
-    # a kernel would read another address, and the loss look like one: as PyTorch's own, without a wait
+    # out of range, a kernel would read another address and give a plausible loss; like PyTorch's own check,
+    # this one does not wait for the GPU
     torch._assert_async(
         ((targets >= 0) & (targets < vocab_size)).all(),
         f"targets must be from 0 to {vocab_size - 1}, got others: leave out rows that are not to count, "
@@ -109,7 +113,7 @@ def linear_cross_entropy_forward(
     dhidden, dweight, factors = _gradients(hidden, weight, of_hidden, of_weight)
     in_epilogue = factors.numel() > 0
     if in_epilogue:
-        # whose kernels read rows one behind the other
+        # the epilogue's kernels read contiguous rows
         hidden, cast = hidden.contiguous(), cast.contiguous()
         mask = cross_entropy_epilogue.padding_mask(weight.shape[0], vocab_size, hidden.device)
     buffer = torch.empty(min(chunk, n_rows), weight.shape[0], dtype=hidden.dtype, device=hidden.device)
@@ -138,8 +142,8 @@ def _(hidden, weight, targets, vocab_size, chunk, of_hidden, of_weight):
 
 
 def _gradients(hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: bool) -> tuple[Tensor, ...]:
-    """What the operator returns beside the loss, to be filled."""
-    # a sum over many rows, which only the backward pass makes a mean: float16 ends at 65504
+    """What the operator returns besides the loss, not filled yet."""
+    # a sum over many rows, which becomes a mean only in the backward pass, may exceed float16's 65504
     summed = torch.float32 if weight.dtype == torch.float16 else weight.dtype
     asked = ((hidden, hidden.dtype, of_hidden), (weight, summed, of_weight))
     gradients = (
@@ -160,7 +164,7 @@ def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def _add_mm(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out += a b, summed in float32 if that is out's dtype; the product reads out itself where it can."""
+    """out += a b, summed in float32 if that is out's dtype; where it can, the product itself adds to out."""
     if _sums_in_float32(a, out):
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
@@ -168,7 +172,7 @@ def _add_mm(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def _sums_in_float32(a: Tensor, out: Tensor) -> bool:
-    """Whether PyTorch has a product of matrices like a that stores its sums, as they are, in out."""
+    """Whether PyTorch can multiply matrices like a and store the sums in out without rounding them."""
     return a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and out.dtype == torch.float32
 
 
@@ -180,7 +184,7 @@ def _save_for_backward(ctx, inputs, output):
 
 
 def _backward(ctx, dloss, *_):
-    # only create_graph=True has gradients enabled here
+    # gradients are enabled here only with create_graph=True
     if torch.is_grad_enabled():
         raise NotImplementedError(
             "linear_cross_entropy has no second derivative: use F.cross_entropy of the logits where you need "
@@ -189,7 +193,7 @@ def _backward(ctx, dloss, *_):
     if dloss is None:
         return (None,) * 7
     dhidden, dweight, factors = ctx.saved_tensors
-    # with dimensions of its own: of a number alone a GPU would round it to the gradient's 16 bits first
+    # as a matrix: a tensor without dimensions would be rounded to the gradient's 16 bits first, on a GPU
     scale = (dloss / ctx.n_rows)[None, None]
     of_rows = scale * factors[:, None] if factors.shape[0] else scale
     dhidden = (dhidden * of_rows).to(dhidden.dtype) if ctx.of_hidden else None
@@ -205,10 +209,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """The mean cross-entropy in nats, () float32, of targets (N,) int64 under logits hidden weight^T.
 
-    hidden: (N, C), N at least 1; weight: (V', C), usually float32, rows from vocab_size on pad it; the
-    products run in hidden's dtype, the gradient of weight is summed in weight's, if that is float16 in
-    float32. Raises ValueError for other shapes, for several devices, and without a GPU, and RuntimeError for
-    targets that are not from 0 to vocab_size - 1, on a GPU where it is next waited for.
+    hidden: (N, C), N at least 1. weight: (V', C), usually float32; rows from vocab_size on are padding. The
+    products run in hidden's dtype. The gradient of weight is summed in weight's dtype, or in float32 if that
+    is float16. Raises ValueError for other shapes, for several devices, and without a GPU, and RuntimeError
+    for targets that are not from 0 to vocab_size - 1, on a GPU when the host next waits for it.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or hidden.shape[0] == 0:
         raise ValueError(
@@ -220,7 +224,7 @@ def linear_cross_entropy(
             f"targets must be one int64 for each of the {hidden.shape[0]} rows of hidden, got "
             f"{tuple(targets.shape)} {targets.dtype}"
         )
-    # a kernel would read an address of another device
+    # a kernel would read addresses of another device
     for name, x in (("weight", weight), ("targets", targets)):
         if x.device != hidden.device:
             raise ValueError(f"{name} must be on {hidden.device}, as hidden, got {x.device}: move it")

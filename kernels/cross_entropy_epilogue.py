@@ -1,16 +1,16 @@
-"""A head's loss and gradient whose softmax needs no pass over the logits: a product writes exponentials.
+"""The head's loss and gradient without a pass over the logits: the product itself writes their exponentials.
 
 With x = hidden W^T and t the target of row i, the epilogue of the product (epilogues.py) writes
 E_ij = 2^-SHIFT exp(x_ij - x_it) and sums its rows. Then
 
     loss_i = log(sum_j E_ij) + log(2) SHIFT,    dloss_i / dx_ij = E_ij / sum_j E_ij - onehot(t)_j
 
-and the gradients of hidden and W are products with E, whose column t becomes E_it - sum_j E_ij, once
-their rows are scaled by 1 / sum_j E_ij, (N, C) in place of (N, V).
+and the gradients of hidden and W are products with E, after E_it has become E_it - sum_j E_ij. The factors
+1 / sum_j E_ij scale rows of (N, C), not of (N, V).
 
-An exponential relative to the target needs no maximum of the row, because bfloat16 has the exponents of
-float32: columns less likely than the target by 2^(126 - SHIFT) or more round to zero, and those more likely
-by more than 2^(SHIFT + MOST_EXPONENT) count as that, which bounds what one token can lose at 104 nats.
+An exponential relative to the target needs no maximum of the row, because bfloat16 has the exponent range of
+float32. A column less likely than the target by a factor of 2^(126 - SHIFT) or more rounds to zero. One that
+is more likely by more than 2^(SHIFT + MOST_EXPONENT) counts as that, which bounds a token's loss at 104 nats.
 """
 
 import torch
@@ -23,7 +23,7 @@ from kernels.epilogue_library import epilogues, is_installed
 
 LOG2E = tl.constexpr(1.4426950408889634)
 SHIFT = tl.constexpr(60.0)
-# V' must be a multiple of one of these, tiles of the product: beyond the edge there is nothing to sum
+# widths of the product's tiles: one must divide V', since a tile would also sum what lies beyond the edge
 WIDTHS = (192, 128)
 NUM_WARPS = 4
 
@@ -44,7 +44,7 @@ def _row_kernel(
     exponentials_ptr, targets_ptr, hidden_ptr, subtrahends_ptr, sums_ptr, losses_ptr, scaled_ptr,
     n_columns, n_embd, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The loss of one row, its target's column, its hidden / sum, and 1 / sum in the sum's place."""
+    """Writes one row's loss, its E_it, its hidden / sum, and 1 / sum in place of the sum."""
     row = tl.program_id(0).to(tl.int64)
     total = tl.load(sums_ptr + row)
     subtrahend = tl.load(subtrahends_ptr + row)
@@ -61,7 +61,7 @@ def _row_kernel(
 
 
 def fits(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether losses_and_exponentials takes these, on a GPU with a product that ends in an exponential."""
+    """Whether losses_and_exponentials takes these: bfloat16, fitting sizes, on Hopper, with quack-kernels."""
     return (
         hidden.dtype == torch.bfloat16
         and hidden.shape[1] % 8 == 0
@@ -72,7 +72,7 @@ def fits(hidden: Tensor, weight: Tensor) -> bool:
 
 
 def padding_mask(n_columns: int, vocab_size: int, device: torch.device) -> Tensor:
-    """(V',) float32: 0 where there is a token, minus infinity where a column only pads."""
+    """(V',) float32: 0 for columns of tokens, minus infinity for padding."""
     mask = torch.zeros(n_columns, dtype=torch.float32, device=device)
     mask[vocab_size:] = float("-inf")
     return mask
@@ -81,10 +81,10 @@ def padding_mask(n_columns: int, vocab_size: int, device: torch.device) -> Tenso
 def losses_and_exponentials(
     hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor, losses: Tensor, exponentials: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Writes losses and, up to a factor a row, gradients of logits; returns hidden times it, and the factors.
+    """Writes losses, and gradients of logits but for a factor per row; returns hidden times it, and these.
 
-    hidden: (N, C), weight: (V', C), exponentials, for the gradients: (N, V'), bfloat16 and contiguous;
-    mask: of padding_mask; losses and the factors: (N,) float32.
+    hidden: (N, C), weight: (V', C), and exponentials: (N, V'), which receives the gradients, are bfloat16 and
+    contiguous. mask: from padding_mask. losses and the returned factors: (N,) float32.
     """
     n_rows, n_embd = hidden.shape
     subtrahends, scaled = torch.empty_like(losses), torch.empty_like(hidden)

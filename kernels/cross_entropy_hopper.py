@@ -1,4 +1,4 @@
-"""The loss of a row of logits and its gradient, in Gluon: the row waits in shared memory between passes."""
+"""The loss of a row of logits and its gradient, in Gluon: the row stays in shared memory between passes."""
 
 import triton
 import triton.experimental.gluon.language as gl
@@ -8,9 +8,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 LOG2E = gl.constexpr(1.4426950408889634)
 NUM_WARPS = 8
-# what one instruction of all threads copies: 16 bytes each
+# elements that all threads copy by one instruction, 16 bytes each
 BLOCK = NUM_WARPS * 32 * 8
-# of shared memory, for two blocks on a multiprocessor: one loads while the other computes
+# shared memory of a thread block: two fit on a multiprocessor, one loads while the other computes
 MOST_BYTES = 113 * 1024
 
 
@@ -19,7 +19,7 @@ def cross_entropy_kernel(
     logits_ptr, targets_ptr, losses_ptr, n_columns, vocab_size,
     N_BLOCKS: gl.constexpr, BLOCK: gl.constexpr, WITH_GRADIENT: gl.constexpr,
 ):  # fmt: skip
-    """One row; columns from vocab_size on, all in the last block, take no probability and no gradient."""
+    """One row; columns from vocab_size on, all in the last BLOCK, get no probability and no gradient."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     dtype: gl.constexpr = logits_ptr.dtype.element_ty
     logits_ptr += gl.program_id(0).to(gl.int64) * n_columns
@@ -60,7 +60,7 @@ def cross_entropy_kernel(
 
 
 def fits(n_columns: int, vocab_size: int) -> bool:
-    """Whether 16-bit rows fit, start at multiples of 16 bytes, and are padded in their last block only."""
+    """Whether 16-bit rows fit, start at multiples of 16 bytes, and are padded in their last BLOCK only."""
     n_blocks = triton.cdiv(n_columns, BLOCK)
     return n_blocks * BLOCK * 2 <= MOST_BYTES and n_columns % 8 == 0 and vocab_size > (n_blocks - 1) * BLOCK
 

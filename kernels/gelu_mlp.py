@@ -28,7 +28,7 @@ def gelu_mlp_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result, (N, C), and GELU and its derivative, (N, F) each."""
     if x.is_cuda:
-        # asked here, where the compiler of PyTorch does not trace
+        # checked here, because torch.compile does not trace inside an operator
         if not serves(x.device):
             raise ValueError(
                 f"x must be on an NVIDIA GPU of compute capability 9.0 or newer, got {x.device}, "
@@ -84,7 +84,7 @@ def _refuse_second_derivative(ctx, *gradients):
     )
 
 
-# with the arguments of the operators
+# the operators with their gradients, called with the same arguments
 forward = differentiate(gelu_mlp_forward, _save_for_backward, _backward)
 gradient = differentiate(gelu_gradient, save_nothing, _refuse_second_derivative)
 
@@ -92,9 +92,9 @@ gradient = differentiate(gelu_gradient, save_nothing, _refuse_second_derivative)
 def gelu_mlp(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> Tensor:
     """gelu(x w1^T + b1) w2^T + b2, (..., C), GELU in its tanh form.
 
-    x: (..., C); w1: (F, C); w2: (C, F); biases: (F,) and (C,) or None; of one dtype, on a GPU, Hopper or
-    newer, bf16 or fp16 with C and F multiples of 8. Raises ValueError for others, ImportError without
-    quack-kernels there.
+    x: (..., C); w1: (F, C); w2: (C, F); biases: (F,) and (C,) or None; all of one dtype. On a GPU, which must
+    be Hopper or newer: bf16 or fp16, C and F multiples of 8. Raises ValueError for others, and ImportError on
+    a GPU without quack-kernels.
     """
     given = {"x": x, "w1": w1, "b1": b1, "w2": w2, "b2": b2}
     for name, tensor in given.items():
@@ -116,5 +116,5 @@ def gelu_mlp(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | 
 
 
 def fuses(dtype: torch.dtype, channels: int, width: int) -> bool:
-    """Whether quack multiplies matrices of this dtype, whose rows have these lengths."""
+    """Whether quack multiplies matrices of this dtype, with rows of these lengths."""
     return dtype in (torch.bfloat16, torch.float16) and channels % 8 == 0 and width % 8 == 0

@@ -23,9 +23,9 @@ HEAD_DIMS = "a multiple of 8 from 8 to 256"
 # but found faster
 NUMBERS = (int, float, Real, Tensor, torch.SymInt, torch.SymFloat)
 
-# float32 holds these, scores times them, and lse over them. The upper one is lower still: a row whose scores
-# times scale are all below LOWEST of kernels/hopper, -1e30, looks as if it saw nothing; with this limit a
-# score may be as low as -1e9
+# float32 holds these, scores times them, and lse over them. The upper limit is lower than that takes, because
+# a row whose scores times scale are all below LOWEST of kernels/hopper, -1e30, looks as if it saw nothing:
+# with this limit a score may be as low as -1e9
 SCALES = 1e-30, 1e20
 
 # the kernels add a window to a position in 32 bits
@@ -146,8 +146,8 @@ def check_flags(**flags: bool) -> None:
     for name, x in flags.items():
         if isinstance(x, (bool, torch.SymBool)):
             continue
-        # NumPy's, tensors of one, and 0 and 1; PyTorch would take None for False, and where documents are
-        # given anything else for what it is in an if
+        # NumPy's bools, tensors of one, 0 and 1 pass; PyTorch would take None for False and, with documents,
+        # anything else for its truth value
         if (isinstance(x, Tensor) and x.numel() != 1) or x not in (True, False):
             raise ValueError(f"{name} must be True or False, got {x!r}")
 
@@ -204,7 +204,7 @@ def check_dropout(dropout_p: float, name: str = "dropout_p") -> None:
 def check_document_ids(document_ids: Tensor, q: Tensor, k: Tensor) -> float | None:
     """Checks shape and order of document_ids; returns intervals.mean_length if a backward pass may come.
 
-    While compiling or capturing, and of fake tensors, no value is read, and it gives None.
+    While compiling or capturing, and for fake tensors, it reads no values and returns None.
     """
     check_is_tensor("document_ids", document_ids)
     expected = (k.shape[0], k.shape[1])
@@ -271,7 +271,7 @@ def check_block_mask_serves(block_mask: BlockMask, q: Tensor) -> None:
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, x: Tensor) -> float | None:
     """Checks shape and values of cu_seqlens; returns the length of a token's sequence, averaged over tokens.
 
-    While compiling or capturing, and of fake tensors, no value is read, and it gives None.
+    While compiling or capturing, and for fake tensors, it reads no values and returns None.
     """
     check_is_tensor(name, cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
@@ -311,7 +311,7 @@ def check_index_tensor(name: str, x: Tensor, q: Tensor) -> None:
 
 
 def may_read(x: Tensor) -> bool:
-    """Whether x has values that can be read without breaking a graph."""
+    """Whether x has values that can be read without breaking a graph (of torch.compile or of CUDA)."""
     if torch.compiler.is_compiling() or isinstance(x, FakeTensor):
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -320,7 +320,7 @@ def may_read(x: Tensor) -> bool:
 def read_once(x: Tensor, n_tokens: int, read: Callable[[], float | None]) -> float | None:
     """What read() returns, called once per version of x; it raises ValueError for wrong values.
 
-    None if x cannot be read. What read() leaves out without gradients is read later, when they are needed.
+    None if x cannot be read. If read() returned None without gradients, it is called again with them.
     """
     if not may_read(x):
         return None
@@ -328,7 +328,7 @@ def read_once(x: Tensor, n_tokens: int, read: Callable[[], float | None]) -> flo
     if x.is_inference():
         return read()
     version, found_for, found = CHECKED.get(x, (None, None, None))
-    # without gradients less may have been read than they need
+    # the call without gradients may have left out what they need
     lacks = found is None and torch.is_grad_enabled()
     if lacks or (version, found_for) != (x._version, n_tokens):
         found = read()

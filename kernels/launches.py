@@ -1,10 +1,10 @@
-"""Launches Triton kernels with little Python, once a launch of the same kind has come before.
+"""Launches Triton kernels with little Python, if a launch of the same kind came before.
 
-In every launch Triton inspects each argument, its type and what divides it, and encodes each tensor
-descriptor again. For an attention kernel that is some 100 us of a CPU core, several times what PyTorch's own
-operators take, and with short sequences or small batches the GPU waits for it. But two launches of one kind
-differ only in the addresses of their tensors. So the parameters of a known kind are kept: a launch writes
-addresses into them and calls the driver.
+In every launch Triton inspects the type and the divisibility of each argument, and encodes each tensor
+descriptor again. For an attention kernel this takes some 100 us of a CPU core, several times as long as
+PyTorch's own operators, and with short sequences or small batches the GPU waits for it. But two launches of
+one kind differ only in the addresses of their tensors. So the parameters of a known kind are kept: a launch
+writes addresses into them and calls the driver.
 """
 
 import ctypes
@@ -26,11 +26,11 @@ N_SCRATCH = 2
 NUMBERS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 # bytes of a CUtensorMap, and the alignment of its address
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
-# types that have another number in kernels (PTX) than in the driver: float32 without subnormals, float64,
+# types with one number in kernels (PTX) and another in the driver: float32 without subnormals, float64,
 # bfloat16
 MAP_TYPES = {8: 10, 9: 8, 10: 9}
 PROMOTION_128_BYTES = 2
-# bits of a number in a kernel's PTX, or bytes of an array
+# a parameter in a kernel's PTX: the bits of a number, or the bytes of an array
 PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)[^,)]*?(?:\[(\d+)\])?\s*[,)]")
 
 
@@ -41,7 +41,7 @@ class Descriptor(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     block: tuple[int, ...]
-    # one object that serves as every argument of a kernel
+    # the same object in every launch: kinds are told apart by its id
     layout: Any
 
     def for_triton(self):
@@ -70,7 +70,7 @@ class Launch:
             raise ValueError(f"parameters of {expected} bytes, where Triton's signature has {sizes}")
         self.parameters = parameters
         self.addresses = (ctypes.c_void_p * len(parameters))(*map(ctypes.addressof, parameters))
-        # in the order of the tensors: where an address is written, or where a tensor map lies that gets it
+        # for each tensor in order: the parameter its address is written to, or the address of its tensor map
         self.places = [
             ctypes.addressof(place) if isinstance(place, TensorMap) else place
             for place in parameters[:-N_SCRATCH]
@@ -81,11 +81,11 @@ class Launch:
         self.grid = (*grid, 1, 1)[:3]
         self.threads = 32 * metadata.num_warps
         self.shared_bytes = metadata.shared
-        # autograd has threads of its own, and the driver is called without the GIL
+        # autograd has its own threads, and the driver is called without the GIL
         self.lock = threading.Lock()
 
     def begins(self, device: int, addresses: list[int]) -> bool:
-        """Whether the driver takes a launch with tensors at these addresses, on the current stream."""
+        """Launches with tensors at these addresses, on the current stream; False if the driver refuses."""
         cuda = driver()
         stream = torch._C._cuda_getCurrentRawStream(device)
         with self.lock:
@@ -120,7 +120,7 @@ def launch(kernel, grid: tuple[int, ...], *arguments, **constants) -> None:
     known = launches.get(kind)
     if isinstance(known, Launch) and not is_watched() and known.begins(device, addresses):
         return
-    # which also tells what is wrong
+    # Triton also reports what is wrong
     compiled = kernel[grid](*map(for_triton, arguments), **constants)
     if known is None:
         if len(launches) >= MOST_KINDS:
@@ -147,7 +147,7 @@ def kind_of(
         else:
             address = argument.data_ptr()
             addresses.append(address)
-            # a kernel is compiled for addresses that 16 divides, or for others
+            # Triton compiles one kernel for addresses that 16 divides and another for all others
             kind += (argument.dtype, address % 16 == 0)
     return tuple(kind), addresses
 
@@ -157,9 +157,9 @@ def for_triton(argument):
 
 
 def enter_context(x: Tensor) -> None:
-    """Gives this thread the context of x's GPU if it has none, because nothing has run in it yet.
+    """Gives this thread the context of x's GPU if it has none: a new thread has none.
 
-    Descriptors need a context, and Triton enters one only after it has made them, when it launches.
+    Encoding a descriptor needs a context, and Triton enters one only later, when it launches.
     """
     if not x.is_cuda:
         return
@@ -181,7 +181,7 @@ def prepared(compiled, grid: tuple[int, ...], arguments: tuple) -> Launch | str:
     try:
         return Launch(compiled, grid, arguments)
     except (ValueError, AttributeError, KeyError) as error:
-        # of a Triton that is not one of those that are tested
+        # a Triton whose version is not among those tested
         return f"goes through Triton: {error}"
 
 
@@ -192,13 +192,13 @@ class TensorMap(ctypes.Structure):
 
 
 def packed(arguments: tuple, types: list, maps) -> list:
-    """What a kernel gets of its arguments, and of scratch memory: numbers, addresses and tensor maps.
+    """A kernel's parameters, scratch memory included: numbers, addresses and tensor maps.
 
-    types: of Triton's signature, constexpr among them; maps: how each descriptor copies.
+    types: from Triton's signature, constexprs included. maps: how each descriptor copies.
     """
     parameters = []
     for argument, kind in zip(arguments, types, strict=False):
-        # as an int of 1 is
+        # such as an int of 1
         if kind == "constexpr":
             continue
         if isinstance(argument, Tensor):
@@ -213,7 +213,7 @@ def packed(arguments: tuple, types: list, maps) -> list:
 
 
 def encoded(descriptor: Descriptor, how: dict[str, Any]) -> TensorMap:
-    """how: swizzle, elem_size, elem_type and block_size, of the compiled kernel."""
+    """The descriptor's tensor map. how: swizzle, elem_size, elem_type and block_size of the kernel."""
     memory = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
     place = TensorMap.from_buffer(memory, -ctypes.addressof(memory) % MAP_ALIGNMENT)
     # the driver has the innermost dimension first

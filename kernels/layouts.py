@@ -27,7 +27,7 @@ def bulk_readable(x: Tensor) -> Tensor:
 
 
 def bulk_strides(x: Tensor) -> tuple[int, int, int]:
-    """Strides of batches, tokens and heads; that of a single one is never used, but must be aligned too."""
+    """Strides of batches, tokens and heads; where there is only one, it is not used but must be aligned."""
     batch, seq_len, n_head, head_dim = x.shape
     stride_b, stride_t, stride_h, _ = x.stride()
     # spelled out, as in is_bulk_readable: run for each tensor of each call
@@ -39,10 +39,10 @@ def bulk_strides(x: Tensor) -> tuple[int, int, int]:
 
 
 def with_tokens_in_memory(dout: Tensor) -> Tensor:
-    """dout (B, T, H, D), with expanded tokens and channels, as after a mean, written out.
+    """dout (B, T, H, D), copied if tokens or channels are expanded (stride 0), as after a mean.
 
-    Otherwise all multiprocessors would ask for the same few numbers at once, and the whole backward pass
-    would take up to 2.5 times as long (docs/kernels.md). Heads and batches may stay expanded.
+    Otherwise all multiprocessors would read the same few addresses at once, and the whole backward pass would
+    take up to 2.5 times as long (docs/kernels.md). Heads and batches may stay expanded.
     """
     stride_b, stride_t, stride_h, stride_d = dout.stride()
     if stride_t and stride_d:

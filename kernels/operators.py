@@ -1,6 +1,6 @@
 """The two PyTorch operators, their gradients, and which implementation runs them.
 
-An operator is opaque to torch.compile: decisions inside of it are made at run time, from real tensors.
+An operator is opaque to torch.compile: what it decides inside, it decides at run time, from real tensors.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,8 +19,8 @@ from kernels.layouts import with_tokens_in_memory
 from kernels.problem import CannotBuildError, Problem
 from kernels.registration import differentiate, operator
 
-# packages of kernels/, fastest first; the last one takes every problem, and each of the others says what it
-# refuses by refusal(problem, q, k, v) -> str | None
+# packages of kernels/, fastest first. The last one takes every problem; each of the others has
+# refusal(problem, q, k, v), which returns why it does not take a problem, or None
 IMPLEMENTATIONS = ("hopper", "portable")
 
 # the rows of implementation_table
@@ -52,8 +52,8 @@ def _problem(
     deterministic: bool,
     keys_per_query: float | None,
 ) -> Problem:
-    # past the dispatcher numbers may be of any kind: Triton compiles a kernel for the int 1, and True is no
-    # int
+    # a call past the dispatcher may bring numbers of any type, but Triton compiles another kernel for an int
+    # of 1, and to it True is not an int
     return Problem(
         softmax_scale=float(softmax_scale),
         causal=causal,
@@ -134,8 +134,7 @@ def _backward(ctx, dout, dlse):
     if dout is None:
         dout = torch.zeros_like(out)
     if dlse is not None:
-        # dlse of a row that sees nothing may be nan, such as -inf * 0 after a mask: it must not reach other
-        # rows
+        # in a row that sees nothing dlse may be nan, as -inf * 0 after a mask: it must not reach other rows
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
     gradients = backward(
         dout, dlse, q, k, v, out, lse, key_bounds, query_bounds, dropout_seed, blocks, *ctx.options
@@ -154,7 +153,7 @@ def refuse_second_derivative(ctx, *gradients):
     )
 
 
-# with the arguments of the operators
+# the operators with their gradients, called with the same arguments
 attention = differentiate(attention_forward, _save_for_backward, _backward)
 backward = differentiate(attention_backward, save_nothing, refuse_second_derivative)
 
@@ -167,11 +166,11 @@ def run(problem: Problem, q: Tensor, k: Tensor, v: Tensor, call: Callable):
     except CannotBuildError:
         if forced is not None:
             raise
-    # why it cannot be built is known by now, and has been said
+    # that implementation now refuses every problem, and has said why
     return run(problem, q, k, v, call)
 
 
-# importing it each time would take Python longer than choosing
+# cached: importing by name takes longer than choosing
 @cache
 def package(name: str):
     return import_module(f"kernels.{name}")
@@ -191,7 +190,7 @@ def choose_implementation(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> 
 
 
 def implementation_table(device: torch.device | str) -> str:
-    """What runs on a device, one line for each kind of problem, to print: python -m kernels.operators"""
+    """What runs on a device, one line for each kind of problem; python -m kernels.operators prints it."""
     lines = []
     ids = torch.zeros(1, 128, dtype=torch.int32, device=device)
     key_bounds, query_bounds = document_bounds(ids, 128, causal=True, window=None)
@@ -220,7 +219,7 @@ def implementation_table(device: torch.device | str) -> str:
 
 @contextmanager
 def use_implementation(name: str | None) -> Iterator[None]:
-    """Context in which all threads run every problem on this one, for tests and benchmarks; None: choose."""
+    """Context in which all threads use this implementation, for tests and benchmarks; None: choose."""
     if name not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {name!r}")
     global forced

@@ -1,7 +1,7 @@
 """Self-attention on packed queries, keys and values, (B, T, 3, H, D), whose gradient is packed as well.
 
 A linear layer makes q, k and v in one product and takes their gradient in one tensor. Here the kernels read
-and write its parts in place; through `flash_attention` autograd would copy three gradients into one.
+and write the parts of these in place; through `flash_attention` autograd would copy three gradients into one.
 """
 
 import torch
@@ -91,7 +91,7 @@ def _problem(
     deterministic: bool,
     keys_per_query: float | None,
 ) -> Problem:
-    # as in operators.py
+    # float() as in operators.py
     return Problem(
         softmax_scale=float(softmax_scale),
         causal=causal,

@@ -8,16 +8,16 @@ from torch import Tensor
 from kernels.dropout import keep_scale, limit_number
 from kernels.tiles import architecture, variant_of
 
-# over all batches, of a kernel that counts them in the second or third dimension of its grid
+# heads over all batches, of a kernel that counts them in the second or third dimension of its grid
 MOST_HEADS = 2**16 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """softmax_scale > 0; the mask is `causal` and `window`, or bounds into which both are already cut.
+    """softmax_scale > 0; the mask is `causal` and `window`, or bounds that already contain both.
 
-    window: None, or the number of keys up to its own position that a query sees. key_bounds, query_bounds:
-    see kernels/intervals.py. dropout_seed: int64 tensor of one element on q's device, given exactly when
+    window: None, or how many keys a query sees up to its own position. key_bounds, query_bounds: see
+    kernels/intervals.py. dropout_seed: int64 tensor of one element on q's device, given exactly when
     dropout_p > 0.
     """
 
@@ -31,12 +31,12 @@ class Problem:
     deterministic: bool = False
     # keys that a query sees on average, if the host has read the bounds: only speed depends on it
     keys_per_query: float | None = None
-    # of a BlockMask, as BlockMask.tensors gives them: lists of rows and of columns, tiles, transposed tiles
+    # BlockMask.tensors(): lists of rows and of columns, tiles, transposed tiles
     blocks: tuple[Tensor, ...] = ()
 
     @property
     def block_size(self) -> int:
-        """Queries and keys of a block of the block mask; 0 without one."""
+        """How many queries, and keys, a block of the block mask has; 0 without one."""
         return self.blocks[-1].shape[1] if self.blocks else 0
 
     @property

@@ -19,11 +19,11 @@ LIBRARY = torch.library.Library("nanoflash", "FRAGMENT")
 # kernels read their arguments by the strides they have; Inductor must not change these
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
-# dispatch keys of autocast, which casts what products are given
+# dispatch keys of autocast, which casts the operands of products
 AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
 
 DEVICES = {"CPU": DispatchKey.CPU, "CUDA": DispatchKey.CUDA}
-# types, beside tensors, that a function takes as they are
+# types, besides tensors, that a function takes as they are
 PYTHON = frozenset((bool, int, float, list, NoneType))
 # the function of each operator, on every device
 FUNCTIONS: dict[torch._ops.OpOverload, Callable] = {}
@@ -46,7 +46,7 @@ def on_its_gpu(function: Callable) -> Callable:
 
 
 def below_autocast(function: Callable) -> Callable:
-    """A decorator: turns autocast off inside of a function, as inside of PyTorch's own operators."""
+    """A decorator: turns autocast off inside a function, as it is inside PyTorch's own operators."""
 
     @wraps(function)
     def run(*arguments):
@@ -78,7 +78,7 @@ def operator(fake: Callable) -> Callable[[Callable], torch._ops.OpOverload]:
 
 
 def differentiate(operator: torch._ops.OpOverload, setup_context: Callable, backward: Callable) -> Callable:
-    """Gives an operator its gradient. Returns a function that calls it, past the dispatcher if nothing looks.
+    """Gives an operator its gradient; returns a function that calls it, past the dispatcher if unwatched.
 
     As in torch.autograd.Function: setup_context(ctx, inputs, output) saves what backward(ctx, *gradients of
     the outputs) needs, which returns a gradient or None for each input.

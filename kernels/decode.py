@@ -27,10 +27,10 @@ def decode_attention(
     """Causal attention of the last Tq tokens of each sequence to all of its keys, (B, Tq, H, D) in q's dtype.
 
     q: (B, Tq, H, D), Tq H / Hkv at most 128; k, v: (B, capacity, Hkv, D), channels contiguous, of which the
-    first lengths[b] are filled, including the new tokens' own, or, with Tq = 1, all if lengths[b] is larger;
-    lengths: (B,) int32 or int64 on q's device. A sequence of length 0 gives zeros. block_mask: of capacity
-    queries and keys, one for all batches and heads, with Tq = 1. Not differentiable. Raises ValueError for
-    other shapes. Source: Flash-Decoding.
+    first lengths[b] are filled, those of the new tokens included; with Tq = 1 lengths[b] may exceed capacity,
+    and all are filled. lengths: (B,) int32 or int64 on q's device. A sequence of length 0 gives zeros.
+    block_mask: of capacity queries and keys, one for all batches and heads, with Tq = 1. Not differentiable.
+    Raises ValueError for other shapes. Source: Flash-Decoding.
     """
     _check({"q": q}, q, k, v, lengths, block_mask)
     return _decode(q, k, v, lengths, _lists(block_mask), _scale(softmax_scale, q), None)
@@ -46,14 +46,14 @@ def append_and_decode(
     block_mask: BlockMask | None = None,
     softmax_scale: float | None = None,
 ) -> Tensor:
-    """Causal attention of the newest token of each sequence, whose key and value are not in the cache yet,
-    (B, 1, H, D) in qkv's dtype; k, v, lengths, block_mask and softmax_scale as of decode_attention.
+    """Appends each sequence's newest key and value to the cache; returns the token's attention, (B, 1, H, D).
 
-    qkv: (B, 1, H + 2 Hkv, D), its queries, key and value, in one tensor as one product gives them: a compiler
-    would copy the parts. Key and value count, and are written to place (lengths[b] - 1) % capacity of k and v
-    if lengths[b] is at least 1. turn: cos and sin, (B, 1, 1, D / 2) float32, contiguous, by which queries and
-    key are rotated first, channels i and i + D / 2 as a pair (RoFormer, arXiv:2104.09864). Raises ValueError
-    for other shapes, and for an expanded cache.
+    qkv: (B, 1, H + 2 Hkv, D), the token's queries, key and value in one tensor, as one product gives them: a
+    compiler would copy the parts. Key and value are attended to, and written to place
+    (lengths[b] - 1) % capacity of k and v if lengths[b] is at least 1. turn: cos and sin, (B, 1, 1, D / 2)
+    float32, contiguous, by which queries and key are rotated first, channels i and i + D / 2 as a pair
+    (RoFormer, arXiv:2104.09864). k, v, lengths, block_mask and softmax_scale: as in decode_attention. The
+    result has qkv's dtype. Raises ValueError for other shapes, and for an expanded cache.
     """
     n_kv_head = k.shape[2] if k.ndim == 4 else 0
     n_head = qkv.shape[2] - 2 * n_kv_head if qkv.ndim == 4 else 0
@@ -77,7 +77,7 @@ def append_and_decode(
 
 
 def split_heads(qkv: Tensor, n_kv_head: int) -> tuple[Tensor, ...]:
-    """Queries (B, T, H, D), keys and values (B, T, Hkv, D) of qkv (B, T, H + 2 Hkv, D), views of it."""
+    """Views of qkv (B, T, H + 2 Hkv, D): queries (B, T, H, D), keys and values (B, T, Hkv, D)."""
     return qkv.split((qkv.shape[2] - 2 * n_kv_head, n_kv_head, n_kv_head), dim=2)
 
 

@@ -1,4 +1,4 @@
-"""quack-kernels, whose products epilogues.py extends: whether it is installed; its import at first use."""
+"""Whether quack-kernels, which epilogues.py extends, is installed; and its import at first use."""
 
 from functools import cache
 from importlib import import_module
@@ -19,7 +19,7 @@ def is_installed() -> bool:
 
 
 def serves(device: torch.device) -> bool:
-    """Whether it has kernels for this device: NVIDIA's GPUs from Hopper on, compute capability 9.0."""
+    """Whether quack-kernels runs on this device: NVIDIA's GPUs from Hopper on, compute capability 9.0."""
     return (
         device.type == "cuda"
         and torch.version.hip is None
@@ -31,7 +31,7 @@ def epilogues() -> ModuleType:
     """kernels.epilogues. Raises ImportError if quack-kernels is missing or does not work here."""
     try:
         return import_module("kernels.epilogues")
-    # an incomplete installation ends in RuntimeError, one outside of a folder site-packages in TypeError
+    # an incomplete installation raises RuntimeError, one outside of a folder site-packages TypeError
     except Exception as error:
         raise ImportError(
             f"quack-kernels {_installed_version()} cannot be used here ({type(error).__name__}: {error}): "

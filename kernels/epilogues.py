@@ -1,12 +1,11 @@
-"""Matrix products with GELU, its gradient or a softmax's exponentials in their epilogue, by quack, the GEMM
-kernels of Dao-AILab.
+"""Matrix products with GELU, its gradient or a softmax's exponentials in their epilogue.
 
-The epilogue works on a tile of the product while it is in registers: GELU then costs no pass of its own over
-(N, F), nor do the exponentials over (N, V). On Hopper two warpgroups take turns, one multiplies while the
-other is in its epilogue. PyTorch has no product that keeps what the backward pass needs, and those of
-cuBLASLt do not take turns (docs/training_speed.md).
+They extend quack, Dao-AILab's GEMM kernels. The epilogue works on a tile of the product while it is in
+registers, so GELU takes no pass of its own over (N, F), nor the exponentials over (N, V). On Hopper two
+warpgroups take turns: one multiplies while the other is in its epilogue. PyTorch has no product that keeps
+what the backward pass needs, and cuBLASLt's do not take turns (docs/training_speed.md).
 
-Imported when a GPU first needs it: quack brings a compiler of CuTe kernels, whose import takes seconds.
+Imported when a GPU first needs it: quack brings the compiler of CuTe kernels, whose import takes seconds.
 """
 
 import math
@@ -20,13 +19,13 @@ from quack.epilogue.ops import ColVecLoad, ColVecReduce, RowVecLoad, RowVecReduc
 from quack.gemm_config import default_config
 from torch import Tensor
 
-# bytes: rows begin at multiples of it, so that TMA can copy tiles
+# bytes: rows must begin at multiples of this, so that TMA can copy tiles
 ALIGNMENT = 16
 # gelu(x) = x (1 + tanh(u)) / 2 with u = x (A + B x^2)
 A = math.sqrt(2 / math.pi)
 B = 0.044715 * A
 LOG2E = math.log2(math.e)
-# exp2 of more than this is exp2 of this, so that no sum of a row is infinite
+# exponents are limited to this, so that no row's sum is infinite
 MOST_EXPONENT = 90.0
 
 
@@ -42,8 +41,8 @@ def _gelu_and_slope(x):
     return hidden, half + (rest - half * rest)
 
 
-# For quack acc is an element of the product in float32, c one of a matrix beside it, and "D" what is written
-# in place of the product.
+# in quack's terms acc is an element of the product in float32, c one of another matrix, and "D" what is
+# written in place of the product
 
 
 @gemm_epilogue(outputs=("hidden",))
@@ -113,9 +112,8 @@ def mm_exp2_and_sum(
 ) -> Tensor:
     """out = exp2(log2(e) a b - subtrahend + mask), (N, V), and its sums over columns in float32, (N,).
 
-    a: (N, C), b: (C, V); subtrahend: (N,) and mask: (V,), float32; width: of a tile; it must divide V,
-    because what a tile has beyond the edge would be summed too. The order of the sums is the same in every
-    run.
+    a: (N, C), b: (C, V); subtrahend: (N,) and mask: (V,), float32. width: of a tile; it must divide V,
+    because a tile would also sum what lies beyond the edge. Sums are in the same order in every run.
     """
     _check(hidden=a, weight=b, logits=out)
     config = replace(default_config(a.device), tile_n=width)

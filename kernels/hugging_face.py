@@ -1,9 +1,9 @@
 """Hugging Face models on these kernels: attn_implementation="nanoflash", after register().
 
-Supported are padding masks of shape (B, Tk), or of the filled slots of a static cache, packed position_ids or
+Supported are padding masks, (B, Tk) or over the filled slots of a static cache, packed position_ids or
 cu_seq_lens, sliding windows, grouped heads, dropout and the learned sinks of GPT-OSS. What these kernels do
-not compute (soft caps, attention weights, windows that look ahead) is refused, and so are models that
-transformers runs with no flash attention. Only `register` imports transformers.
+not compute (soft caps, attention weights, windows that look ahead) is refused, and so are models for which
+transformers supports no flash attention. Only `register` imports transformers.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,7 @@ from kernels.checks import may_read
 from kernels.flash_attention import flash_attention, flash_attention_varlen
 
 NAME = "nanoflash"
-# mask or positions -> the version and sizes for which they were read, the last layer that asked, and the
-# result
+# mask or positions -> the version and sizes for which they were read, the last layer that asked, the result
 READ = WeakIdKeyDictionary()
 
 
@@ -36,8 +35,8 @@ def register() -> None:
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, flash_attention_mask)
 
-    # transformers takes every name with "flash" in it for one of its packages, and loads that package's
-    # functions before it looks at what is registered: give it functions under our name
+    # transformers takes every name that contains "flash" for one of its packages, and loads the functions of
+    # that package before it looks at what is registered: give it functions under our name
     load = modeling_flash_attention_utils._lazy_imports
 
     def load_ours_too(implementation, *args, **kwargs):
@@ -59,8 +58,8 @@ def register() -> None:
 
     PreTrainedModel._check_and_adjust_attn_implementation = check_with_ours
 
-    # transformers asks only for names of its own packages whether a model takes them: one that does not runs
-    # code of its own, with our masks, which leave the causal one to the kernel
+    # transformers checks whether a model supports flash attention only for its own packages. A model without
+    # that support would run its own attention with our masks, which leave causality to the kernel
     choose = PreTrainedModel.get_correct_attn_implementation
 
     def choose_if_taken(self, implementation, *args, **kwargs):
@@ -92,7 +91,7 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """What transformers calls: query (B, H, Tq, D), key and value (B, Hkv, Tk, D); out (B, Tq, H, D).
 
-    s_aux: (H,), the score of a key that every query sees beside its own, and whose value is 0.
+    s_aux: (H,), the score of one more key that every query sees, with value 0 (a learned sink).
     """
     for refused in ("softcap", "position_bias", "output_attentions"):
         if kwargs.get(refused) is not None and kwargs[refused] is not False:
@@ -211,7 +210,7 @@ def of_positions(position_ids: Tensor, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def of_causal_positions(position_ids: Tensor, q: Tensor, k: Tensor) -> Tensor | None:
-    """The same. Raises ValueError if the last query is before the last key: in a half-empty cache."""
+    """As of_positions. Raises ValueError if the last query is before the last key, in a half-empty cache."""
     one_each = position_ids.dim() == 2 and position_ids.shape[1] == q.shape[1] < k.shape[1]
     if one_each and may_read(position_ids) and (last := int(position_ids[:, -1].max())) + 1 < k.shape[1]:
         raise ValueError(

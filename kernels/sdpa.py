@@ -48,7 +48,7 @@ def sdpa_forward(
 ):
     """aten::_scaled_dot_product_flash_attention, (B, H, T, D).
 
-    Our seed is the first of the two words of the generator's state that PyTorch keeps for the backward pass.
+    PyTorch keeps two words of generator state for the backward pass; our seed is the first of them.
     """
     if return_debug_mask:
         raise ValueError("return_debug_mask must be False: nanoflash stores no mask")

@@ -100,7 +100,7 @@ def decode_kernel(
         q_ptrs[:, None], offs_d[None, :], is_row[:, None] & is_channel, cos[None, :], sin[None, :],
         TURNS, HEAD_DIM,
     )  # fmt: skip
-    # the last query stands at the last key
+    # the last query is at the last key
     end_key = length - (N_QUERY - 1) + rows // GROUP
 
     tiles_in_block: tl.constexpr = BLOCK_SIZE // BLOCK_N if BLOCK_SIZE != 0 else 1
@@ -124,7 +124,7 @@ def decode_kernel(
         new_v_ptrs = new_v_ptr + batch * stride_new_b + kv_head * stride_new_h + offs_d
         new_k = load_turned(new_k_row, offs_d, offs_d < HEAD_DIM, cos, sin, TURNS, HEAD_DIM)
         new_v = tl.load(new_v_ptrs, mask=offs_d < HEAD_DIM, other=0.0)
-        # an empty sequence has no place for it
+        # an empty sequence has no place for the new key
         stores = (offs_d < HEAD_DIM) & (split == 0) & (seen > 0)
         tl.store(k_ptr + new_place * stride_kt + offs_d, new_k, mask=stores)
         tl.store(v_ptr + new_place * stride_vt + offs_d, new_v, mask=stores)

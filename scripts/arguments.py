@@ -19,16 +19,16 @@ from train.interruption import answer_ctrl_c
 from train.overrides import EXIT_CTRL_C, EXIT_REFUSED, wrong_value
 
 Arguments = TypeVar("Arguments")
-# --help's text for the argument of that name, beside a `result_file`
+# what --help says about the argument `overwrite`, which accompanies a `result_file`
 OVERWRITE = "replace results that are there"
-# up to how many arguments an error lists all of them
+# an error lists all arguments if there are at most this many
 FEW = 6
 
 
 def argument(default, meaning: str, *, path: bool = False):
-    """A field of an arguments dataclass: its default (... if it must be given) and what --help says about it.
+    """A field of an arguments dataclass: its default (... if it is required) and what --help says about it.
 
-    path: a text, or each of a list, names a file or folder: a tilde in front is the home folder.
+    path: the text, or each text of the list, names a file or folder; a leading tilde is the home folder.
     """
     metadata = {"meaning": meaning, "path": path}
     if default is ...:
@@ -39,23 +39,23 @@ def argument(default, meaning: str, *, path: bool = False):
 
 
 def result_file(default: str, meaning: str, *, picture: bool = False, table: bool = False):
-    """An argument that names the file a script writes, beside one named `overwrite`.
+    """An argument that names the file a script writes; the dataclass also needs one named `overwrite`.
 
     picture, table: the script also writes one, under the same name with the ending .png or .md. `run_script`
-    refuses files that exist already.
+    refuses files that exist already, unless overwrite=true.
     """
     endings = [""] + [".png"] * picture + [".md"] * table
     return field(default=default, metadata={"meaning": meaning, "path": True, "endings": endings})
 
 
 def command_line(arguments) -> list[str]:
-    """The words that give `run_script` these arguments; those at their defaults are left out."""
+    """The command-line words that give `run_script` these arguments, without those at their defaults."""
     words = []
     for item in fields(arguments):
         given = getattr(arguments, item.name)
         usual = item.default if item.default is not MISSING else item.default_factory()
         if given != usual:
-            # JSON is YAML
+            # run_script reads YAML, and JSON is YAML
             words.append(f"{item.name}={given if item.type is str else json.dumps(given)}")
     return words
 
@@ -67,11 +67,10 @@ def run_script(
     words: str | None = None,
     others: str | None = None,
 ) -> None:
-    """Calls main with the command line's arguments; --help prints them; a wrong value is one line of error.
+    """Calls main with the command line's arguments; --help lists them; a wrong value is a one-line error.
 
-    Text is taken as typed; lists and numbers are YAML. words: the argument, a list, that collects what is
-    given without a key; others: the one that collects key=value of unknown keys, as python -m train takes
-    them.
+    Text is taken as typed; lists and numbers are YAML. words: the list argument that collects words without
+    a key. others: the list argument that collects key=value words of unknown keys, for python -m train.
     """
     if any(word in ("-h", "--help") for word in sys.argv[1:]):
         print(f"{description.strip()}\n\narguments, as key=value:")
@@ -81,7 +80,7 @@ def run_script(
             print(f"  {item.name:<16} {item.metadata['meaning']} {value}")
         return
     if hasattr(sys.stdout, "reconfigure"):
-        # escape what the terminal's encoding lacks, like python -m train
+        # escape characters that the terminal's encoding lacks, as python -m train does
         sys.stdout.reconfigure(errors="backslashreplace")
     given = OmegaConf.create()
     try:
@@ -104,13 +103,13 @@ def run_script(
         given = OmegaConf.from_cli(
             [word for word in own if word not in foreign and word.split("=")[0] not in texts]
         )
-        # OmegaConf would interpret ??? and ${...}: it gets empty values instead
+        # OmegaConf would interpret ??? and ${...} in text: merge empty values, and set the text afterwards
         empty = {name: type(value)() for name, value in typed.items()}
         merged = OmegaConf.merge(OmegaConf.structured(arguments), given, empty)
         complete = without_tildes(replace(OmegaConf.to_object(merged), **typed))
         check_results(complete)
         main(complete)
-        # whether the reader is gone may only show here
+        # only this may show that the reader of a pipe has gone
         sys.stdout.flush()
     except ConfigKeyError as error:
         refuse(f"{unknown_argument(error.full_key, arguments)}--help lists them")
@@ -127,7 +126,7 @@ def run_script(
 
 
 def unknown_argument(name: str, arguments: type) -> str:
-    """Says that there is no such argument, and which may be meant; the caller adds where all are listed."""
+    """An error text: no such argument, and which may be meant; the caller adds where all are listed."""
     names = [item.name for item in fields(arguments)]
     near = get_close_matches(name, names, 1)
     guess = f"did you mean {near[0]}? " if near else ""
@@ -137,7 +136,7 @@ def unknown_argument(name: str, arguments: type) -> str:
 
 
 def without_tildes(arguments: Arguments) -> Arguments:
-    """The arguments with ~ of paths expanded: within KEY=VALUE a shell does not expand it."""
+    """The arguments with ~ in paths expanded, since a shell does not expand it within KEY=VALUE."""
     paths = {
         item.name: getattr(arguments, item.name) for item in fields(arguments) if item.metadata.get("path")
     }
@@ -152,7 +151,7 @@ def without_tildes(arguments: Arguments) -> Arguments:
 def check_results(arguments) -> None:
     """Raises ValueError, before anything is measured, for a result file that cannot be written.
 
-    Or that exists already, without overwrite=true, or that has the same name as another one.
+    Also for one that exists already, without overwrite=true, and for one that another argument writes too.
     """
     writers: dict[Path, str] = {}
     for item in fields(arguments):
@@ -160,7 +159,7 @@ def check_results(arguments) -> None:
         if "endings" not in item.metadata or not name:
             continue
         check_place(item.name, name)
-        # files beside the rows differ in their endings: one with this ending would overwrite the rows
+        # a picture or table differs from the rows' file in its ending only, and would replace it here
         if Path(name).suffix in item.metadata["endings"][1:]:
             raise ValueError(
                 f"{item.name}={name} must name the JSON file, beside which a {Path(name).suffix} is "
@@ -181,14 +180,14 @@ def check_results(arguments) -> None:
 
 
 def check_some(arguments, *names: str) -> None:
-    """Raises ValueError for an empty list among the arguments of these names."""
+    """Raises ValueError if one of the named arguments is an empty list."""
     for name in names:
         if not getattr(arguments, name):
             raise ValueError(f"nothing to measure: {name} must not be empty, name one")
 
 
 def check_least(arguments, *names: str) -> None:
-    """Raises ValueError for a number below 1, alone or in a list, among the arguments of these names."""
+    """Raises ValueError if one of the named arguments is, or holds, a number below 1."""
     for name in names:
         given = getattr(arguments, name)
         if any(number < 1 for number in (given if isinstance(given, list) else [given])):
@@ -203,22 +202,22 @@ def check_place(key: str, name: str) -> None:
 
 
 def refuse(reason: object) -> NoReturn:
-    """Ends a script whose input is wrong, like python -m train."""
+    """Ends a script whose input is wrong, in the way of python -m train."""
     print(f"error: {reason}", file=sys.stderr)
     sys.exit(EXIT_REFUSED)
 
 
 def end_if_unread() -> None:
-    """Ends a script by SIGPIPE, without a word, if what read its output is gone, as `head` goes."""
+    """Ends a script by SIGPIPE, without a message, if the reader of its output has gone, as `head` does."""
     stdout = select.poll()
     stdout.register(sys.stdout, select.POLLOUT)
     if any(event & select.POLLERR for _, event in stdout.poll(0)):
-        # Python ignores it
+        # Python ignores SIGPIPE by default
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGPIPE)
 
 
 def stop(remark: str) -> NoReturn:
-    """Ends a script after Ctrl-C, like python -m train."""
+    """Ends a script after Ctrl-C, in the way of python -m train."""
     print(remark, file=sys.stderr)
     sys.exit(EXIT_CTRL_C)

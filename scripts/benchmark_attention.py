@@ -6,11 +6,11 @@
 Implementations: ours (what flash_attention chooses), hopper, portable, cudnn and fa2 (backends of
 scaled_dot_product_attention), flex (FlexAttention, compiled), fa4 (the package flash-attn-4, where it is
 installed), eager (attention_reference). They take turns on the same inputs, `repeats` times; a row holds
-medians. What is timed, after a pause that lets the clock recover from the turn before, is the replay of a
+medians. A turn first pauses, so that the clock recovers from the previous turn, and then times replays of a
 CUDA graph of one call, with a cold L2: the GPU's own time, as in a captured or deeply queued training step,
-without what Python takes to issue it. Speed counts 4 B H T T D operations forward, half of it when causal,
-and 2.5 times as many backward. max_error is against float64, on the first batch and head. The first row is
-GPT-2's own shape: B 32, H 12, D 64, T 1024, packed qkv.
+without the time Python takes to issue it. Speed counts 4 B H T T D operations forward, half as many when
+causal, and 2.5 times as many backward. max_error is against float64, on the first batch and head. The first
+row is GPT-2's own shape: B 32, H 12, D 64, T 1024, packed qkv.
 """
 
 import statistics
@@ -38,7 +38,7 @@ from scripts.timing import capture, median_ms
 from train.results import machine, write_result
 
 NAMES = ("ours", "hopper", "portable", "cudnn", "fa2", "flex", "fa4", "eager")
-# implementations that support an option; others would run without it, and their rows would claim it
+# implementations that support an option; the others would ignore it, and their rows would still claim it
 ABLE = {
     "window": ("ours", "hopper", "portable", "flex", "fa4", "eager"),
     "dropout_p": ("ours", "hopper", "portable", "fa2"),
@@ -70,7 +70,7 @@ BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTI
 
 
 class Shape(NamedTuple):
-    """packed: q, k and v are views of one (B, T, 3, H, D)."""
+    """A shape to measure. packed: q, k and v are views of one (B, T, 3, H, D) tensor."""
 
     batch: int
     seq_len: int
@@ -149,9 +149,9 @@ def measure(arguments: Arguments, shape: Shape) -> list[dict]:
     for name in arguments.implementations:
         attention = build(name, causal, window, dropout_p, shape.seq_len)
         try:
-            # also around the backward pass: the operator chooses an implementation again in each pass
+            # covers the backward pass too: the operator chooses an implementation anew in each pass
             with use_implementation(name if name in IMPLEMENTATIONS else None):
-                # keep out: the graph of the backward pass reads what it has saved
+                # keep out: the backward graph reads tensors that it keeps alive
                 outs[name], *graphs[name] = capture(attention, (q, k, v), dout)
         except (RuntimeError, ValueError) as error:
             print(f"{name} cannot run this: {str(error).splitlines()[0]}")
@@ -186,7 +186,7 @@ def measure(arguments: Arguments, shape: Shape) -> list[dict]:
 
 
 def visible_share(seq_len: int, window: int | None) -> float:
-    """The share of all scores that a causal mask keeps; one half without a window, as all papers count."""
+    """The share of all scores that a causal mask keeps; one half without a window, as all papers count it."""
     if window is None or window >= seq_len:
         return 0.5
     return window_pairs(seq_len, window) / seq_len**2
@@ -239,7 +239,7 @@ def print_row(row: dict) -> None:
 
 
 def plot(rows: list[dict], result: dict, path: Path) -> None:
-    """Bars of TFLOP/s, forward above backward; columns: GPT-2's shape, and each head_dim and mask."""
+    """Draws bars of TFLOP/s, forward above backward; columns: GPT-2's shape, and each head_dim and mask."""
     import matplotlib.pyplot as plt
 
     from train.plot import length_label

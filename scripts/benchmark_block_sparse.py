@@ -6,13 +6,13 @@
 A pattern is written as in conf/attention/strided.yaml; "dense" is causal attention without a block mask. All
 implementations get the same blocks and take turns on the same inputs; a row holds medians of replays of a
 CUDA graph of one call, with a cold L2. Speed counts 4 D operations forward, and 2.5 times as many backward,
-for each score of a kept block, and for half of all scores of dense attention. density: kept blocks over
-causal blocks. allowed_ms: 1.15 times the density's share of the same implementation's dense time, and 20 us.
-With document_tokens, a token sees its own document only, beside the pattern; the density is then of what both
-leave. With deterministic, ours is measured a second time with deterministic=True, in rows of its own.
-extra_bytes: the peak of forward and backward beyond inputs, gradients and mask. max_error is against float64,
-on the first head, to 16K tokens. FlexAttention compiles for every pattern and length, some 10 seconds each.
-fa4, where flash-attn-4 is installed, is measured with causal masks and windows.
+for each score of a kept block; dense attention counts half of all scores. density: kept blocks over causal
+blocks. allowed_ms: 1.15 times the density times the same implementation's dense time, plus 20 us. With
+document_tokens, a token also sees its own document only; the density is then that of both masks together.
+With deterministic, ours is also measured with deterministic=True, in separate rows. extra_bytes: the peak
+memory of forward and backward beyond inputs, gradients and mask. max_error is against float64, on the first
+head, up to 16K tokens. FlexAttention compiles for every pattern and length, some 10 seconds each. fa4, where
+flash-attn-4 is installed, is measured with causal masks and windows.
 """
 
 import re
@@ -75,7 +75,7 @@ class Arguments:
 # longer sequences have no max_error, because the reference stores all scores
 LONGEST_CHECKED = 16384
 PEERS = ("flex", "fa4")
-# patterns that fa4 is measured with: its kernels have these masks without lists of blocks
+# patterns that fa4 is measured with: its kernels implement these masks without lists of blocks
 FA4_PATTERN = re.compile(r"dense|causal\(\)|window\((\d+)\)")
 DIRECTIONS = ("forward", "backward")
 
@@ -120,7 +120,7 @@ def main(arguments: Arguments) -> None:
 
 
 def allowed_ms(density: float, dense_ms: float) -> float:
-    """The most that a pass over the share `density` of the blocks may take."""
+    """The most time that a pass over the share `density` of the causal blocks may take."""
     return 1.15 * density * dense_ms + 0.02
 
 
@@ -159,7 +159,7 @@ def measure(arguments: Arguments, head_dim: int, seq_len: int, pattern: str) -> 
             # compile first
             torch.autograd.grad(attention(q, k, v), (q, k, v), dout)
             extra_bytes[run] = peak_bytes(attention, (q, k, v), dout)
-            # keep out: the graph of the backward pass reads what it has saved
+            # keep out: the backward graph reads tensors that it keeps alive
             outs[run], *graphs[run] = capture(attention, (q, k, v), dout)
         timings[run] = [], []
         if truth is not None:
@@ -202,7 +202,7 @@ def build(
     name: str, deterministic: bool, pattern: str, mask: BlockMask | None, ids: Tensor | None, seq_len: int,
     arguments: Arguments,
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
-    """An implementation as a function of q, k, v (1, T, H, D). ids: (1, T) int32, of documents."""
+    """An implementation as a function of q, k, v (1, T, H, D). ids: document ids, (1, T) int32."""
     if name in ("ours", *IMPLEMENTATIONS):
 
         def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ def build(
 
 
 def flex_block_mask(mask: BlockMask, visible: Callable) -> FlexBlockMask:
-    """The blocks of a one-head mask in FlexAttention's form. visible(b, h, i, j): the same mask."""
+    """A one-head mask in FlexAttention's form. visible(b, h, i, j): the same mask, score by score."""
     _, row, column = mask.coordinates()
     lists = []
     for chosen in (mask.tiles != FULL, mask.tiles == FULL):
@@ -233,7 +233,7 @@ def flex_block_mask(mask: BlockMask, visible: Callable) -> FlexBlockMask:
 
 
 def flex_mask(pattern: str, block_size: int) -> Callable:
-    """FlexAttention's function of the same mask: patterns joined by |, each computed from i and j."""
+    """A pattern as FlexAttention's mask function: its parts joined by |, each computed from i and j."""
 
     def causal(i, j):
         return j <= i
@@ -262,7 +262,7 @@ def flex_mask(pattern: str, block_size: int) -> Callable:
 
 
 def peak_bytes(attention: Callable, qkv: tuple[Tensor, ...], dout: Tensor) -> int:
-    """The peak of what a forward and backward pass allocate, not counting the gradients."""
+    """The peak memory that a forward and backward pass allocate, without the gradients, in bytes."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     torch.autograd.grad(attention(*qkv), qkv, dout)
@@ -285,14 +285,14 @@ def print_row(row: dict) -> None:
 
 
 def plot(rows: list[dict], result: dict, path: Path) -> None:
-    """Time over density, and what is allowed; columns: head_dim and length, forward above backward."""
+    """Draws time and allowed time over density; columns: head_dim and length, forward above backward."""
     import matplotlib.pyplot as plt
 
     from train.plot import length_label
 
     shapes = list(dict.fromkeys((row["head_dim"], row["seq_len"]) for row in rows))
     names = list(dict.fromkeys(map(label, rows)))
-    # tall enough for what is above and below the axes
+    # tall enough for the titles above the axes and the legend below
     size = max(7.2, 3.6 * len(shapes)), 6.4
     figure, axes = plt.subplots(
         2, len(shapes), figsize=size, squeeze=False, sharex=True, layout="constrained"
@@ -335,7 +335,7 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
 
 
 def plot_over_length(rows: list[dict], result: dict, path: Path) -> None:
-    """Microseconds per thousand tokens over the length, for one pattern: a linear cost is a level line."""
+    """Draws microseconds per thousand tokens over the length: a cost linear in length is a level line."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained", sharex=True)

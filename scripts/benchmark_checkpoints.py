@@ -1,4 +1,4 @@
-"""Times what a checkpoint costs a training GPU, one row a model:
+"""Times what a checkpoint costs a training GPU, one row for each save:
 python -m scripts.benchmark_checkpoints 'models=[gpt2,gpt2_xl]' out=checkpoints.json"""
 
 import time
@@ -60,7 +60,7 @@ def main(arguments: Arguments) -> None:
 
 
 def measure(arguments: Arguments, name: str):
-    """Yields a row for each save, with training steps going on while it is written."""
+    """Yields a row for each save; training steps go on while the checkpoint is written."""
     seq_len = min(1024, arguments.tokens_per_step)
     config = read_model(name, seq_len)
     with (

@@ -1,10 +1,10 @@
-"""Times generation with a long cache: what each new token takes, against the bytes that it must read.
+"""Times generation with a long cache: the time of each new token, against the bytes that it must read.
 
     python -m scripts.benchmark_generate models=[gpt2,llama] seq_lens=[65536]
 
-Random weights, a random prompt of seq_len tokens, greedy, and every token is brought to the CPU, as for a
-terminal. A token must read all weights but the tables of embeddings, and the keys and values that the layers
-see; bandwidth_share is that over what `bandwidth` bytes a second would read in the same time.
+Weights and the prompt of seq_len tokens are random, sampling is greedy, and every token is copied to the CPU,
+as for a terminal. A token must read all weights but the embedding tables, and the keys and values that the
+layers see; bandwidth_share is these bytes over what `bandwidth` bytes a second would read in the same time.
 """
 
 import time
@@ -24,7 +24,7 @@ from scripts.sizes import check_models, read_model
 from train.results import write_result
 from train.step import DTYPES
 
-# the prompt, a step to warm up, and the one that is captured
+# untimed tokens: they cover the prompt, a warm-up step and the step that is captured
 UNTIMED = 4
 
 
@@ -77,7 +77,7 @@ def measure(
     for new in stream(model, prompt, n_new, temperature=0.0, compiled=compiled):
         new.tolist()
         times.append(time.perf_counter())
-    # a token's time is from the end of the previous one to its own end
+    # a token takes from when the previous one arrived until it arrives itself
     seconds = median([end - start for start, end in pairwise(times[UNTIMED - 1 :])])
     n_bytes = weight_bytes(model) + cache_bytes(model, batch, seq_len)
     return {

@@ -1,10 +1,10 @@
-"""Times what a call of attention takes Python and the host, where the GPU has next to nothing to do.
+"""Times how long a call of attention takes on the host, in Python and launches, with an almost idle GPU.
 
     python -m scripts.benchmark_host out=host.json
 
-A short sequence, so that the host is what takes time; the calls of a turn follow each other without a wait
-for the GPU. Where an implementation takes longer than the kernels of a layer, the GPU waits for it: eager
-models, small batches, generation.
+The sequence is short, so that the host takes the time; the calls of a turn follow each other without waiting
+for the GPU. Where a call takes the host longer than a layer's kernels take the GPU, the GPU waits: in eager
+models, with small batches, in generation.
 """
 
 import time
@@ -53,7 +53,7 @@ def main(arguments: Arguments) -> None:
 
 
 def measure(arguments: Arguments, head_dim: int) -> list[dict]:
-    """A row for each implementation; measured in turns, so that the host's clock is the same for all."""
+    """A row for each implementation; they take turns, so that the host's clock is the same for all."""
     if head_dim < 1 or arguments.width % head_dim:
         raise ValueError(f"width={arguments.width} must be a multiple of head_dim {head_dim}: change one")
     torch.manual_seed(0)
@@ -107,7 +107,7 @@ def function(name: str, seq_len: int) -> Callable[[Tensor, Tensor, Tensor], Tens
 
 
 def microseconds(call: Callable, calls: int) -> float:
-    """The host's time per call, over several calls."""
+    """The host's time per call, the mean over several calls."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(calls):

@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node=4 -m scripts.benchmark_ring tokens_per_gpu=131072
 
-A rank times flash attention on tokens_per_gpu tokens alone, then ring attention on n times as many together
-with the others. FLOPs are those that the mask keeps, whole blocks of a pattern; share is TFLOP/s a GPU over
-those of one GPU alone.
+Each rank first times flash attention alone on tokens_per_gpu tokens, then, together with the others, ring
+attention on n times as many. FLOPs count the scores that the mask keeps, for a pattern in whole blocks; share
+is the TFLOP/s of a GPU in the ring over those of one GPU alone.
 """
 
 import time
@@ -48,7 +48,7 @@ def main(arguments: Arguments) -> None:
     if not arguments.windows and not arguments.patterns:
         raise ValueError("nothing to measure: windows and patterns must not both be empty, name one")
     check_least(arguments, "tokens_per_gpu", "n_head", "n_kv_head", "head_dims", "repeats")
-    # a wrong one that is found later would cost the rows of the others
+    # found later, a wrong value would cost the rows measured before it
     if any(window < 0 for window in arguments.windows):
         raise ValueError(f"windows must be at least 0, for all keys before a query, got {arguments.windows}")
     for pattern in arguments.patterns:
@@ -69,7 +69,7 @@ def main(arguments: Arguments) -> None:
 def measure(
     arguments: Arguments, processes, head_dim: int, window: int | None = None, pattern: str | None = None
 ) -> list[dict]:
-    """The rows of one shape: alone if the mask is dense, and together."""
+    """The rows of one shape: of one GPU alone, if the mask is dense, and of all GPUs together."""
     tokens, size, device = arguments.tokens_per_gpu, processes.world_size, processes.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     heads = (arguments.n_head, arguments.n_kv_head, arguments.n_kv_head, arguments.n_head)

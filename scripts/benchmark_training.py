@@ -4,11 +4,11 @@
     python -m scripts.benchmark_training jobs=true out=jobs.json
     python -m scripts.benchmark_training ladder=true out=ladder.json
 
-jobs=true makes one row for each job that the project has an aim for, with what it is to reach on one H200.
-ladder=true makes one row for each switch, from plain PyTorch to the defaults, on the same tokens and first
-weights. A step is what train/loop.py does between two log lines: forward, backward, the loss read back,
-clipping, AdamW. Its time is the mean over a window, from the device's own events. A table in Markdown lies
-beside the JSON file.
+jobs=true makes one row for each job that the project has an aim for, and gives that aim, set for one H200.
+ladder=true makes one row for each switch, from plain PyTorch to the defaults, on the same tokens and initial
+weights. A step is what train/loop.py does between two log lines: forward, backward, reading the loss back,
+clipping, AdamW. Its time is the mean over the timed steps, from the device's own events. A Markdown table is
+written beside the JSON file.
 """
 
 import gc
@@ -85,7 +85,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Step:
-    """What distinguishes two rows of the same model and length."""
+    """The settings in which two rows of the same model and length can differ."""
 
     implementation: str
     precision: str
@@ -99,7 +99,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Job:
-    """A step that users run, and its aim on one H200."""
+    """A training job that users run, and its aim on one H200."""
 
     model: str
     seq_len: int
@@ -113,7 +113,7 @@ JOBS = (
     Job("gpt2", 4096, "540K tokens/s"),
     Job("gpt2", 32768, "205K tokens/s"),
     Job("gpt2_medium", 1024, "230K tokens/s"),
-    # nothing is recomputed: two micro-batches fit
+    # without recomputation, the step fits as two micro-batches
     Job("gpt2_xl", 1024, "50% MFU (PaLM)", tokens_per_microbatch=16384),
     Job("gpt2", 262144, "trains on one GPU"),
 )
@@ -173,7 +173,7 @@ def main(arguments: Arguments) -> None:
 
 
 def aims(arguments: Arguments):
-    """For each of JOBS, or for the arguments as given: what its rows say about the aim, and its arguments."""
+    """Yields, for each of JOBS or for the arguments as given, the aim for its rows, and its arguments."""
     if not arguments.jobs:
         yield {}, arguments
         return
@@ -195,7 +195,7 @@ def aims(arguments: Arguments):
 
 
 def check_counts(arguments: Arguments) -> None:
-    """Raises ValueError for nothing to time, counts that do not fit, and what a ladder would ignore."""
+    """Raises ValueError for unusable counts of steps or processes, and for what a ladder would ignore."""
     for key, least in (("steps", 1), ("warmup_steps", 0)):
         if getattr(arguments, key) < least:
             raise ValueError(f"{key} must be at least {least}, got {getattr(arguments, key)}")
@@ -221,7 +221,7 @@ def check_counts(arguments: Arguments) -> None:
 
 
 def check_rows(arguments: Arguments) -> None:
-    """Raises ValueError, before anything is measured, for a row that cannot be."""
+    """Raises ValueError, before anything is measured, for a row that cannot be measured."""
     for key in ("models", "seq_lens", "implementations", "recompute"):
         if not getattr(arguments, key):
             raise ValueError(f"{key} is empty, and nothing would be timed: name one")
@@ -254,7 +254,7 @@ def check_cpu(arguments: Arguments) -> None:
 
 
 def tokens_of(arguments: Arguments, seq_len: int) -> tuple[int, int]:
-    """Tokens of a step and of a micro-batch of sequences of this length."""
+    """Tokens of a step and of a micro-batch, each at least one sequence of this length."""
     return max(arguments.tokens_per_step, seq_len), max(arguments.tokens_per_microbatch, seq_len)
 
 
@@ -284,7 +284,7 @@ def jobs(arguments: Arguments):
 
 
 def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
-    """One row, on the same random tokens and first weights as every other row of this model and length."""
+    """One row, on the same random tokens and initial weights as the other rows of this model and length."""
     tokens_per_step, tokens_per_microbatch = tokens_of(arguments, seq_len)
     config = read_model(name, seq_len)
     config = replace(config, bias=arguments.bias or config.bias)
@@ -315,7 +315,7 @@ def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
             low_precision_residual=step.low_precision_residual,
             recompute=step.recompute,
         ).to(device)
-        # a row says what ran, not what was asked for: neither gated nor recomputed layers have it
+        # record what ran, not what was asked for: gated and recomputed layers do not fuse GELU
         row["fused_gelu"] = weights.blocks[0].mlp.fused_gelu and step.precision != "fp32"
         model = torch.compile(weights) if step.compile else weights
         optimizer = build_optimizer(weights, OPTIM)

@@ -1,13 +1,13 @@
-"""The worked example of docs/long_context.md: one model, extended by each method at equal tokens, measured.
+"""The worked example of docs/long_context.md: one model, extended by each method on equally many tokens.
 
     python -m scripts.compare_extensions out=docs/results/h200/long_context
 
 Stages: pretrain (experiment=example_short), extend (experiment=example_long, once for each method and
-length), evaluate (scripts.evaluate_context of each run) and report (table and pictures of the files that are
-there). What is finished in runs/ or in `out` is not done again, so that calls may name some stages or methods
-only. A method is one of METHODS, or such a one with the attention of its layers: yarn+window, yarn+strided;
-`before` is the model as it was pretrained, on the same windows of text. With several GPUs one pretrains, in
-steps too small to share, then each takes a method.
+length), evaluate (scripts.evaluate_context on each run) and report (a table and pictures of the results that
+exist). What is finished in runs/ or in `out` is not repeated, so that a call may name only some stages or
+methods. A method is one of METHODS, alone or with an attention for its layers: yarn+window, yarn+strided;
+`before` is the model as pretrained, evaluated on the same windows of text. With several GPUs, one pretrains,
+since the steps are too small to share; then each takes a method.
 """
 
 import json
@@ -33,7 +33,7 @@ from train.plot_context import draw_comparison, draw_needles
 from train.results import write_result
 
 STAGES = ("pretrain", "extend", "evaluate", "report")
-# the overrides of each method; none changes nothing but the length
+# the overrides of each method; the method "none" changes only the length
 METHODS = {
     "none": ["start.positions=none"],
     "linear": ["start.positions=linear"],
@@ -69,7 +69,7 @@ def main(arguments: Arguments) -> None:
         check_recall(arguments)
     check_windows(arguments)
     base, gpus = f"example-{arguments.base_seq_len}", places()
-    # by length, before that what is there already
+    # by length, and within a length the pretrained model first
     chosen = sorted(arguments.methods, key=lambda method: method != BEFORE)
     cases = [Case(base, method, seq_len) for seq_len in sorted(arguments.seq_lens) for method in chosen]
     extensions = {case: extension(case) for case in cases if case.method != BEFORE}
@@ -80,7 +80,7 @@ def main(arguments: Arguments) -> None:
     failed, each = [], [stage for stage in arguments.stages if stage in ("extend", "evaluate")]
     if each and len(cases) > 1 and len(gpus) > 1:
         commands = {}
-        # last what takes least
+        # start the shortest job last
         for case in sorted(cases, key=lambda case: case.method == BEFORE):
             alone = replace(arguments, stages=each, methods=[case.method], seq_lens=[case.seq_len])
             commands[case.name] = [sys.executable, "-m", "scripts.compare_extensions", *command_line(alone)]
@@ -100,7 +100,7 @@ def main(arguments: Arguments) -> None:
 
 
 def check_windows(arguments: Arguments) -> None:
-    """Raises ValueError for text too short to be cut into windows of each of seq_lens."""
+    """Raises ValueError if `before` needs longer windows of text than those of seq_lens."""
     if BEFORE in arguments.methods and min(arguments.seq_lens, default=0) < arguments.base_seq_len:
         raise ValueError(
             f"seq_lens must be at least base_seq_len={arguments.base_seq_len}, which {BEFORE} reads, got "
@@ -125,7 +125,7 @@ def check_recall(arguments: Arguments) -> None:
 
 
 def check_finished(cases: list["Case"], out: Path) -> None:
-    """Raises ValueError for existing results under the same names that come from another first model."""
+    """Raises ValueError for existing results under the same names that come from another pretrained model."""
     for case in cases:
         settings = Path("runs", case.run, "config.yaml")
         if case.method != BEFORE and settings.exists():
@@ -148,12 +148,12 @@ class Case(NamedTuple):
     # the run of the model that is extended
     base: str
     method: str
-    # tokens of the windows of text, which the extended model takes whole
+    # tokens in a window of text; the extended model takes a whole window
     seq_len: int
 
     @property
     def name(self) -> str:
-        """The name of its results, and of its run if it has one of its own."""
+        """The name of its results, and of its own run if it has one."""
         return f"example-{self.seq_len}-{self.method.replace('+', '-')}"
 
     @property
@@ -176,7 +176,7 @@ def extension(case: Case) -> list[str]:
 
 
 def train(name: str, overrides: list[str]) -> None:
-    """Trains in a process of its own, unless that run is finished. Raises ValueError if it differed."""
+    """Trains in a subprocess, unless that run is finished. Raises ValueError if it fails or had differed."""
     if Path("runs", name, "summary.json").exists():
         check_overrides(name, overrides)
         print(f"{name}: finished before", flush=True)
@@ -188,14 +188,14 @@ def train(name: str, overrides: list[str]) -> None:
 
 
 def check_overrides(name: str, overrides: list[str]) -> None:
-    """Raises ValueError if the finished run of that name was trained on other tokens, or in another way."""
+    """Raises ValueError if the finished run of that name had other total_tokens or other overrides."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         asked = OmegaConf.create(asdict(checked(compose("config", overrides), Config)))
     path = Path("runs", name, "config.yaml")
     had = OmegaConf.load(path)
     keys = ["total_tokens", *(word.lstrip("+~").partition("=")[0] for word in overrides)]
     for key in dict.fromkeys(keys):
-        # experiment=... is no part of a configuration, but what it changes
+        # a configuration does not hold experiment=..., only the values that it changes
         then, now = (OmegaConf.select(config, key) for config in (had, asked))
         if key != "experiment" and then != now:
             raise ValueError(
@@ -214,7 +214,7 @@ def evaluate(case: Case, out: Path, arguments: Arguments) -> None:
 
 
 def evaluation(arguments: Arguments) -> evaluate_context.Arguments:
-    """What is measured of each run; empty data: the run's own. Raises ValueError for what cannot be."""
+    """The settings that evaluate each run; empty data: the run's own. Raises ValueError for unusable ones."""
     given = arguments.evaluation
     for key in ("model", "out", "window"):
         if key in given:
@@ -234,7 +234,7 @@ def evaluation(arguments: Arguments) -> evaluate_context.Arguments:
 
 
 def report(cases: list[Case], out: Path) -> None:
-    """comparison.json and its table, and for each length two pictures; of the cases that are measured."""
+    """Writes comparison.json and two pictures for each length, and prints a table, of the measured cases."""
     measured = {}
     for case in cases:
         path = out / f"{case.name}.json"
@@ -254,9 +254,9 @@ def report(cases: list[Case], out: Path) -> None:
 
 
 def summary(case: Case, measured: list[dict]) -> dict:
-    """One line of the table: of a run's metrics and of what evaluate_context found.
+    """One line of the table, from a run's metrics and the results of evaluate_context.
 
-    A loss that was not finite is None; a mean is over those that are there.
+    A loss that was not finite is None; a mean is over the finite ones.
     """
     path = Path("runs", case.run, "metrics.jsonl")
     if not path.exists():
@@ -264,7 +264,7 @@ def summary(case: Case, measured: list[dict]) -> dict:
             f"{path} is not there: the report reads it beside the results, run it where runs/ is"
         )
     metrics = read_metrics(path)
-    # both are evaluated; null where the loss was not finite, for which no other may stand
+    # both lines hold a validation loss, or null if it was not finite: another line must not replace it
     first, last = metrics[0], metrics[-1]
     by_context = {row["context"]: row["loss"] for row in measured if row["kind"] == "context"}
     recall = {
@@ -286,7 +286,7 @@ def summary(case: Case, measured: list[dict]) -> dict:
     }
     for kind, rows in recall.items():
         for value in ("accuracy", "loss"):
-            # evaluation.lengths may leave out the model's own
+            # evaluation.lengths may leave out the model's own length
             found = [r[value] for r in rows if r[value] is not None]
             row[f"{kind}_{value}"] = mean(found) if found else None
     return row
@@ -301,7 +301,7 @@ def run_config(name: str) -> dict:
 
 
 def table(rows: list[dict]) -> str:
-    """As in the guide."""
+    """The rows as a Markdown table, as in the guide."""
     columns = {
         "method": "method",
         "window": "windows of",

@@ -2,10 +2,10 @@
 
     python -m scripts.evaluate_context model=runs/NAME data=datasets/NAME
 
-model is a run of ours, a checkpoint, or a Hugging Face folder; data a folder that training or
-scripts.prepare_data has prepared, of which the validation split is read. Writes one JSON file of rows and a
-picture: the loss by position, the loss of the same tokens by the length of context, recall of a passkey by
-length and depth, and of one of many keys.
+model is a run's folder, a checkpoint, or a Hugging Face folder; data is a folder that training or
+scripts.prepare_data has prepared, whose validation split is read. Writes a JSON file of rows and a picture:
+the loss by position, the loss of the same tokens by the length of their context, and the recall of a passkey
+and of one key among many, by length and depth.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ from train.results import write_result
 from train.step import autocast_context
 from train.weights import begin_of_text, load_model, run_attention, tokenizer_name
 
-# the part of the validation split whose text fills the prompts
+# sequences of the validation split whose text fills the prompts
 FILLER_SEQUENCES = 4
 
 
@@ -47,7 +47,7 @@ class Arguments:
     model: str = argument(..., "a run's folder, a checkpoint, or a Hugging Face folder", path=True)
     data: str = argument(..., "a prepared folder of the model's tokenizer", path=True)
     seq_len: int | None = argument(None, "tokens a sequence; null: the model's longest")
-    # with one window models of different lengths score the same tokens
+    # with the same window, models of different lengths score the same tokens
     window: int | None = argument(None, "tokens of text whose start and end are read; null: seq_len")
     sequences: int = argument(16, "windows of the validation split to score")
     scored: int = argument(256, "tokens at the end of each that are scored with more and more context")
@@ -118,9 +118,9 @@ def main(arguments: Arguments) -> None:
 
 
 def text_tokenizer(arguments: Arguments, manifest: dict, own: str) -> str:
-    """The tokenizer's name for the prepared text: the one it was prepared with, or own if that is gone.
+    """The name of the prepared text's tokenizer: the one it was prepared with, or own if that one is gone.
 
-    own: the model's. Raises ValueError if the text was not made with that one either.
+    own: the model's tokenizer. Raises ValueError if the text was not prepared with that one either.
     """
     name = manifest["config"]["tokenizer"]
     if is_tokenizer(name):
@@ -130,7 +130,7 @@ def text_tokenizer(arguments: Arguments, manifest: dict, own: str) -> str:
         raise ValueError(f"{gone}, nor in {own}, where the model has its own: put it back there")
     shard = manifest["splits"]["val"]["shards"][0]["file"]
     try:
-        # which carries its tokenizer's digest
+        # a shard carries its tokenizer's digest
         read_shard(Path(arguments.data, shard), tokenizer=shard_mark(own))
     except ShardError as error:
         raise ValueError(
@@ -147,7 +147,7 @@ def text_tokenizer(arguments: Arguments, manifest: dict, own: str) -> str:
 
 
 def new_files(name: str) -> tuple[Path, Path]:
-    """Where the rows and the picture go. Raises ValueError if they exist already, or for no .json."""
+    """The files for the rows and the picture. Raises ValueError if one exists, or name is no .json."""
     out = Path(name)
     if out.suffix != ".json":
         raise ValueError(f"out must end in .json, got {name}: the picture goes beside it, as .png")
@@ -165,7 +165,7 @@ def check_settings(arguments: Arguments) -> None:
     for key in ("sequences", "scored", "prompts"):
         if getattr(arguments, key) < 1:
             raise ValueError(f"{key} must be at least 1, got {getattr(arguments, key)}")
-    # numpy's generators, when the text is scored already
+    # numpy's generators would refuse it, but only after the text is scored
     if arguments.seed < 0:
         raise ValueError(f"seed must be at least 0, got {arguments.seed}")
     if not all(0.0 <= depth <= 1.0 for depth in arguments.depths):
@@ -175,7 +175,7 @@ def check_settings(arguments: Arguments) -> None:
 def checked_lengths(arguments: Arguments, positions: int) -> tuple[int, list[int]]:
     """Tokens of a sequence, and of recall prompts. Raises ValueError for what is too long for the model."""
     seq_len = positions if arguments.seq_len is None else arguments.seq_len
-    # its second half is scored, after the first
+    # the second half is scored, with the first as its context
     if not 2 <= seq_len <= positions:
         raise ValueError(f"seq_len must be from 2 to the model's {positions} positions, got {seq_len}")
     if positions < LEAST_LENGTH:
@@ -205,7 +205,7 @@ def filler_text(loader: TokenLoader, longest: int) -> np.ndarray:
 
 
 def text_rows(model: GPT, loader: TokenLoader, seq_len: int, arguments: Arguments) -> list[dict]:
-    """Loss by position at the start of each window, and by length of context at its end; means over them."""
+    """Loss by position at the start of a window, and by length of context at its end: means over windows."""
     n_sequences = min(arguments.sequences, len(loader))
     n_scored = min(arguments.scored, seq_len // 2)
     by_position, by_context = [], []
@@ -221,7 +221,7 @@ def text_rows(model: GPT, loader: TokenLoader, seq_len: int, arguments: Argument
 
 
 def mean_rows(tables: list[list[dict]]) -> list[dict]:
-    """One table whose losses are the means of those of several."""
+    """One table, whose losses are the means over several tables."""
     return [
         {**rows[0], "loss": float(np.mean([row["loss"] for row in rows]))}
         for rows in zip(*tables, strict=True)
@@ -236,9 +236,9 @@ def recall_rows(
     begin: list[int],
     arguments: Arguments,
 ) -> list[dict]:
-    """Accuracy of the passkey and of one key among many, for each length and depth.
+    """Accuracy and loss at recalling a passkey, and one key among many, for each length and depth.
 
-    begin: the tokens that each prompt begins with, which count in its length.
+    begin: the tokens that each prompt begins with, which count towards its length.
     """
     rng = np.random.default_rng(arguments.seed)
     rows = []

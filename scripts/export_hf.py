@@ -1,7 +1,7 @@
 """Writes a trained model as a Hugging Face folder: python -m scripts.export_hf model=runs/NAME out=FOLDER
 
-transformers loads it with AutoModelForCausalLM.from_pretrained(FOLDER). The tokenizer's files go along if the
-run read its text by that of a folder.
+transformers loads it with AutoModelForCausalLM.from_pretrained(FOLDER). The tokenizer's files are copied too,
+if the run's tokenizer is a folder.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from train.export import export
 from train.step import DTYPES
 from train.weights import load_model, run_attention
 
-# of the tokenizers that have a name in place of a folder
+# what to print for the tokenizers that are known by name and have no files
 WITHOUT_FILES = {
     "gpt2": "its tokens are GPT-2's, which AutoTokenizer.from_pretrained('gpt2') loads",
     "bytes": "its tokens are a text's bytes in UTF-8, and 256 is the end of a text",

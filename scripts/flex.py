@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 def compiled_flex(block_mask: BlockMask | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """A function of q, k, v (B, T, H, D), compiled afresh for the shape of its first call."""
-    # otherwise the ninth shape would run without a kernel, and a backward pass would run only once
+    # without this the ninth shape would run without a kernel, and a backward pass could run only once
     torch._dynamo.reset()
     torch._functorch.config.donated_buffer = False
     compiled = torch.compile(flex_attention, dynamic=False)

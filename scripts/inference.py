@@ -1,4 +1,4 @@
-"""Where and how a script runs a trained model, checked before the model is read."""
+"""Which trained model a script runs, where and how, checked before the model is read."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from train.weights import locate, tokenizer_name
 def check_inference(device: str, precision: str, attention: str, key: str = "attention") -> None:
     """Raises ValueError for unknown values, and for what this machine cannot run.
 
-    attention: "" if the model decides. key: the argument that gave it.
+    attention: "" leaves the choice to the model. key: the name of the argument that gave it.
     """
     one_of("precision", precision, PRECISIONS)
     one_of("device", device, DEVICES)
@@ -26,10 +26,10 @@ def check_inference(device: str, precision: str, attention: str, key: str = "att
 
 
 def find_model(key: str, source: str) -> Path:
-    """The checkpoint or Hugging Face folder that source stands for; for a run its newest checkpoint.
+    """The checkpoint or Hugging Face folder that source names; for a run, its newest checkpoint.
 
-    Call it once: each call reports damaged checkpoints that it skips, and a run may still be writing. Raises
-    ValueError, naming the argument key, for a source that holds no model.
+    Call it once: each call reports the damaged checkpoints that it skips, and a run may still be writing new
+    ones. Raises ValueError, naming the argument key, for a source that holds no model.
     """
     if not source:
         raise ValueError(f"{key} must name a run's folder, a checkpoint or a Hugging Face folder, got ''")
@@ -40,10 +40,10 @@ def find_model(key: str, source: str) -> Path:
 
 
 def model_tokenizer(model: str, place: Path, given: str) -> str:
-    """The name of the tokenizer that was given for the model at place, or else of the model's own.
+    """The name of the tokenizer for the model at place: the given one, or else the model's own.
 
     model: the argument that names the model, as KEY=VALUE. Raises ValueError for a tokenizer that does not
-    exist, and for one that gives other tokens than the model's own, if that can be found.
+    exist, and for one whose tokens differ from those of the model's own, if the latter can be found.
     """
     own = tokenizer_name(place)
     if not is_tokenizer(given or own):

@@ -1,9 +1,9 @@
-"""Predicts memory and speed of a training run, and the largest micro-batch that fits, before it is launched:
+"""Predicts memory and speed of a training run, and the largest micro-batch that fits, before it is launched.
 
     python -m scripts.plan model=gpt2_xl seq_len=4096 recompute=full
 
-takes what python -m train takes; gpu= and memory_gib= where there is no GPU. The rates of another card are
-fitted to a short probe, and predictions are set beside measured rows, by
+It takes the arguments of python -m train, and gpu= and memory_gib= where there is no GPU. These commands
+measure a short probe of another card, plan with rates fitted to it, and compare predictions to measured rows:
 
     python -m scripts.benchmark_training 'models=[gpt2,gpt2_medium]' 'seq_lens=[1024,8192]' out=probe.json
     python -m scripts.plan 'probe=[probe.json]' model=gpt2_xl
@@ -72,7 +72,7 @@ def main(arguments: Arguments) -> None:
         return
     config, memory = composed(arguments.train), card_memory(arguments)
     print(rates)
-    # older cards cannot fuse GELU, whatever is asked for, and rows say what ran
+    # older cards cannot fuse GELU, even if asked to, and rows say what ran
     if config.fused_gelu and probe and not any(of_row.fused_gelu for _, of_row in probe):
         print("fused_gelu=true: no row of the probe had it, planned as if GELU were apart")
         config = replace(config, fused_gelu=False)
@@ -109,7 +109,7 @@ def check(arguments: Arguments) -> None:
 
 
 def plan(config: Config, rates: Rates, memory: int, processes: int) -> None:
-    """Prints the given configuration, and the largest micro-batch that fits by kind of recomputation."""
+    """Prints the given configuration, and the largest micro-batch that fits, by kind of recomputation."""
     config.check_processes(processes)
     config.accumulation(processes)
     gpus = counted(processes, "GPU")
@@ -172,7 +172,7 @@ def choose_rates(arguments: Arguments, probe: Sequence[tuple[dict, Config]] = ()
     for card, rates in RATES.items():
         if card not in name.replace("-", " ").split():
             continue
-        # a slice of the card, or another form of it
+        # the name may be that of a slice of the card, or of another variant
         if peak_flops(name, "bf16") != peak_flops(card, "bf16"):
             raise ValueError(
                 f"gpu={name!r} is not the {card} whose rates are known: give probe=[FILE] (--help shows how)"
@@ -192,7 +192,7 @@ def card_memory(arguments: Arguments) -> int:
 
 
 def measured(key: str, files: list[str]) -> list[tuple[dict, Config]]:
-    """The rows of benchmark_training that the plan can predict, compiled flash in 16 bits, and their configs.
+    """Rows of benchmark_training that can be predicted (compiled, flash, 16 bits), with their configurations.
 
     key: the argument that names the files. Raises ValueError for a file that is missing or of another kind,
     and if no row can be predicted.
@@ -214,7 +214,7 @@ def measured(key: str, files: list[str]) -> list[tuple[dict, Config]]:
                 f"{key}: {file} is no result file of scripts.benchmark_training: name one that its out= made"
             ) from error
         for row in rows:
-            # older rows are of the models as they are, made before there were these two
+            # older rows were measured before these two settings existed, and with the models' own bias
             row = {"recompute": "none", "fused_gelu": False, **row}
             given = [
                 f"{key}={row[key]}"
@@ -275,7 +275,7 @@ def describe(row: dict) -> str:
 
 
 def composed(overrides: list[str]) -> Config:
-    """The configuration that python -m train makes of these words. Raises ValueError if it refuses them."""
+    """The configuration that python -m train makes of overrides. Raises ValueError if it refuses them."""
     refuse_numbers_for_texts(overrides, Config)
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):

@@ -1,4 +1,4 @@
-"""Draws the loss of runs, and says how far their curves differ:
+"""Draws the loss curves of runs, and prints how far they differ:
 python -m scripts.plot_run 'runs=[runs/a,runs/b]' out=loss.png"""
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from train.logger import read_metrics
 from train.plot import draw_loss
 from train.results import write_result
 
-# endings that are drawn
+# file endings of the pictures
 PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
 
@@ -28,14 +28,14 @@ class Arguments:
 def main(arguments: Arguments) -> None:
     if not arguments.runs:
         raise ValueError("runs is empty: give run folders, as 'runs=[runs/a,runs/b]'")
-    # matplotlib adds an ending to a name without one, and such a file may exist
+    # matplotlib would add an ending to a name without one, and might replace a file of that name
     if Path(arguments.out).suffix not in PICTURES:
         raise ValueError(f"out must end in one of {', '.join(PICTURES)}, got {arguments.out!r}")
     metrics = {}
     for run in map(Path, arguments.runs):
         if not (run / "metrics.jsonl").is_file():
             raise ValueError(f"runs: {run} holds no metrics.jsonl: give run folders, as runs/NAME")
-        # a copy of a run may have its name
+        # a copy of a run in another folder may have the same name
         metrics[run.name if run.name not in metrics else str(run)] = run / "metrics.jsonl"
     rows = compare(metrics)
     draw_loss(metrics, Path(arguments.out), arguments.title or ", ".join(metrics))
@@ -50,8 +50,8 @@ def main(arguments: Arguments) -> None:
 def compare(metrics: dict[str, Path]) -> list[dict]:
     """Rows {run, yardstick, steps, mean_difference, largest_difference} of training loss, in nats.
 
-    Compared where both had seen the same number of tokens, as in the picture, since their steps may differ in
-    size. steps: how many of the run's steps these are.
+    Curves are compared where both runs had seen the same number of tokens, as in the picture, since their
+    steps may differ in size. steps: how many of the run's steps are compared.
     """
     curves = {
         name: {m["tokens"]: m["train_loss"] for m in read_metrics(path) if m.get("train_loss") is not None}

@@ -1,4 +1,4 @@
-"""Prepares a corpus before a run does: reads the text, drops duplicates, tokenizes, writes shards.
+"""Prepares a corpus ahead of a run: reads the text, drops duplicates, tokenizes, writes shards.
 
 python -m scripts.prepare_data data=text 'data.paths=[my_folder]' data.folder=datasets/mine
 """
@@ -49,7 +49,7 @@ def main(overrides: list[str]) -> None:
 
 
 def parse(overrides: list[str]) -> DataConfig:
-    """The data part of conf/config.yaml with overrides. Raises ValueError for other keys and wrong types."""
+    """The data part of conf/config.yaml, overridden. Raises ValueError for other keys and wrong types."""
     for override in overrides:
         if not override.lstrip("+~").startswith(("data=", "data.")):
             raise ValueError(f"{override!r} is no argument of this script: use data=NAME and data.KEY=VALUE")

@@ -1,12 +1,11 @@
-"""Repeats measurements: does again what result files say they came from, and sets new beside old.
+"""Repeats measurements: runs the commands that result files name, and compares the new values with the old.
 
     python -m scripts.remeasure docs/results/h200/attention.json docs/results/h200/scaling/two.json
 
-Each file names its command and how many GPUs it had. The commands run side by side on the GPUs of this
-machine, started in the order given. New files lie in `out` as the old ones lie beside each other, and nothing
-old is changed; a training run is named after its new file, runs/remeasured-..., and its summary copied there.
-Then a line for each file tells of each measured value the new over the old, its median and range over the
-rows.
+Each file names its command and its number of GPUs. The commands run side by side on this machine's GPUs,
+started in the order given. New files are laid out in `out` as the old ones are, which stay as they were; a
+training run is named after its new file, runs/remeasured-..., and its summary is copied to that file. Then,
+for each file, a line for each measured value gives new over old, as median and range over the rows.
 """
 
 import json
@@ -36,7 +35,7 @@ class Repetition(NamedTuple):
     """A measurement to repeat."""
 
     old: Path
-    # where its command leaves the new result, and where that belongs
+    # the file that the command writes, and the file that it is copied to
     left: Path
     new: Path
     command: list[str]
@@ -47,7 +46,7 @@ def main(arguments: Arguments) -> None:
     if not arguments.files:
         raise ValueError("files is empty: name result files, such as docs/results/h200/attention.json")
     files = [Path(name) for name in arguments.files]
-    # some may be given from / on
+    # some paths may be absolute
     together = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in files])
     out = Path(arguments.out)
     repetitions = {
@@ -76,21 +75,21 @@ def main(arguments: Arguments) -> None:
 
 
 def repetition(old: Path, new: Path) -> Repetition:
-    """How to repeat a result. Raises ValueError for a file that does not say."""
+    """How to repeat the measurement of a result file. Raises ValueError for a file that does not say."""
     try:
         result = json.loads(old.read_text(encoding="utf-8"))
         words, n_gpus = shlex.split(str(result["command"])), max(1, result["n_gpus"])
-        # what the new ones are set beside
+        # without rows there is nothing to compare with
         iter(result["rows"])
     except OSError as error:
         raise ValueError(f"files: {old} cannot be read ({error}): correct it") from error
-    # what is no text and what is no JSON are both ValueErrors
+    # invalid UTF-8 and invalid JSON both raise ValueError
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{old} does not name a command, its GPUs and its rows: it is no result file"
         ) from error
     words = words[1:]
-    # options of Python itself that change no measurement
+    # skip options of Python itself, which change no measurement
     while words and words[0] in ("-u", "-W"):
         words = words[1 if words[0] == "-u" else 2 :]
     if len(words) < 2 or words[0] != "-m" or not (words[1] == "train" or words[1].startswith("scripts.")):
@@ -98,7 +97,7 @@ def repetition(old: Path, new: Path) -> Repetition:
     module, given = words[1], words[2:]
     left = new
     if module == "train":
-        # a run with another out= is another run
+        # named after the new file, so that another out= is another run
         name = "-".join(new.with_suffix("").parts).lstrip("/.-")
         left = Path("runs", name, "summary.json")
         given = [word for word in given if not word.startswith("name=")] + [f"name={name}"]
@@ -108,7 +107,7 @@ def repetition(old: Path, new: Path) -> Repetition:
         given += [f"out={new.with_suffix('.png')}", f"differences={new}"]
     else:
         named = [word for word in given if word.startswith("out=")] or [f"out={usual_out(module, old)}"]
-        # some write one file, some a folder of them
+        # some scripts write one file, others a folder
         place = new if named[-1].endswith(".json") else new.parent
         given = [word for word in given if word not in named] + [f"out={place}"]
     launcher = ["-m"] if n_gpus == 1 else [*LAUNCHER, f"--nproc-per-node={n_gpus}", "-m"]
@@ -129,7 +128,7 @@ def usual_out(module: str, old: Path) -> str:
 
 
 def comparison(old: Path, new: Path) -> str:
-    """A line for each measured value: the new over the old, median and range over the rows."""
+    """A line for each measured value: new over old, as median and range over the rows."""
     before, after = (json.loads(path.read_text(encoding="utf-8"))["rows"] for path in (old, new))
     if len(before) != len(after):
         return f"  {len(after)} rows where {old} has {len(before)}: not compared"
@@ -138,7 +137,7 @@ def comparison(old: Path, new: Path) -> str:
         for key, value in was.items():
             if is_number(value) and value and is_number(is_now.get(key)):
                 ratios.setdefault(key, []).append(is_now[key] / value)
-    # whole numbers are sizes that were given, or bytes, which differ
+    # integers are either sizes, which are equal in both, or measured bytes, which differ
     ratios = {key: found for key, found in ratios.items() if key in fractions or set(found) != {1.0}}
     return "\n".join(
         f"  {key:<28} {median(found):6.3f}  ({min(found):.3f} to {max(found):.3f})"

@@ -1,16 +1,16 @@
 """Repeats the experiments of the FlashAttention paper on this machine's GPU, with a verdict on each claim.
 
     python -m scripts.reproduce_paper                          # all of them
-    python -m scripts.reproduce_paper figure2 figure3          # some: the beginnings of their names
+    python -m scripts.reproduce_paper figure2 figure3          # some, by the beginnings of their names
     python -m scripts.reproduce_paper figure3 'sizes.seq_lens=[1024,4096]'
-    python -m scripts.reproduce_paper quick=true               # small; on a CPU by Triton's interpreter
-    python -m scripts.reproduce_paper keep=true                # go on after an interruption
-    python -m scripts.reproduce_paper overwrite=true           # anew, in place of results that are there
+    python -m scripts.reproduce_paper quick=true               # small; on a CPU in Triton's interpreter
+    python -m scripts.reproduce_paper keep=true                # continue after an interruption
+    python -m scripts.reproduce_paper overwrite=true           # measure again and replace existing results
 
-Each experiment is a file of scripts/paper/ that tells what the paper did and claims. It writes its rows to
-<out>/<experiment>.json, and to <experiment>.part.json while it runs; the report, <out>/README.md, is written
-anew from all files that lie there. Several experiments run in a process each, the longest first, one on each
-GPU at a time: one that fails does not keep the others from running.
+Each experiment is a file of scripts/paper/ that says what the paper did and claims. It writes its rows to
+<out>/<experiment>.json, and to <experiment>.part.json while it runs; the report, <out>/README.md, is
+rewritten from all result files in that folder. Several experiments run in a process each, the longest first,
+one at a time on each GPU; one that fails does not stop the others.
 """
 
 import gc
@@ -97,7 +97,7 @@ def main(arguments: Arguments) -> None:
 
 
 def check_unmeasured(folder: Path, paths: dict[str, Path]) -> None:
-    """Raises ValueError where experiments have their results already."""
+    """Raises ValueError if some of these experiments have results already."""
     there = [name for name, path in paths.items() if path.is_file()]
     if there:
         raise ValueError(
@@ -120,7 +120,7 @@ def measure_side_by_side(names: list[str], folder: Path, arguments: Arguments):
 
 def measure(experiment: ModuleType, sizes, device: torch.device, path: Path) -> None:
     """Writes the experiment's rows to path; until they are complete, to a file of another name beside it."""
-    # garbage collection between measurements need not walk through everything that is imported
+    # spare garbage collection between measurements the walk through everything that is imported
     gc.freeze()
     part = part_of(path)
     rows, written = [], time.perf_counter()
@@ -134,7 +134,7 @@ def measure(experiment: ModuleType, sizes, device: torch.device, path: Path) -> 
         if rows:
             write_result(part, rows)
     if not rows:
-        # an earlier try may have left one
+        # do not take the part file of an earlier try for a result
         raise ValueError("these sizes leave nothing to measure: name at least one of each list of sizes=")
     part.replace(path)
 

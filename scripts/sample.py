@@ -1,8 +1,9 @@
 """Continues text with a trained model: python -m scripts.sample run=runs/NAME 'prompt=import '
 
 The text appears as it is generated; several samples are generated together and printed one after the other.
-Before the prompt stands what the model has seen before a text: in a run the end of the document before, in a
-Hugging Face folder the token that tokenizer.json adds, or else bos_token_id of config.json, if there is one.
+The prompt is preceded by what the model saw before every text in training: for a run, the end of the previous
+document; for a Hugging Face folder, the token that tokenizer.json adds, or else bos_token_id of config.json,
+if there is one.
 """
 
 import sys
@@ -19,7 +20,7 @@ from train.sample import SampleConfig, check_seed, prompt_ids, stream_text
 from train.step import DTYPES
 from train.weights import begin_of_text, load_model, run_attention
 
-# all samples are generated together
+# a limit, because all samples are generated as one batch
 MOST_SAMPLES = 2**16
 
 
@@ -71,7 +72,7 @@ def main(arguments: Arguments) -> None:
             top_p=arguments.top_p,
         )
     except ValueError as error:
-        # here the keys have no group
+        # this script's keys have no group in front
         raise ValueError(str(error).removeprefix("sample.")) from error
     key = "run" if arguments.run else "checkpoint"
     place = find_model(key, source)
@@ -95,7 +96,7 @@ def main(arguments: Arguments) -> None:
             "extend the model (docs/long_context.md)",
             file=sys.stderr,
         )
-    # a token is as fast as its weights are read
+    # generation is bound by reading the weights: fewer bytes give faster tokens
     model.to(arguments.device, DTYPES[arguments.precision])
     texts = [""] * arguments.samples
     pieces = stream_text(
@@ -134,7 +135,7 @@ def main(arguments: Arguments) -> None:
 def read_prompt(path: str) -> str:
     """The text of prompt_file. Raises ValueError for a file that cannot be read as UTF-8."""
     try:
-        # as data/sources.py reads text
+        # the same way as data/sources.py reads text
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
             return file.read()
     except OSError as error:

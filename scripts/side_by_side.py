@@ -1,4 +1,4 @@
-"""Commands side by side, each on GPUs of its own: the next one starts as soon as enough are free."""
+"""Runs commands side by side, each on its own GPUs: the next one starts as soon as enough are free."""
 
 import os
 import subprocess
@@ -11,10 +11,10 @@ SECONDS_BETWEEN_LOOKS = 0.1
 
 
 def places(processes: int | None = None) -> list[str | None]:
-    """Places where commands run side by side: the GPUs that this process sees, as in CUDA_VISIBLE_DEVICES.
+    """Where commands can run side by side: the GPUs that this process sees, as in CUDA_VISIBLE_DEVICES.
 
-    processes: how many of them; without a GPU as many times None, which is the CPU. None: all, or one CPU.
-    Raises ValueError if there are fewer GPUs, or processes is not positive.
+    processes: how many places; by default all GPUs. Without a GPU each place is None, the CPU, by default
+    one. Raises ValueError if there are fewer GPUs, or processes is not positive.
     """
     if processes is not None and processes < 1:
         raise ValueError(f"processes must be at least 1, got {processes}")
@@ -31,12 +31,12 @@ def places(processes: int | None = None) -> list[str | None]:
 def run_side_by_side(
     commands: dict[str, list[str]], places: list[str | None], needed: dict[str, int] | None = None
 ) -> Iterator[tuple[str, int, float]]:
-    """Runs commands in order as places become free; yields each one's name, exit code and seconds at its end.
+    """Starts commands in order as places become free; as each ends, yields its name, exit code and seconds.
 
-    A place is the CUDA_VISIBLE_DEVICES of its command; None leaves that alone. needed: how many places a
-    command takes, one if not named; no command overtakes another that waits for several. Commands that still
-    run when the caller gives up are ended. Raises ValueError for a command that needs more places than there
-    are.
+    A place becomes the CUDA_VISIBLE_DEVICES of its command; None leaves that variable alone. needed: how many
+    places a command takes, one if not named; no command overtakes one that waits for several. Commands still
+    running when the caller stops early are terminated. Raises ValueError for a command that needs more places
+    than there are.
     """
     needed = needed or {}
     for name, count in needed.items():
@@ -48,7 +48,7 @@ def run_side_by_side(
             ended = [name for name, (process, *_) in running.items() if process.poll() is not None]
             done = [(name, *running.pop(name)) for name in ended]
             free += [place for *_, taken in done for place in taken]
-            # before the caller learns what has ended, so that no GPU waits for the caller
+            # before yielding what has ended, so that no GPU waits for the caller
             while waiting and len(free) >= needed.get(waiting[0], 1):
                 name = waiting.pop(0)
                 taken = [free.pop(0) for _ in range(needed.get(name, 1))]

@@ -1,9 +1,9 @@
 """Timing of GPU work: the medians that the benchmarks and the reproduction of the paper report.
 
 Short work is timed as the replay of a CUDA graph with a cold L2 cache: the GPU's own time, as in a captured
-or deeply queued training step, without what Python takes to issue it. A pause before it lets the GPU's clock
-recover from what ran before: without one, FlexAttention took from 1.17 to 1.43 ms, depending on what had run
-just before it (docs/hopper.md, "Power").
+or deeply queued training step, without the time Python takes to issue it. A pause before each turn lets the
+GPU's clock recover from earlier work: without one, FlexAttention took from 1.17 to 1.43 ms, depending on what
+had run just before it (docs/hopper.md, "Power").
 """
 
 import time
@@ -17,25 +17,25 @@ from torch import Tensor
 
 # pause before a turn, in seconds
 PAUSE = 0.05
-# aimed length of one turn, in milliseconds
+# target lengths of a turn's warm-up and of its timed part, in milliseconds
 WARMUP_MS, TURN_MS = 5, 20
-# the graphs of longer sequences would hold too much memory of their own
+# a CUDA graph holds memory of its own, too much of it for longer sequences
 LONGEST_CAPTURED = 2048
 LONG_CALLS = 5
-# least number of calls for a median, however long they are
+# the fewest calls that make a median, however long each takes
 LEAST_CALLS = 5
 # larger than any L2 cache
 CACHE_BYTES = 256 * 2**20
-# keeps the GPU busy for two milliseconds before a long pass, while Python issues that pass
+# clearing the cache so many times keeps the GPU busy for two milliseconds, while Python issues a long pass
 CLEARINGS = 32
 
 
 def capture(attention: Callable, qkv: tuple[Tensor, ...], dout: Tensor):
-    """out, and the graphs of one forward and one backward pass.
+    """out, and the CUDA graphs of one forward and one backward pass.
 
-    The backward pass reads what out has saved: keep out as long as its graph is replayed. Both passes are
-    captured, because SDPA's memory-efficient backward pass expects its dropout seed where a captured forward
-    pass leaves it, on the GPU, and would otherwise read an invalid address.
+    The backward graph reads tensors that out keeps alive: keep out for as long as that graph is replayed.
+    Both passes are captured, because SDPA's memory-efficient backward pass expects its dropout seed where a
+    captured forward pass leaves it, on the GPU, and would otherwise read an invalid address.
     """
     # a backward pass runs on the stream of its forward pass
     stream = capture_stream()
@@ -48,14 +48,14 @@ def capture(attention: Callable, qkv: tuple[Tensor, ...], dout: Tensor):
         out = attention(*qkv)
     with torch.cuda.graph(backward, stream=stream):
         torch.autograd.grad(out, qkv, dout, retain_graph=True)
-    # a capture computes nothing: out and what it has saved hold values after the first replay
+    # a capture computes nothing: only the first replay fills out and the tensors saved for the backward pass
     forward.replay()
     return out, forward, backward
 
 
 @cache
 def capture_stream() -> torch.cuda.Stream:
-    """One stream for all captures: PyTorch warns if a tensor's gradients were on another stream before."""
+    """The stream of all captures: PyTorch warns if a tensor's gradient was last computed on another one."""
     return torch.cuda.Stream()
 
 

@@ -3,10 +3,11 @@
     python -m scripts.tune_tiles kernels=[dkdv] head_dims=[64] out=tiles.json
     python -m scripts.tune_tiles kernels=[dkdv] 'candidates=[[64,64,4,2],[64,64,8,2]]'
 
-Candidates are compiled in parallel and measured in turns: one after the other, the clock of a GPU that grows
-warm decides between tiles that are 2% apart. A row gives TFLOP/s of that kernel alone at each length, medians
-of the rounds; a kernel counts the matrix products that it does: forward 2, dq 3, dkdv 4. kernels/tiles.py is
-edited by hand from this, once benchmark_attention has seen it beside others too.
+Candidates are compiled in parallel and measured in turns: if each were finished before the next began, the
+clock of a warming GPU would decide between tiles that are 2% apart. A row gives the TFLOP/s of one kernel
+alone at each length, medians over the rounds, counting the matrix products that it does: forward 2, dq 3,
+dkdv 4. Edit kernels/tiles.py by hand from these rows, once benchmark_attention has measured the choice beside
+other implementations too.
 """
 
 import math
@@ -35,7 +36,7 @@ from train.results import write_result
 PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}
 BLOCKS = [(64, 32), (64, 64), (128, 32), (128, 64), (64, 128), (128, 128)]
 WARPS, STAGES = (4, 8), (2, 3)
-# the arguments of make_tile
+# values of make_tile's `form`
 FORMS = (0, 1)
 ROUNDS = 5
 
@@ -115,13 +116,13 @@ def choose_candidates(arguments: Arguments) -> list[Tile]:
     ]
     shapes = arguments.candidates or grid
     tiles = (make_tile(*shape, tma=tma) for shape, tma in product(shapes, arguments.tma))
-    # a kernel skips blocks of a mask that are smaller than its tile, and would look fast; each tile once
+    # with tiles larger than a mask's blocks a kernel skips blocks, and would look fast; each tile once
     block_size = 0 if arguments.pattern is None else arguments.block_size
     return list(dict.fromkeys(tile.within(block_size) for tile in tiles))
 
 
 def make_tile(block_m, block_n, num_warps, num_stages, registers=0, form=0, *, tma: bool) -> Tile:
-    """form: `held` for forward and dq, `keys_first` for dkdv: each kernel has only one of them."""
+    """form: sets `held` for forward and dq, `keys_first` for dkdv; each kernel reads only one of them."""
     return Tile(block_m, block_n, num_warps, num_stages, tma, registers or None, bool(form), bool(form))
 
 
@@ -166,7 +167,7 @@ def in_turns(
     """Milliseconds of each candidate, the median of rounds in which each has one turn."""
     times = {tile: [] for tile in tiles}
     for number in range(ROUNDS):
-        # there and back, so that nobody always follows the same one
+        # forwards and backwards in turn, so that no tile always follows the same one
         for tile in tiles if number % 2 == 0 else reversed(tiles):
             run = launcher(arguments, kernel, head_dim, causal, tile, seq_len)
             times[tile].append(triton.testing.do_bench(run, warmup=2, rep=5, return_mode="median"))
@@ -219,7 +220,7 @@ def block_mask(arguments: Arguments, seq_len: int) -> BlockMask:
 
 
 class NoKernel:
-    """In place of a kernel that is not to run."""
+    """Stands in for a kernel that must not run."""
 
     def __getitem__(self, grid):
         return lambda *arguments, **options: None

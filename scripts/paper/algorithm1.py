@@ -1,9 +1,9 @@
 """The paper's Algorithm 1 as it is printed: blocks of keys outside, blocks of queries inside.
 
-A teaching kernel, forward only. For each block of keys it reads every block of queries with what is known
-of its output so far, and writes that back, so out, l and m travel to memory and back once for each block of
-keys; larger blocks, fewer journeys: Figure 2, middle. Our own kernels, and FlashAttention-2, turn the loops
-around and write out once.
+A teaching kernel, forward only. For each block of keys it reads every block of queries with its partial
+output, and writes that back updated, so that out, l and m travel to memory and back once for each block of
+keys; larger blocks mean fewer journeys (Figure 2, middle). Our own kernels, like FlashAttention-2, exchange
+the two loops and write out once.
 
     s = tau q k^T        m~ = max_j s_j        p~ = e^(s - m~)        l~ = sum_j p~_j
     m' = max(m, m~)      l' = e^(m - m') l + e^(m~ - m') l~
@@ -21,7 +21,7 @@ from torch import Tensor
 
 # the paper's B_r = min(B_c, d), at head_dim 64
 BLOCK_M = 64
-# larger blocks of scores do not fit into the registers
+# warps by the keys of a block; larger blocks of scores do not fit into the registers
 NUM_WARPS = {32: 4, 64: 4, 128: 4, 256: 8}
 
 
@@ -39,9 +39,9 @@ def algorithm1_kernel(
         for m in range(0, seq_len, BLOCK_M):
             rows = first_row + m + tl.arange(0, BLOCK_M)
             queries = rows[:, None] * HEAD_DIM + offs_d
-            # .cg: not by the multiprocessor's own cache, which the algorithm does not know
+            # .cg bypasses the L1 cache, which the algorithm does not count on
             q = tl.load(q_ptr + queries, cache_modifier=".cg")  # (BLOCK_M, D)
-            # nothing is known before the first block of keys, and nothing read
+            # before the first block of keys nothing is known, and nothing is read
             known = n > 0
             m_i = tl.load(m_ptr + rows, mask=known, other=float("-inf"), cache_modifier=".cg")
             l_i = tl.load(l_ptr + rows, mask=known, other=0.0, cache_modifier=".cg")
@@ -72,7 +72,7 @@ def algorithm1(q: Tensor, k: Tensor, v: Tensor, block_n: int) -> Tensor:
         raise ValueError(f"block_n must be one of {', '.join(map(str, NUM_WARPS))}, got {block_n}")
     if seq_len % max(BLOCK_M, block_n):
         raise ValueError(f"T must be a multiple of {max(BLOCK_M, block_n)}, got {seq_len}")
-    # the kernel walks rows that lie one behind the other
+    # the kernel expects the rows of a head one after the other in memory
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
     out = torch.empty_like(q)
     l_i = torch.empty(batch, heads, seq_len, dtype=torch.float32, device=q.device)

@@ -1,7 +1,7 @@
 """The attentions that the paper compares with, as functions of q, k, v (B, T, H, D).
 
-Padding is at the front of a sequence: first_key (B,) int32 says where its text starts. The paper pads
-behind; the work is the same, and `document_ids` of flash_attention asks for this order.
+Padding is at the front of a sequence: first_key (B,) int32 says where its text starts. The paper pads at the
+end; the work is the same, and `document_ids` of flash_attention requires this order.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from scripts.flex import compiled_flex
 from scripts.paper.fused_softmax import fused_softmax
 from scripts.paper.sparsity import two_blocks
 
-# the paper's
+# the paper's dtype
 DTYPE = torch.float16
 # what the paper's code adds to a hidden score
 HIDDEN = -10000.0
@@ -28,7 +28,7 @@ SDPA = {
     "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-# of the approximations: the paper's "compressed length 256, or 1/8, whichever is smaller"
+# keys in the approximations: the paper's "compressed length 256, or 1/8, whichever is smaller"
 COMPRESSED, COMPRESSION = 256, 8
 
 
@@ -56,7 +56,7 @@ def padding_mask(first_key: Tensor, seq_len: int) -> Tensor:
 def eager_steps(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float
 ) -> list[tuple[str, Callable]]:
-    """The operations of attention in PyTorch, by name; each takes the result of the one before.
+    """The operations of attention in PyTorch, by name; each takes the result of the previous one.
 
     Source: attention_pytorch of the authors' benchmarks, github.com/Dao-AILab/flash-attention.
     """
@@ -82,12 +82,12 @@ def eager_steps(
 
 
 def dropout(x: Tensor, dropout_p: float) -> Tensor:
-    """F.dropout by the operation that it is on a GPU, on a CPU too, so that its bytes count alike."""
+    """F.dropout, on a CPU by the operation that it is on a GPU, so that its bytes count alike."""
     return torch.native_dropout(x, dropout_p, True)[0] if dropout_p > 0.0 else x
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0) -> Tensor:
-    """All of `eager_steps`: stores the (T, T) scores several times."""
+    """Attention by all of `eager_steps`, which store the (T, T) scores several times."""
     x = None
     for _, operation in eager_steps(q, k, v, mask, dropout_p):
         x = operation(x)
@@ -122,7 +122,7 @@ def megatron(
 def sdpa(
     q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend, visible: Tensor | None, dropout_p: float
 ) -> Tensor:
-    """One backend of scaled_dot_product_attention; RuntimeError where it does not take the problem."""
+    """One backend of scaled_dot_product_attention; raises RuntimeError if it cannot run the problem."""
     with sdpa_kernel(backend):
         out = F.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=visible, dropout_p=dropout_p
@@ -131,7 +131,7 @@ def sdpa(
 
 
 def linformer(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> Tensor:
-    """Keys and values projected along the sequence to a few (Wang et al., arXiv:2006.04768); not exact."""
+    """Attention to a few projections of keys and values (Wang et al., arXiv:2006.04768); not exact."""
     seq_len = k.shape[1]
     projection = linformer_projection(seq_len, k.dtype, k.device)
     if mask is not None:
@@ -166,9 +166,9 @@ def flex(first_key: Tensor | None, seq_len: int) -> Callable:
 def build(
     name: str, seq_len: int, first_key: Tensor | None, dropout_p: float, device: torch.device
 ) -> Callable:
-    """A full (not causal) attention by its name in the reports, with padding or without.
+    """The attention of that name in the reports, with padding or without; all but window are not causal.
 
-    Raises ValueError where the implementation lacks what is asked for.
+    Raises ValueError for an unknown name, and if the implementation lacks what is asked for.
     """
     mask = visible = document_ids = None
     if first_key is not None:

@@ -16,7 +16,7 @@ RESAMPLES = 2000
 
 
 def held_out_windows(folder: Path, tokenizer: str, length: int, tokens: int) -> Tensor:
-    """(n, length + 1) int64: the first validation tokens of a prepared folder, a window after another."""
+    """(n, length + 1) int64: the first validation tokens of a prepared folder, in consecutive windows."""
     loader = TokenLoader(
         folder, split="val", seq_len=length, sequences_per_step=1, seed=0, tokenizer=tokenizer, shuffle=False
     )
@@ -43,8 +43,8 @@ def window_losses(model: GPT, windows: Tensor) -> Tensor:
 def same_token_losses(model: GPT, windows: Tensor, context: int, first: int) -> Tensor:
     """(n, T - first): the tokens from position first on, each with at least context / 2 tokens before it.
 
-    windows: (n, T + 1). The model reads stretches of `context` tokens that start every context / 2, and the
-    second half of each is scored; first and T must be multiples of context / 2. Raises ValueError otherwise.
+    windows: (n, T + 1). The model reads stretches of `context` tokens, one starting every context / 2 tokens,
+    and the second half of each is scored. Raises ValueError if first or T is no multiple of context / 2.
     """
     length, half = windows.shape[1] - 1, context // 2
     if first % half or length % half or first < half:
@@ -56,8 +56,10 @@ def same_token_losses(model: GPT, windows: Tensor, context: int, first: int) -> 
 
 
 def foreign_context_losses(model: GPT, windows: Tensor, near: int) -> tuple[float, float, float]:
-    """Mean loss of the last near / 2 tokens: in their own window, after `near` tokens of it alone, and with
-    what came before those taken from the window half the text away.
+    """Mean losses of the last near / 2 tokens of a window, read in three contexts.
+
+    In their whole window; in its last `near` tokens alone; and in these, but preceded by the text of a window
+    that is half the text away.
     """
     scored = near // 2
     elsewhere = windows.roll(len(windows) // 2, 0)

@@ -1,4 +1,4 @@
-"""Bytes by the GPU's own counters: Nsight Compute runs a piece of work in a process of its own.
+"""Bytes by the GPU's own counters: Nsight Compute runs a piece of work in a separate process.
 
     python -m scripts.paper.counters '{"module": "scripts.paper.figure2_left", "work": "ours", "sizes": {}}'
 
@@ -28,11 +28,11 @@ TIME_LIMIT_SECONDS = 100
 
 
 def counted_bytes(module: str, work: str, sizes: dict) -> dict | str:
-    """{"memory": bytes, "l2": bytes} of one run of that work, or why they cannot be had."""
+    """{"memory": bytes, "l2": bytes} of one run of that work, or why they cannot be counted."""
     ncu = shutil.which("ncu")
     if ncu is None:
         return "Nsight Compute (ncu) is not installed"
-    # the work needs the memory that this process has kept
+    # the work needs the GPU memory that this process still holds
     free_memory()
     task = json.dumps({"module": module, "work": work, "sizes": sizes})
     with tempfile.TemporaryDirectory() as folder:

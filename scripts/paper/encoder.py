@@ -1,5 +1,4 @@
-"""A classifier of sequences: our GPT's layers without their causal mask, the mean of the last one, a linear
-head."""
+"""A classifier of sequences: our GPT's layers without a causal mask, the mean over tokens, a linear head."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,9 +18,9 @@ from train.step import autocast_context
 
 
 class Encoder(nn.Module):
-    """attention: of q, k, v (B, T, H, D) and dropout_p, returns (B, T, H, D).
+    """attention: takes q, k, v (B, T, H, D) and dropout_p, returns (B, T, H, D).
 
-    order: (T,) int64, the order in which the tokens are read, each with its own position's embedding.
+    order: (T,) int64, the order in which the tokens are read, each with the embedding of its own position.
     """
 
     def __init__(self, config: Config, attention: Callable, n_classes: int):
@@ -48,7 +47,7 @@ def encoder_config(
 ) -> Config:
     sizes = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "vocab_size": vocab_size}
     overrides = [f"model.{key}={value}" for key, value in sizes.items()]
-    # the budgets are not used here, but have to divide
+    # the budgets are not used here, but must be multiples of seq_len
     budgets = [f"tokens_per_step={seq_len}", f"tokens_per_microbatch={seq_len}"]
     return configure(f"seq_len={seq_len}", f"model.dropout={dropout}", *overrides, *budgets)
 
@@ -75,9 +74,9 @@ def train_classifier(
     learning_rate: float,
     vary: Callable[[Tensor, torch.Generator], Tensor] | None = None,
 ) -> dict:
-    """Accuracy on test, in percent, after `steps` steps of AdamW with a cosine; the order is the seed's.
+    """Accuracy on test, in percent, and the last loss, after `steps` steps of `optimize`.
 
-    vary: of tokens (B, T) and a generator, what is trained on in their place.
+    vary: a function of tokens (B, T) and a generator that gives the tokens to train on in their place.
     """
 
     def batches(generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -98,11 +97,11 @@ def optimize(
 ) -> float | None:
     """The last value of model.loss after `steps` steps of AdamW with warm-up and cosine; None after none.
 
-    batches: of a generator, the arguments of the loss; the order is the seed's.
+    batches: draws the arguments of model.loss by a generator, whose seed is fixed.
     """
     device = next(model.parameters()).device
     optimizer = build_optimizer(model, config.optim)
-    # the schedule divides by the steps of its warm-up but one
+    # the schedule divides by the number of its warm-up steps minus one
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, learning_rate, total_steps=max(11, steps), pct_start=0.1, cycle_momentum=False
     )
@@ -123,7 +122,7 @@ def optimize(
 
 @torch.no_grad()
 def accuracy(model: Encoder, tokens: Tensor, targets: Tensor, batch: int) -> float:
-    """Percent of (n, T) tokens whose likeliest class is their target."""
+    """Percent of the sequences, tokens (n, T), whose likeliest class is their target."""
     model.eval()
     right = 0
     for part, wanted in zip(tokens.split(batch), targets.split(batch), strict=True):
@@ -133,7 +132,7 @@ def accuracy(model: Encoder, tokens: Tensor, targets: Tensor, batch: int) -> flo
 
 
 def autocast(device: torch.device):
-    """What accuracies are measured in: bf16 on a GPU, float32 on a CPU."""
+    """The precision in which accuracies are measured: bf16 on a GPU, float32 on a CPU."""
     return autocast_context(device.type, "bf16" if device.type == "cuda" else "fp32")
 
 
@@ -142,7 +141,7 @@ def draw_examples(
 ) -> list[list[Tensor]]:
     """Tokens (n, T) and targets (n,) to train on, and others to test on.
 
-    task: as of tasks.draw_in_parallel.
+    task: as tasks.draw_in_parallel takes it.
     """
     return [
         [torch.from_numpy(x).to(device) for x in draw_in_parallel(task, n, seed)]

@@ -23,7 +23,7 @@ HERE = """
 GPT-2 medium's attention in fp16, causal, dropout 0.1, forward. Eager is the authors' own baseline, five
 operations; each is timed alone, on the result of the one before.
 """
-# the memory-bound ones
+# the memory-bound operations
 ELEMENTWISE = ("mask", "softmax", "dropout")
 FUSED = "fused kernel (ours)"
 PAPER_SHAPE = {"batch": 64, "heads": 16, "seq_len": 1024, "head_dim": 64}
@@ -59,7 +59,7 @@ def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
 
 
 def time_ms(function, device: torch.device) -> float | None:
-    """None on a CPU, whose speed says nothing about the paper."""
+    """The median time; None on a CPU, whose speed says nothing about the paper."""
     return median_ms(capture_forward(function).replay) if device.type == "cuda" else None
 
 

@@ -29,7 +29,7 @@ what the GPU's counters read.
 """
 PAPER_SHAPE = {"batch": 64, "heads": 16, "seq_len": 1024, "head_dim": 64}
 PAPER_DROPOUT = 0.1
-# of q k^T's size: forward 2; backward 4, and flash computes q k^T again
+# matrix products of q k^T's size: 2 forward and 4 backward, where flash also recomputes q k^T
 PRODUCTS = {"eager": 6, "ours": 7}
 
 
@@ -40,11 +40,11 @@ class Sizes:
     seq_len: int = 1024
     head_dim: int = 64
     dropout_p: float = PAPER_DROPOUT
-    # ask Nsight Compute where it is installed
+    # count bytes with Nsight Compute where it is installed
     counters: bool = True
 
 
-# bytes are counted without touching memory, so the shape may stay the paper's
+# the counting model touches no memory, so the shape can stay the paper's
 QUICK = {"counters": False}
 
 

@@ -44,7 +44,7 @@ QUICK = {"batch": 1, "heads": 1, "seq_len": 128, "head_dim": 16, "blocks": [32, 
 
 
 def work(name: str, sizes: dict) -> Callable:
-    """What runs under the counters, and is timed: the kernel alone; name: the size of a block."""
+    """What runs under the counters, and is timed: the kernel alone. name: the size of a block."""
     sizes = Sizes(**sizes)
     device = torch.device("cuda")
     shape = (sizes.batch, sizes.heads, sizes.seq_len, sizes.head_dim)

@@ -42,12 +42,12 @@ QUICK = {"batch": 1, "heads": 1, "head_dim": 16, "seq_lens": [256], "densities":
 
 def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
     for seq_len in sizes.seq_lens:
-        # as many tokens at every length
+        # equally many tokens at every length
         batch = max(1, sizes.batch * min(sizes.seq_lens) // seq_len)
         masks = {(DENSE, 1.0): None}
         for density in sizes.densities:
             mask = random_blocks(seq_len, density, device)
-            # of so many blocks the nearest share that there is
+            # the nearest density that a row of so many blocks can have
             masks[RANDOM, mask.density()] = mask
         mask = butterfly(seq_len, block_size=BLOCK_SIZE, device=device)
         masks[BUTTERFLY, mask.density()] = mask
@@ -80,7 +80,7 @@ def judge(rows: list[dict]) -> list[Verdict]:
                 ours=r_squared(drawn) if measured else None,
             )
         )
-        # of each density what is taken of what is allowed
+        # by density, the time taken over the time allowed
         shares = {s: ms / dense[0] / (1.25 * s + 0.03) for s, ms in drawn} if measured else {}
         worst = max(shares, key=shares.get, default=None)
         note = ""
@@ -101,7 +101,7 @@ def judge(rows: list[dict]) -> list[Verdict]:
 
 
 def r_squared(points: list[tuple[float, float]]) -> float:
-    """How much of the variance of y a straight line through the points (x, y) explains."""
+    """The share of the variance of y that a straight line through the points (x, y) explains."""
     x, y = np.array(points).T
     residual = y - np.polyval(np.polyfit(x, y, 1), x)
     return 1.0 - float((residual**2).sum() / ((y - y.mean()) ** 2).sum())

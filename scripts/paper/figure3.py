@@ -33,11 +33,11 @@ each length anew, is measured at four of them, SDPA's math to 4K.
 """
 PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
 PAPER_SHAPE = {"batch": 16, "heads": 8, "head_dim": 64}
-# the longest sequence that is tried: all (T, T) scores are stored, or a minute is a long time
+# the longest sequence that is tried, limited by the memory of all (T, T) scores or by the time
 LONGEST = {
     "eager": 8192,
     "megatron": 8192,
-    # in float32, and each operation by itself
+    # runs in float32, one operation at a time
     "sdpa math": 4096,
     "ours": 65536,
     "ours sparse": 65536,
@@ -46,7 +46,7 @@ LONGEST = {
 }
 LONGEST_OTHERS = 16384
 OURS = ("ours", "ours sparse", "window")
-# tables of forward and backward together, by dropout and mask
+# the paper's tables of forward and backward together, by (dropout, mask)
 BOTH_TABLES = {(True, True): "11", (False, True): "14", (True, False): "17", (False, False): "20"}
 PAPER_NAMES = {
     "eager": "PyTorch",
@@ -75,7 +75,7 @@ class Sizes:
             "window",
         ]
     )
-    # of FlexAttention, which is compiled anew for each, for ten seconds
+    # lengths for FlexAttention, which compiles ten seconds for each
     flex_seq_lens: list[int] = field(default_factory=lambda: [128, 1024, 4096, 16384])
     # dropout and padding mask, each on and off
     settings: list[list[bool]] = field(
@@ -103,7 +103,7 @@ def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
             row = {"implementation": name, "seq_len": seq_len, "dropout": dropout, "mask": mask}
             row |= {key: getattr(sizes, key) for key in PAPER_SHAPE}
             row |= {"forward_ms": None, "backward_ms": None, "memory_bytes": None, "max_error": None}
-            # a rival that lacks a mask, dropout or memory says so, and the row keeps its words
+            # a rival that lacks a mask, dropout or memory raises an error, whose message the row keeps
             with reason_in(row, () if name in OURS else (RuntimeError, ValueError)):
                 row |= measure_one(sizes, device, name, seq_len, dropout, mask)
             said = row.get("why", total(row))
@@ -142,7 +142,7 @@ def padding(batch: int, device: torch.device) -> torch.Tensor:
 
 
 def max_error(out: torch.Tensor, qkv: tuple, first_key: torch.Tensor | None) -> float:
-    """Against float64, on the last 64 queries of the first batch and head."""
+    """The largest error against float64, on the last 64 queries of the first batch and head."""
     q, k, v = (x[0, :, 0].detach().double() for x in qkv)
     start = 0 if first_key is None else int(first_key[0])
     truth = (q[-64:] @ k[start:].T * q.shape[-1] ** -0.5).softmax(-1) @ v[start:]
@@ -165,7 +165,7 @@ def judge(rows: list[dict]) -> list[Verdict]:
 
     at_4k = memory("eager", 4096), memory("ours", 4096)
     with_both = "dropout and mask, forward and backward"
-    # memory that does not grow, such as that of some heads' sums of dq, makes less than the double
+    # memory that does not grow with the length, such as that of some heads' sums of dq, gives less than 2
     doublings = [ratio(memory("ours", 2**n), memory("ours", 2 ** (n - 1))) for n in range(11, 17)]
     verdicts = [
         Verdict(
@@ -233,21 +233,21 @@ def judge(rows: list[dict]) -> list[Verdict]:
 
 
 def farthest(growths: list[float | None]) -> float | None:
-    """By how many percent the growth from a length to its double is off 2, at worst."""
+    """By how many percent, at worst, the growth from a length to its double differs from 2."""
     if None in growths:
         return None
     return max(abs(growth / 2 - 1) for growth in growths) * 100
 
 
 def beyond_double(growths: list[float | None]) -> float | None:
-    """By how many percent the growth from a length to its double exceeds 2, at worst; 0 if it never does."""
+    """By how many percent, at worst, the growth from a length to its double exceeds 2; 0 if it never does."""
     if None in growths:
         return None
     return max(0.0, max(growths) / 2 - 1) * 100
 
 
 def describe(rows: list[dict]) -> str:
-    """One table as the paper prints them, for each setting: ours, with the paper's A100 in italics below."""
+    """A table like the paper's for each setting: our numbers, with the paper's A100 in italics below."""
     from train.plot import length_label
 
     lengths = sorted({row["seq_len"] for row in rows})
@@ -280,7 +280,7 @@ def pivot(rows: list[dict], lengths: list[int], number, table: str) -> list[list
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Run time with dropout and mask, and memory, over the length; both axes logarithmic."""
+    """Draws run time with dropout and mask, and memory, over the length; both axes logarithmic."""
     import matplotlib.pyplot as plt
 
     panels = (
@@ -298,7 +298,7 @@ def draw(rows: list[dict], path: Path) -> None:
             points = [(row["seq_len"], number(row)) for row in matching(chosen, implementation=name)]
             points = [point for point in points if point[1] is not None]
             if points:
-                # there are ten colors
+                # Matplotlib repeats its colors after ten
                 style = "o-" if index < 10 else "s--"
                 axis.loglog(*zip(*points, strict=True), style, base=2, color=f"C{index}", label=name)
         axis.set_yscale("log", base=10)

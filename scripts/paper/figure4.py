@@ -1,4 +1,4 @@
-"""Figure 4: the loss of a model in training is the same with exact attention of any kind."""
+"""Figure 4: the training loss of a model is the same with exact attention of any kind."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ GPT-2 small, no dropout, bf16, the same seed and the same real source code in ev
 experiment=same_curve`: flash, PyTorch's fused attention, and plain PyTorch. Two runs that differ in
 rounding alone drift apart; so the yardstick is how far PyTorch's two are from each other.
 """
-# the first steps are alike in any case
+# the steps before this one are alike in any case
 FIRST_STEP = 100
 
 
@@ -32,7 +32,7 @@ FIRST_STEP = 100
 class Sizes:
     implementations: list[str] = field(default_factory=lambda: ["flash", "sdpa", "reference"])
     first_step: int = FIRST_STEP
-    # of `python -m train`
+    # overrides for `python -m train`
     overrides: list[str] = field(default_factory=lambda: ["experiment=same_curve"])
 
 
@@ -65,7 +65,7 @@ def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
     overrides = {run: [*sizes.overrides, f"attention={name}"] for run, name in runs.items()}
     for words in overrides.values():
         steps = configure(*words).steps
-        # the last step has its line in metrics.jsonl, whichever others have one
+        # the last step always has a line in metrics.jsonl, whichever other steps have one
         if steps < sizes.first_step:
             raise ValueError(
                 f"sizes.first_step must be at most the {counted(steps, 'step')} that a run has, got "
@@ -129,7 +129,7 @@ def describe(rows: list[dict]) -> str:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Training loss over the steps, the runs on each other; and how far the others are from plain PyTorch."""
+    """Draws the training loss of all runs over the steps, and how far the others are from plain PyTorch."""
     import matplotlib.pyplot as plt
 
     figure, (curve, apart) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")

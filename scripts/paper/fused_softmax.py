@@ -1,8 +1,8 @@
 """Scale, mask and softmax of stored scores in one kernel each way, after Megatron-LM's fused softmax.
 
 One program owns a row of the scores and holds it whole, so a row has at most LONGEST keys (Megatron's own
-kernel stopped at 2048). It is here as a baseline: it saves passes over the (T, T) scores, where flash
-attention has none.
+kernel stopped at 2048). It is a baseline: it saves passes over the (T, T) scores, while flash attention makes
+none.
 
     p = softmax(scale s) over the visible keys        ds = scale p (dp - sum_j p_j dp_j)
 """
@@ -28,7 +28,7 @@ def forward_kernel(
     if CAUSAL:
         visible &= j <= row % seq_q
     scores = tl.load(scores_ptr + row * seq_k + j, mask=visible, other=0.0).to(tl.float32)  # (BLOCK,)
-    # finite, so that a row that sees nothing gives numbers, as in Megatron
+    # finite, as in Megatron, so that a row that sees nothing gives numbers
     scores = tl.where(visible, scores * scale, -10000.0)
     p = tl.where(j < seq_k, tl.exp(scores - tl.max(scores, 0)), 0.0)
     p = p / tl.sum(p, 0)

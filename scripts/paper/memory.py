@@ -1,4 +1,4 @@
-"""The GPU's memory between measurements: each starts without what the one before has kept."""
+"""The GPU's memory between measurements: each starts without what the previous one has kept."""
 
 import gc
 import traceback
@@ -9,7 +9,7 @@ import torch
 
 
 def free_memory() -> None:
-    """Gives back what nobody holds any more: to the next measurement, and to processes of their own."""
+    """Frees the memory that nothing uses any more, for the next measurement and for other processes."""
     torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
@@ -18,13 +18,13 @@ def free_memory() -> None:
 
 @contextmanager
 def reason_in(row: dict, errors: type | tuple = torch.OutOfMemoryError) -> Iterator[None]:
-    """Frees memory; an error of these types ends the measurement and leaves its first line as row["why"]."""
-    # before and not after: the error itself holds on to the tensors until it is gone
+    """Frees memory; an error of these types ends the measurement, and its first line becomes row["why"]."""
+    # before and not after: an error holds on to the tensors until it is gone
     free_memory()
     try:
         yield
     except errors as error:
         if type(error) not in (RuntimeError, ValueError, torch.OutOfMemoryError):
-            # not what a backend refuses with: a compiler's, say, whose first line tells little
+            # a backend refuses with one of these; another may be a compiler's, whose first line says little
             traceback.print_exc()
         row["why"] = (str(error) or repr(error)).splitlines()[0]

@@ -1,8 +1,8 @@
-"""The encoder on square pictures, pixel by pixel: its first weights, hidden pixels, and symmetries.
+"""The encoder on square pictures, pixel by pixel: its initial weights, hidden pixels, and symmetries.
 
-Whether a path joins two marks shows in no pixel and in no pair of them, so at first labels alone hardly pull.
-What helps is to guess hidden pixels before, which teaches what lies beside what, and to begin with few of
-them.
+Whether a path joins two marks shows in no pixel and in no pair of pixels, so that labels alone hardly train
+the model at first. It helps to guess hidden pixels before, which teaches what lies beside what, and to begin
+with few pixels.
 Source: Amos, Berant and Gupta, "Never Train from Scratch", arXiv:2310.02980.
 """
 
@@ -18,11 +18,11 @@ from scripts.paper.encoder import Encoder, attention_function, encoder_config, o
 from train.config import Config
 
 POSITIONS = "layers.position_embedding.weight"
-# root mean square of the first embeddings: a hundred steps at a rate of 1e-3 do not drown it
+# root mean square of the initial embeddings: a hundred steps at a rate of 1e-3 do not drown it
 EMBEDDING_SCALE = 0.3
-# radians along a side
+# angles of the slowest and the fastest wave along a side, in radians
 SLOWEST, FASTEST = math.pi, 4 * math.pi
-# the token after the gray levels, in the place of a hidden pixel
+# the token of a hidden pixel, the next after the gray levels
 HIDDEN = tasks.GRAY_LEVELS
 HIDDEN_SHARE = 0.3
 # side of a picture of two blocks of 128 pixels
@@ -60,10 +60,10 @@ def train_on_pictures(
     batch: int,
     learning_rate: float,
 ) -> tuple[Encoder, dict]:
-    """A classifier of two classes, and what train_classifier says of it; train, test: of draw_examples.
+    """A classifier of two classes and the results of train_classifier; train, test: as from draw_examples.
 
-    smaller: the model of a smaller side, from whose weights it starts; without one it guesses hidden pixels
-    first. attention: as of attention_function.
+    smaller: the model of a smaller side, from whose weights this one starts; without it, this one guesses
+    hidden pixels first. attention: a name that attention_function takes.
     """
     torch.manual_seed(0)
     seq_len, device = train[0].shape[1], train[0].device
@@ -86,9 +86,9 @@ def train_on_pictures(
 
 @torch.no_grad()
 def initialize(model: Encoder, side: int) -> None:
-    """Positions are waves along rows and columns, gray levels lie on a line, and matrices keep the variance.
+    """Sets positions to waves along rows and columns, gray levels on a line; matrices keep the variance.
 
-    GPT-2's deviation of 0.02 would make the layers of so narrow a model nearly linear.
+    GPT-2's standard deviation of 0.02 would make the layers of so narrow a model nearly linear.
     """
     layers = model.layers
     n_embd = model.head.in_features
@@ -112,7 +112,7 @@ def grid_positions(side: int, n_embd: int) -> Tensor:
 
 
 def stretched(positions: Tensor, side: int) -> Tensor:
-    """(side^2, C) embeddings of a grid's places, row by row, interpolated from those of a smaller one."""
+    """(side^2, C) embeddings of a grid's places, row by row, interpolated from those of a smaller grid."""
     smaller = round(len(positions) ** 0.5)
     grid = positions.T.reshape(1, -1, smaller, smaller)
     return F.interpolate(grid, size=(side, side), mode="bilinear").flatten(2)[0].T
@@ -141,21 +141,22 @@ def guess_hidden_pixels(
 def reading_order(side: int) -> Tensor:
     """(side^2,) int64: the order in which pixels are read, row by row up to a side of 16.
 
-    A larger picture is read as pictures of 16 by 16, each of every second (fourth ...) row and column, first
-    the upper halves of all, then the lower ones: so the two blocks of 128 keys that a query of the sparse
-    mask sees at 32 by 32 are one such picture. By rows they would be two strips, joined to no others.
+    A larger picture is read as several pictures of 16 by 16, each made of every second (fourth ...) row and
+    column: first the upper halves of all, then the lower halves. So at 32 by 32 the two blocks of 128 keys
+    that a query of the sparse mask sees are one such picture; read by rows, they would be two strips, joined
+    to no others.
     """
     places = torch.arange(side * side)
     if side <= COARSE or side % COARSE:
         return places
     stride = side // COARSE
-    # halves, rows of one, rows and columns between two of a coarse picture's
+    # (half, coarse row, row within it, coarse column, column within it)
     grid = places.view(2, COARSE // 2, stride, COARSE, stride)
     return grid.permute(0, 2, 4, 1, 3).flatten()
 
 
 def turned(tokens: Tensor, generator: torch.Generator) -> Tensor:
-    """Each of the pictures (B, side^2) under one of the square's eight symmetries, drawn by the generator."""
+    """The pictures (B, side^2), each under one of the square's eight symmetries, drawn by the generator."""
     picks = torch.randint(8, (len(tokens),), generator=generator).to(tokens.device)
     side = round(tokens.shape[1] ** 0.5)
     return tokens.gather(1, symmetries(side, tokens.device)[picks])
@@ -163,6 +164,6 @@ def turned(tokens: Tensor, generator: torch.Generator) -> Tensor:
 
 @cache
 def symmetries(side: int, device: torch.device) -> Tensor:
-    """(8, side^2) int64: for each place, the one whose pixel moves there."""
+    """(8, side^2) int64: for each place, the place whose pixel moves there."""
     grid = torch.arange(side * side, device=device).view(side, side)
     return torch.stack([half.rot90(turns).flatten() for half in (grid, grid.T) for turns in range(4)])

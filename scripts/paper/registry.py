@@ -3,8 +3,8 @@
 from importlib import import_module
 from types import ModuleType
 
-# each a module of this package with TITLE, PAPER, HERE, Sizes, QUICK, measure, judge, describe and draw;
-# and the seconds that it takes on one H200, an estimate by which the longest begin first
+# each name is a module of this package with TITLE, PAPER, HERE, Sizes, QUICK, measure, judge, describe and
+# draw; each number estimates its seconds on one H200, so that the longest can start first
 EXPERIMENTS = {
     "figure1": 20,
     "figure2_left": 90,
@@ -22,7 +22,7 @@ EXPERIMENTS = {
 
 
 def choose(words: list[str]) -> list[str]:
-    """The names that a word begins, figure2 for three of them; all of them without words."""
+    """The names that begin with one of the words, as three do with figure2; without words, all names."""
     for word in words:
         if not any(name.startswith(word) for name in EXPERIMENTS):
             raise ValueError(f"experiments must be of {', '.join(EXPERIMENTS)}, got {word!r}")

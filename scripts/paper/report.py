@@ -15,14 +15,14 @@ TITLE = "# The FlashAttention paper, measured again\n"
 
 
 def check_report(folder: Path) -> None:
-    """Raises ValueError for a folder with another README.md than a report, which would take its place."""
+    """Raises ValueError for a folder whose README.md is no report, since a report would replace it."""
     path = folder / "README.md"
     if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(TITLE):
         raise ValueError(f"{path} is no report of this script, which would replace it: choose another out=")
 
 
 def write_report(folder: Path, experiments: dict[str, ModuleType]) -> Path:
-    """Writes folder/README.md from the result files that lie there, and draws the pictures again.
+    """Writes folder/README.md from the result files in the folder, and draws the pictures again.
 
     experiments: name -> module, in the order of the report.
     """
@@ -31,7 +31,7 @@ def write_report(folder: Path, experiments: dict[str, ModuleType]) -> Path:
         try:
             lines, text = section(folder / f"{name}.json", experiment)
         except Exception as error:
-            # rows that this code cannot read do not hide the verdicts on the others
+            # rows that this code cannot read must not hide the verdicts on the others
             traceback.print_exc()
             lines, text = [["", "", "", "failed"]], f"The report of these rows failed: {error!r}"
         summary += [[experiment.TITLE.split(":")[0], *line] for line in lines]
@@ -49,8 +49,8 @@ def write_report(folder: Path, experiments: dict[str, ModuleType]) -> Path:
 
 
 def section(whole: Path, experiment: ModuleType) -> tuple[list[list[str]], str]:
-    """Lines of the table and text of an experiment, of its rows in `whole`; draws its picture beside them."""
-    # the newer try, where the last one did not come to its end
+    """An experiment's table lines and text, from its rows in `whole`; draws its picture beside them."""
+    # a part file holds the latest try, which did not finish
     path = part_of(whole) if part_of(whole).is_file() else whole
     if not path.is_file():
         return [["", "", "", "not run"]], f"Not run: `python -m scripts.reproduce_paper {whole.stem}`"
@@ -66,7 +66,7 @@ def section(whole: Path, experiment: ModuleType) -> tuple[list[list[str]], str]:
 
 
 def part_of(path: Path) -> Path:
-    """Where the rows of an experiment are while it runs, and stay if it does not come to its end."""
+    """The file that holds an experiment's rows while it runs, and keeps them if it does not finish."""
     return path.with_suffix(".part.json")
 
 
@@ -120,7 +120,7 @@ def cell(x) -> str:
 
 
 def number(x: float) -> str:
-    """Four significant digits, without an exponent for numbers that a reader meets."""
+    """Four significant digits, without an exponent for numbers of ordinary size."""
     if x == 0 or 1e-3 <= abs(x) < 1e6:
         digits = f"{x:.4g}"
         return digits if "e" not in digits else f"{x:.0f}"

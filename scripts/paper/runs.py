@@ -13,14 +13,14 @@ from train.logger import read_metrics
 def train(runs: dict[str, list[str]]) -> Iterator[tuple[str, Path]]:
     """Runs `python -m train name=NAME ...` afresh with the overrides of each name; yields name and folder.
 
-    A folder of that name, of an earlier or an interrupted reproduction, is set aside. The runs take one GPU
-    each, as many at a time as this process sees. Raises ValueError if any failed, when all have ended.
+    A folder of that name, left by an earlier or interrupted reproduction, is set aside. Each run takes one of
+    the GPUs that this process sees. Raises ValueError, once all have ended, if any failed.
     """
     folders = {name: Path("runs", name) for name in runs}
     for folder in folders.values():
         if folder.exists():
             set_aside(folder)
-    # the runs need the memory that this process has kept
+    # the runs need the GPU memory that this process still holds
     free_memory()
     start = [sys.executable, "-m", "train", "checkpoint.resume=never"]
     commands = {name: [*start, f"name={name}", *overrides] for name, overrides in runs.items()}
@@ -35,7 +35,7 @@ def train(runs: dict[str, list[str]]) -> Iterator[tuple[str, Path]]:
 
 
 def set_aside(folder: Path) -> None:
-    """Renames a run's folder to NAME.before-1, or the next that is free, and says so."""
+    """Renames a run's folder to NAME.before-1, or the next free number, and prints the new name."""
     aside = first_free(lambda number: folder.with_name(f"{folder.name}.before-{number}"))
     folder.rename(aside)
     print(f"{folder} is kept as {aside.name}", flush=True)
@@ -48,6 +48,6 @@ def train_losses(folder: Path) -> dict[int, float]:
 
 
 def validation_loss(folder: Path) -> float:
-    """The last one, in nats per token."""
+    """The last validation loss, in nats per token."""
     lines = read_metrics(folder / "metrics.jsonl")
     return [line["val_loss"] for line in lines if line.get("val_loss") is not None][-1]

@@ -9,10 +9,10 @@ BLOCK_SIZE = 128
 
 
 def two_blocks(seq_len: int, device) -> BlockMask:
-    """256 keys for each query, the rule behind Tables 9 to 20 from T 2048 on: its own block and a far one."""
+    """256 keys for each query, its own block and a far one: the rule behind Tables 9 to 20 from T 2048 on."""
     n = -(-seq_len // BLOCK_SIZE)
     row = torch.arange(n, device=device)
-    # half the sequence away, each block of keys met by two blocks of queries
+    # half the sequence away, so that two blocks of queries see each block of keys
     far = (row + n // 2) % n
     rows, columns = torch.cat([row, row]), torch.cat([row, far])
     if n < 2:
@@ -21,7 +21,7 @@ def two_blocks(seq_len: int, device) -> BlockMask:
 
 
 def random_blocks(seq_len: int, density: float, device) -> BlockMask:
-    """That share of all blocks, in each row the same number, the block of the diagonal always among them."""
+    """The share `density` of all blocks, equally many in each row, always including the diagonal block."""
     n = -(-seq_len // BLOCK_SIZE)
     kept = max(1, round(density * n))
     generator = torch.Generator().manual_seed(0)

@@ -72,7 +72,7 @@ class MaskedModel(nn.Module):
             block.attention = OtherAttention(block.attention, attention)
 
     def forward(self, tokens: Tensor, places: Tensor, targets: Tensor) -> Tensor:
-        """tokens: (B, T) int64; places: (n,) int64 of B * T; targets: (n,) int64."""
+        """The loss, (). tokens: (B, T) int64; places: (n,) int64 indices into B * T; targets: (n,) int64."""
         hidden = self.layers.hidden_states(tokens).flatten(0, 1)[places]
         logits = F.linear(hidden, self.layers.token_embedding.weight)
         return F.cross_entropy(logits.float(), targets)
@@ -119,7 +119,7 @@ def measure_one(sizes: Sizes, device: torch.device, name: str) -> dict:
 
     measured = {"loss": step().item()}
     if device.type == "cuda":
-        # long enough to hide what Python takes; a graph of each pass would hold the activations twice
+        # a step is long enough to hide Python's time; graphs of both passes would hold the activations twice
         measured["ms"] = median_ms(step)
     return measured
 

@@ -78,7 +78,7 @@ def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
             row = {"size": size, "seq_len": sizes.seq_len, "microbatch": microbatch}
             row |= {"dropout": sizes.dropout, "precision": sizes.precision}
             row |= {"model": name, "tokens_per_second": None}
-            # one that does not fit, or that this version of its library breaks, keeps no other from training
+            # a model that does not fit, or that this version of its library breaks, must not stop the others
             with reason_in(row, (RuntimeError, ValueError)):
                 row |= time_training(name, config, sizes.warmup_steps, sizes.steps)
             said = row.get("why", f"{row['tokens_per_second']} tokens/s")

@@ -39,8 +39,8 @@ Text, Retrieval and Image need downloads. For Pathfinder the model first guesses
 that it hardly left chance. The sparse mask is 256 keys for each query; the paper does not give its own.
 Pixels are read in an order, the same for all, in which the 256 are every second row and column.
 """
-# task -> tokens and sequences in a batch; Retrieval reads two documents, so its batch is 16 pairs: with more,
-# the graphs of eager attention do not fit
+# task -> tokens of a sequence, sequences in a batch; Retrieval reads two documents, so its batch is 16 pairs,
+# since with more the CUDA graphs of eager attention do not fit
 SHAPES = {
     "ListOps": (2048, 32),
     "Text": (4096, 32),
@@ -49,25 +49,25 @@ SHAPES = {
     "Pathfinder": (1024, 256),
 }
 IMPLEMENTATIONS = ["eager", "ours", "ours sparse"]
-# that accuracies are judged at
+# lengths at which accuracies are judged
 TRAINED_LENGTHS = {"ListOps": 2000, "Pathfinder": 1024}
 
 
 @dataclass
 class Sizes:
     shapes: list[str] = field(default_factory=lambda: list(SHAPES))
-    # of the batch of each shape: 1 for all of it
+    # share of each shape's batch to run: 1 for all of it
     batch_share: float = 1.0
     longest: int = 4096
     implementations: list[str] = field(default_factory=lambda: list(IMPLEMENTATIONS))
     trained: list[str] = field(default_factory=lambda: ["ListOps", "Pathfinder"])
     examples: int = 32768
-    # the error of guessing among these is a third of a point
+    # so many that the error of guessing is a third of a point
     test_examples: int = 16384
     listops_lengths: list[int] = field(default_factory=lambda: [500, 2000])
     steps: int = 3000
     batch: int = 64
-    # of Pathfinder, at each side; hidden pixels are guessed at the first
+    # for Pathfinder, a value for each side; hidden pixels are guessed at the first side
     sides: list[int] = field(default_factory=lambda: [8, 16, 32])
     guessing_steps: int = 1500
     side_steps: list[int] = field(default_factory=lambda: [3000, 1000, 1500])
@@ -134,7 +134,7 @@ def train_on_expressions(sizes: Sizes, device: torch.device) -> Iterator[dict]:
 
 
 def train_on_paths(sizes: Sizes, device: torch.device) -> Iterator[dict]:
-    """The accuracy at the last side; its steps are those at all sides."""
+    """Yields the accuracy at the last side; `steps` is the sum over all sides."""
     drawn = [
         draw_examples(partial(tasks.pathfinder, side=side), sizes.examples, sizes.test_examples, device)
         for side in sizes.sides
@@ -161,7 +161,7 @@ def train_on_paths(sizes: Sizes, device: torch.device) -> Iterator[dict]:
 
 
 def step_ms(name: str, seq_len: int, batch: int, device: torch.device) -> float | None:
-    """Forward and backward on random tokens; None on a CPU, where one step shows that it runs."""
+    """The time of forward and backward on random tokens; None on a CPU, where one step shows that it runs."""
     torch.manual_seed(0)
     config = encoder_config(seq_len, 2, 2, 64, tasks.GRAY_LEVELS, 0.1)
     model = Encoder(config, attention_function(name, seq_len, device), 10).to(device)
@@ -228,7 +228,7 @@ def judge(rows: list[dict]) -> list[Verdict]:
                 note="" if None in both else f"{both[0]:.1f}% and {both[1]:.1f}%",
             )
         )
-    # where nothing is learned, nothing differs
+    # models that learn nothing do not differ either
     verdicts.append(
         Verdict(
             claim="Pathfinder: accuracy of flash",
@@ -248,7 +248,7 @@ def describe(rows: list[dict]) -> str:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Milliseconds of a step at each shape, and accuracies."""
+    """Draws the milliseconds of a step at each shape, and accuracies."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")

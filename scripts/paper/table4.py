@@ -42,28 +42,28 @@ Speed: the steps of Table 2, fp16 and dropout 0.1 as there.
 BASELINE = "Megatron-like"
 # the run that all lengths start from
 COMMON = "paper-table4-common"
-# of the paper's Table 2
+# the settings of the paper's Table 2
 SPEED = ("precision=fp16", "model.dropout=0.1", "tokens_per_step=65536")
 
 
 @dataclass
 class Sizes:
     seq_lens: list[int] = field(default_factory=lambda: [1024, 2048, 4096])
-    # of one micro-batch, at every length
+    # the same at every length
     tokens_per_microbatch: int = 32768
-    # of the model that all start from, at the shortest length, and of each after it
+    # training tokens of the model that all start from, at the shortest length, and of each model after it
     common_tokens: int = 41_943_040
     own_tokens: int = 10_485_760
-    # small steps, of which so few tokens make more
+    # small, so that so few tokens make more steps
     tokens_per_step: int = 32768
     # held-out tokens, in windows of the longest seq_len
     scored_tokens: int = 1_048_576
-    # tokens before a far context ends
+    # tokens at the end of a window that are never replaced by text from elsewhere
     near: int = 1024
-    # down to which the longest model's context is cut short
+    # the shortest context to which the longest model is cut
     least_context: int = 128
     speed: bool = True
-    # of `python -m train`, for all, for the common start and for what follows
+    # overrides for `python -m train`: for all runs, for the common start, and for the runs after it
     overrides: list[str] = field(
         default_factory=lambda: [
             "data=pypackages",
@@ -108,7 +108,7 @@ QUICK = {
 
 def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
     longest = max(sizes.seq_lens)
-    # what is short comes first
+    # the short part comes first
     if sizes.speed:
         yield from measure_speed(sizes)
     shared = [
@@ -157,7 +157,7 @@ def measure_speed(sizes: Sizes) -> Iterator[dict]:
         microbatch = f"tokens_per_microbatch={sizes.tokens_per_microbatch}"
         config = configure(f"seq_len={seq_len}", microbatch, *SPEED)
         row = {"kind": "speed", "seq_len": seq_len, "model": name, "tokens_per_second": None}
-        # a baseline that does not fit keeps nothing from training
+        # a baseline that does not fit must not stop the others
         with reason_in(row):
             row |= time_training(name, config, 1, 5)
         yield row
@@ -220,7 +220,7 @@ def judge(rows: list[dict]) -> list[Verdict]:
 
 
 def least_fall(losses: list[float | None]) -> float | None:
-    """The smallest step down from one to the next; negative where one rises."""
+    """The smallest fall from one loss to the next; negative if one rises."""
     return None if None in losses else min(a - b for a, b in pairwise(losses))
 
 
@@ -244,7 +244,7 @@ def describe(rows: list[dict]) -> str:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Speed; loss by length of context, of the models and of the longest one cut short; loss by position."""
+    """Draws speed; loss by context length, of all models and of the longest cut short; loss by position."""
     import matplotlib.pyplot as plt
 
     figure, (speed, context, position) = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
@@ -261,7 +261,7 @@ def draw(rows: list[dict], path: Path) -> None:
         axis.set_xscale("log", base=2)
         axis.set_ylabel("loss, nats per token")
         axis.grid(alpha=0.3)
-        # an interrupted run has speeds alone
+        # an interrupted run may have speeds only
         axis.set_visible(any(len(line.get_xdata()) for line in axis.lines))
     chosen = matching(rows, kind="speed")
     names = [f"{r['model']}, {r['seq_len']}" for r in chosen]

@@ -36,7 +36,7 @@ guessing above 58%.
 @dataclass
 class Sizes:
     sides: list[int] = field(default_factory=lambda: [8, 16, 32, 64, 128, 256])
-    # of hidden pixels, at the first side
+    # steps of guessing hidden pixels, at the first side
     guessing_steps: int = 3000
     # for each side: steps, pictures in a step, examples
     steps: list[int] = field(default_factory=lambda: [6000, 1500, 2000, 1000, 300, 3])
@@ -47,7 +47,7 @@ class Sizes:
     n_head: int = 2
     n_embd: int = 128
     learning_rate: float = 1e-3
-    # at the first side, with few tokens in a step
+    # the rate at the first side, which has few tokens in a step
     first_learning_rate: float = 2e-3
 
 
@@ -64,7 +64,7 @@ QUICK = {
 CHANCE = 50.0
 # a small network that is given the places of the marks reaches 57.4%
 MARKS_ALONE = 58.0
-# fewer only show that a shape trains
+# runs of fewer steps only show that a shape trains
 LEAST_STEPS = 100
 
 
@@ -103,7 +103,7 @@ def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
 
 def judge(rows: list[dict]) -> list[Verdict]:
     def above_chance(side: int) -> float | None:
-        """Above what the marks alone tell, in standard deviations of guessing."""
+        """How far accuracy is above what the marks alone tell, in standard deviations of guessing."""
         found = [row for row in matching(rows, side=side) if row["steps"] >= LEAST_STEPS]
         if not found or found[0]["accuracy"] is None:
             return None
@@ -159,7 +159,7 @@ def describe(rows: list[dict]) -> str:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Accuracy by side, with chance."""
+    """Draws accuracy by side, with chance."""
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(5, 4), layout="constrained")

@@ -51,7 +51,7 @@ class Sizes:
     groups: list[str] = field(default_factory=lambda: list(SHAPES))
     longest: int = 4096
     implementations: list[str] = field(default_factory=lambda: ["ours", "eager", *FUSED])
-    # of the batch of each shape: 1 for all of it
+    # share of each shape's batch to run: 1 for all of it
     batch_share: float = 1.0
 
 
@@ -83,7 +83,7 @@ def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
                 row = {"group": group, "seq_len": seq_len, **shape._asdict(), "batch": batch}
                 row |= {"implementation": name, "forward_ms": None, "backward_ms": None}
                 qkv = baselines.inputs(batch, seq_len, shape.heads, shape.head_dim, device, True)
-                # a backend that lacks dropout or this shape says so, and the row keeps its words
+                # a backend that lacks dropout or this shape raises an error, whose message the row keeps
                 with reason_in(row, RuntimeError if name in FUSED else ()):
                     chosen = attention(name, shape, seq_len, device)
                     if device.type == "cuda":
@@ -146,7 +146,7 @@ def describe(rows: list[dict]) -> str:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Speed-up over eager by length, a panel for each group."""
+    """Draws the speed-up over eager by length, a panel for each group."""
     import matplotlib.pyplot as plt
 
     groups = list(dict.fromkeys(row["group"] for row in rows))

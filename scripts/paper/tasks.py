@@ -4,7 +4,7 @@ ListOps: the value, 0 to 9, of a nested prefix expression such as [MAX 4 3 [MIN 
 two marks in a picture are the ends of one path, beside others.
 
 Sources: Tay et al., arXiv:2011.04006; Nangia and Bowman, arXiv:1804.06028; Linsley et al., arXiv:1805.08315.
-The pictures are not theirs, so accuracies compare attentions, not papers.
+The pictures are not those of the papers, so accuracies here compare attentions, not papers.
 """
 
 import math
@@ -26,14 +26,14 @@ OPERATIONS = (
 FIRST_OPERATION = FIRST_DIGIT + 10
 LISTOPS_VOCABULARY = FIRST_OPERATION + len(OPERATIONS)
 MAX_DEPTH, MAX_ARGUMENTS, NESTED = 10, 10, 0.25
-# of a Pathfinder picture, in units of a sixteenth of its side: radii of lines and marks, dash, gap, the
-# nearest that paths come to the edge, and an end to the other's mark; the round ends of two dashes close the
-# gap between them
+# lengths in a Pathfinder picture, in sixteenths of its side: radii of lines and marks, dash, gap, the least
+# distance of a path from the edge, and of its end from the other path's mark; the round ends of two dashes
+# close the gap between them
 GRID = 16
 LINE, MARK = 0.5, 1.0
 DASH, GAP, EDGE, APART = 2.0, 0.5, 1.0, 3.0
 DISTRACTOR_DASHES = 2
-# of a line, where a mark has 1
+# the brightness of a line; a mark has 1
 BRIGHTNESS = 0.5
 GRAY_LEVELS = 256
 EXAMPLES_IN_PART = 256
@@ -45,19 +45,19 @@ class Scene:
     most_dashes: int
     # short paths beside the two long ones
     distractors: int
-    # between two dashes at most, in radians
+    # the largest turn between two dashes, in radians
     turn: float
-    # the nearest that two paths come, in units of a sixteenth of the side
+    # the least distance between two paths, in sixteenths of the side
     margin: float
 
 
-# what fewer than 16 by 16 pixels can show, and what the others show
+# the scenes of pictures of fewer than 16 by 16 pixels, which can show no more, and of all others
 SIMPLE = Scene(fewest_dashes=2, most_dashes=3, distractors=0, turn=0.25, margin=3.0)
 FULL = Scene(fewest_dashes=2, most_dashes=4, distractors=1, turn=0.3, margin=2.5)
 
 
 def listops(n: int, shortest: int, longest: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(n, longest) uint8 tokens, padded behind, and (n,) int64 values; expressions of at least `shortest`."""
+    """(n, longest) uint8 tokens, padded at the end, and (n,) int64 values; each has at least `shortest`."""
     rng = np.random.default_rng(seed)
     tokens, values = np.full((n, longest), PADDING, dtype=np.uint8), np.empty(n, dtype=np.int64)
     filled = 0
@@ -70,7 +70,7 @@ def listops(n: int, shortest: int, longest: int, seed: int) -> tuple[np.ndarray,
 
 
 def draw_expression(rng: np.random.Generator, depth: int, longest: int) -> tuple[list[int], int]:
-    """Tokens and value; an expression that grows beyond `longest` is broken off, and then too long."""
+    """Tokens and value; an expression that grows beyond `longest` is cut off, but is still too long."""
     operation = int(rng.integers(len(OPERATIONS)))
     tokens, values = [FIRST_OPERATION + operation], []
     for _ in range(int(rng.integers(2, MAX_ARGUMENTS + 1))):
@@ -94,12 +94,12 @@ def pathfinder(n: int, side: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def draw_picture(rng: np.random.Generator, side: int) -> tuple[np.ndarray, int]:
-    """Two paths of equally many dashes and some short ones, all apart; marks at both ends of one, or at one
-    end of each.
+    """A picture of two paths of equally many dashes and some short ones, all apart, and its label.
 
-    The marks of either kind are equally far apart, which tells nothing; where they lie tells a little, since
-    a path's end is nearer an edge than a start is: 57% of the pictures by the marks alone. Few dashes teach
-    what many need. From a side of 16 on, a larger one shows the same in finer pixels, not longer paths; a
+    With label 1 the marks are at both ends of one path, with 0 at one end of each. Both kinds have their
+    marks equally far apart, so the distance tells nothing; the places of the marks tell a little, since the
+    end of a path is nearer an edge than its start: they alone classify 57% of the pictures. Few dashes teach
+    what many need. From a side of 16 on, a larger picture shows the same in finer pixels, not longer paths; a
     smaller one shows simpler scenes.
     """
     scene = FULL if side >= GRID else SIMPLE
@@ -116,7 +116,7 @@ def draw_picture(rng: np.random.Generator, side: int) -> tuple[np.ndarray, int]:
         second = draw_path(rng, scene, dashes, first.reshape(-1, 2), circle)
         if second is None:
             continue
-        # nearer ones would seem to lead from one mark to the other
+        # nearer ends would seem to lead from one mark to the other
         nearest = min(np.linalg.norm(second[-1, -1] - start), np.linalg.norm(second[0, 0] - end))
         if nearest >= APART:
             paths = [first, second]
@@ -146,8 +146,8 @@ def draw_path(
 ) -> np.ndarray | None:
     """(dashes, 3, 2): start, middle and end of each dash; None if twenty attempts meet an edge or a path.
 
-    taken: (n, 2), the points of other paths. circle: its center and radius, where the path starts; otherwise
-    anywhere.
+    taken: (n, 2), the points of other paths. circle: center and radius of the circle on which the path
+    starts; without it, the path starts anywhere.
     """
     for _ in range(20):
         point, heading = rng.uniform(EDGE, GRID - EDGE, 2), rng.uniform(0, 2 * math.pi)
@@ -182,7 +182,7 @@ def paint(picture: np.ndarray, points: np.ndarray, radius: float) -> None:
 
 
 def draw_in_parallel(task, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """task(n=, seed=) in parts over all cores; the examples are the same however many there are."""
+    """task(n=, seed=) in parts over all cores; the examples do not depend on the number of cores."""
     seeds = [seed * 1_000_000 + part for part in range(-(-n // EXAMPLES_IN_PART))]
     if len(seeds) == 1:
         return task(n=n, seed=seeds[0])

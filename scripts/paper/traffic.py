@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from scripts.paper import baselines
 
-# they give memory or a shape, and touch no values
+# operations that give memory or a shape, and touch no values
 FREE = ("empty", "empty_like", "new_empty", "detach", "device", "_unsafe_view")
 
 
@@ -31,7 +31,7 @@ class ByteCounter(TorchDispatchMode):
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if not func.is_view and name not in FREE:
-            # a matrix that is added zero times is not read
+            # beta=0 adds a matrix zero times, without reading it
             read = args[1:] if kwargs.get("beta") == 0 else args
             moved = n_bytes(tree_leaves((read, kwargs))) + n_bytes(tree_leaves(result))
             self.bytes += moved
@@ -40,7 +40,7 @@ class ByteCounter(TorchDispatchMode):
 
 
 def n_bytes(values: Iterable) -> int:
-    """Bytes of the distinct tensors; a dimension that is only repeated counts once."""
+    """Bytes of the distinct tensors; a broadcast dimension counts once."""
     tensors = {id(x): x for x in values if isinstance(x, Tensor)}
     total = 0
     for x in tensors.values():
@@ -55,7 +55,7 @@ def pass_bytes(
     attention: Callable, batch: int, seq_len: int, heads: int, head_dim: int, device: torch.device
 ) -> int:
     """Bytes of one forward and backward pass of attention(q, k, v) on a device, fp16."""
-    # a mask that the attention holds may be real
+    # a mask that the attention holds may be a real tensor
     with FakeTensorMode(allow_non_fake_inputs=True):
         qkv = baselines.inputs(batch, seq_len, heads, head_dim, device, requires_grad=True)
         dout = torch.empty_like(qkv[0])
@@ -67,7 +67,7 @@ def pass_bytes(
 def algorithm1_bytes(batch: int, seq_len: int, heads: int, head_dim: int, block_n: int) -> int:
     """Bytes of Algorithm 1 forward in fp16: k and v once; q, out, l and m again for each block of keys.
 
-    l and m are float32 and are, as out, written in every round and read in all but the first.
+    l and m are float32; like out, they are written in every round and read in all but the first.
     """
     rounds = -(-seq_len // block_n)
     row, statistics = 2 * head_dim, 8

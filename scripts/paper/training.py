@@ -1,7 +1,7 @@
-"""Training steps of GPT-2 with one attention or another, and of the models that the paper compares with.
+"""Training steps of GPT-2 with different attentions, and of the models that the paper compares with.
 
-All share the loop's own step (train/step.py), its optimizer and precision; only the model differs. A model is
-here anything that takes tokens and targets, both (B, T) int64, and returns the mean cross-entropy, ().
+All share the loop's own step (train/step.py), its optimizer and precision; only the model differs. Here a
+model is anything that takes tokens and targets, both (B, T) int64, and returns the mean cross-entropy, ().
 """
 
 from collections.abc import Callable
@@ -28,9 +28,9 @@ from train.throughput import peak_memory_bytes
 
 
 class OtherAttention(nn.Module):
-    """An attention layer of our GPT with another function in the place of its attention.
+    """An attention layer of our GPT with another function in place of its attention.
 
-    attention: of q, k, v (B, T, H, D) and dropout_p, returns (B, T, H, D).
+    attention: takes q, k, v (B, T, H, D) and dropout_p, returns (B, T, H, D).
     """
 
     def __init__(self, layer: nn.Module, attention: Callable):
@@ -76,7 +76,7 @@ class HuggingFace(nn.Module):
 
 
 def configure(*overrides: str) -> Config:
-    """The configuration of conf/ with these overrides, as `python -m train` has it, for this machine."""
+    """The configuration that `python -m train` makes of these overrides, fitted to this machine."""
     machine = [] if torch.cuda.is_available() else ["device=cpu", "fused_loss=false"]
     with initialize_config_dir(str(CONF), version_base=None):
         return parse(compose("config", [*machine, *overrides]))
@@ -115,7 +115,7 @@ def register_2022() -> None:
 
 
 def megatron_gpt(config: Config) -> nn.Module:
-    """Our GPT with Megatron's attention, and its MLPs compiled: Megatron fuses their element-wise steps.
+    """Our GPT with Megatron's attention, and its MLPs compiled: Megatron fuses their element-wise operations.
 
     The residual stream is float32 and the loss PyTorch's, as they were in 2022.
     """
@@ -157,7 +157,7 @@ MODELS = {
 
 
 def time_training(name: str, config: Config, warmup_steps: int, steps: int) -> dict:
-    """Tokens per second, milliseconds of a step, their median, and peak memory, on random tokens."""
+    """Tokens per second, the median milliseconds of a step, and peak memory, on random tokens."""
     build, attention = MODELS[name]
     config.attention.implementation = attention
     with join_processes(config.device) as processes:

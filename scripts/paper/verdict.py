@@ -1,4 +1,4 @@
-"""A verdict: what the paper claims, what was measured here, and whether the one reaches the other."""
+"""A verdict: what the paper claims, what was measured here, and whether the claim is reached."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ REACHED, NOT_REACHED, NOT_MEASURED = "reached", "not reached", "not measured"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """One claim. `gate` is what must be reached here, at least or (at_most) at most, and `ours` what was.
+    """One claim. `ours`, the value measured here, must be at least (or, with at_most, at most) `gate`.
 
-    paper: the paper's own number, with its version where the two differ. ours is None where this run did
-    not measure it; then `note` says why. unit: written behind the numbers.
+    paper: the paper's own number, and the paper's version where its two versions differ. ours is None if this
+    run did not measure it; `note` then says why. unit: written after the numbers.
     """
 
     claim: str
@@ -35,12 +35,12 @@ def matching(rows: list[dict], **wanted) -> list[dict]:
 
 
 def at_sizes(rows: list[dict], **sizes) -> list[dict]:
-    """The rows of these sizes; older ones do not tell all of theirs, which were the paper's."""
+    """The rows of these sizes; a size that an older row does not name was the paper's."""
     return [row for row in rows if all(row.get(key, size) == size for key, size in sizes.items())]
 
 
 def value(rows: list[dict], key: str, **wanted) -> float | None:
-    """That number of the one row that holds all of these values; None if there is none or it is empty."""
+    """The number under `key` of the one row that holds all of these values; None if either is missing."""
     found = matching(rows, **wanted)
     assert len(found) <= 1, f"{len(found)} rows hold {wanted}"
     return found[0].get(key) if found else None

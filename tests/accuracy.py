@@ -1,12 +1,12 @@
-"""The one tolerance rule: a kernel may be off by twice what PyTorch is off by in the same dtype.
+"""The one tolerance rule: a kernel's error may be at most twice PyTorch's own in the same dtype.
 
     max|x - ref| <= 2 max|pt - ref| + 2 max|(ref + 0.3 - 0.3) - ref|
 
 x is ours, pt is attention_reference in the inputs' dtype, ref the same in float64 on the same inputs. The
 last term is about one unit in the last place of that dtype, for results where PyTorch happens to be exact. It
 is the rule of the flash-attention package (tests/cute), with a float64 instead of a float32 reference. In
-float32 both errors are a few roundings of sums in different orders, and either may be zero by luck: there
-twice is three times, plus 2e-6 (lse is float32 for all dtypes).
+float32 both errors are a few roundings of sums in different orders, and either may be zero by luck: there the
+limit is three times PyTorch's error plus 2e-6 (lse is float32 for all dtypes).
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def random_qkv(
     device,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v that want gradients; the logits' standard deviation is `scale`."""
+    """Random q, k, v that require gradients; the logits' standard deviation is `scale`."""
 
     def draw(seq: int, heads: int, factor: float) -> Tensor:
         x = factor * torch.randn(batch, seq, heads, head_dim, device=device)
@@ -42,7 +42,7 @@ def random_qkv(
 
 
 def holes(n_batch: int, n_head: int, seq_q: int, seq_k: int, device, block_size: int = 64) -> BlockMask:
-    """Full blocks, partial ones and none, a row of blocks without any, others in each head."""
+    """A mask with full, partial and absent blocks and an empty row of blocks, different in each head."""
     n_rows, n_columns = ((seq + block_size - 1) // block_size for seq in (seq_q, seq_k))
     blocks = torch.randint(3, (n_batch, n_head, n_rows, n_columns))
     blocks[:, :, 1] = 0
@@ -53,7 +53,7 @@ def holes(n_batch: int, n_head: int, seq_q: int, seq_k: int, device, block_size:
 
 
 def run(attention: Callable, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor, **options):
-    """out, lse, dq, dk, dv of one implementation; rows with lse -inf get no gradient through it."""
+    """out, lse, dq, dk, dv of one implementation; rows with lse -inf get no gradient through lse."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     out, lse = attention(q, k, v, return_lse=True, **options)
     loss = (out * dout.to(out.dtype)).sum() + (lse * dlse.to(lse.dtype)).masked_fill(
@@ -63,7 +63,7 @@ def run(attention: Callable, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse
 
 
 def assert_as_accurate_as_torch(attention: Callable, q: Tensor, k: Tensor, v: Tensor, **options) -> None:
-    """out, lse, dq, dk and dv of attention(q, k, v, **options) are within the rule."""
+    """Asserts that out, lse, dq, dk and dv of attention(q, k, v, **options) keep the rule."""
     dout = torch.randn(q.shape, device=q.device).to(q.dtype)
     dlse = torch.randn(q.shape[0], q.shape[2], q.shape[1], device=q.device)
     ours = run(attention, q, k, v, dout, dlse, **options)
@@ -76,7 +76,7 @@ def assert_as_accurate_as_torch(attention: Callable, q: Tensor, k: Tensor, v: Te
 
 
 def assert_within_rule(name: str, x: Tensor, pt: Tensor, ref: Tensor) -> None:
-    """x keeps the rule; where ref is infinite, x is the same infinity."""
+    """Asserts that x keeps the rule and, where ref is infinite, is the same infinity."""
     finite = ref.isfinite()
     assert torch.equal(x[~finite].double(), ref[~finite]), (
         f"{name}: infinite in other places than the reference"

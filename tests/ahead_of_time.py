@@ -1,9 +1,9 @@
-"""Compiles the portable kernels for GPUs that are not there, and says what each asks of its GPU.
+"""Compiles the portable kernels for GPUs that this machine lacks, and prints the resources that each uses.
 
-Run by test_ahead_of_time.py in a process of its own, because the other tests run Triton's interpreter:
+Run by test_ahead_of_time.py in a separate process, because the other tests run Triton's interpreter:
     python -m tests.ahead_of_time arch=sm_90 kernel=forward head_dim=64,128 mask=causal,window dropout=0,1
-prints one JSON line for each combination of what is given; without arguments, for each kernel, head size and
-dtype of the tables under a causal mask. It fails if a kernel does not fit its GPU, or spills registers.
+prints one JSON line for each combination of the given values; without arguments, for each kernel, head size
+and dtype of the tables under a causal mask. It fails if a kernel does not fit its GPU, or spills registers.
 """
 
 import json
@@ -24,7 +24,7 @@ from tests.assembler import used_by
 
 KERNELS = {"forward": forward_kernel, "dkdv": dkdv_kernel, "dq": dq_kernel}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# what one block may use
+# bytes that one thread block may use
 SHARED_MEMORY = {
     "sm_80": 166912,
     "sm_89": 101376,
@@ -60,7 +60,7 @@ def compile_kernel(
 ) -> dict:
     """What the compiled kernel uses: shared memory, registers and spilled bytes.
 
-    group: heads that share keys, 1 or any number more.
+    group: heads of queries that share keys, 1 or any larger number.
     """
     function = KERNELS[kernel]
     variant = variant_of(mask, block_size, dropout=dropout)
@@ -78,7 +78,7 @@ def compile_kernel(
     }
     own = {"HELD": tile.held, "KEYS_FIRST": tile.keys_first and not dropout}
     constants |= {name: value for name, value in own.items() if name in function.arg_names}
-    # as at run time: an absent pointer is None, a one is known
+    # as at run time: an absent pointer is None, and an integer of 1 is a constant
     absent = () if mask == "intervals" else ("bounds_ptr", "key_bounds_ptr")
     absent += () if dropout else ("seed_ptr",)
     absent += () if block_size else ("spans_ptr", "entries_ptr", "bits_ptr")

@@ -1,6 +1,6 @@
 """Compiles the Hopper kernel of the loss without a GPU and prints what it uses, as one JSON line.
 
-Run by test_cross_entropy.py in a process of its own, because Triton's interpreter cannot run Gluon:
+Run by test_cross_entropy.py in a separate process, because Triton's interpreter cannot run Gluon:
     python -m tests.ahead_of_time_cross_entropy
 """
 

@@ -1,6 +1,6 @@
 """Compiles the kernel that cuts the lists of block masks without a GPU, and prints what it uses, in JSON.
 
-Run by test_cut_lists.py in a process of its own, because the other tests run Triton's interpreter:
+Run by test_cut_lists.py in a separate process, because the other tests run Triton's interpreter:
     python -m tests.ahead_of_time_cut_lists
 """
 

@@ -1,6 +1,6 @@
-"""Compiles the decode kernel for GPUs that are not there, and says what it asks of each, as JSON lines.
+"""Compiles the decode kernel for GPUs that this machine lacks, and prints what it uses, as JSON lines.
 
-Run by test_ahead_of_time.py in a process of its own, because the other tests run Triton's interpreter:
+Run by test_ahead_of_time.py in a separate process, because the other tests run Triton's interpreter:
     python -m tests.ahead_of_time_decode arch=sm_90,gfx942 head_dim=64 group=1,4 block_size=0,128 dtype=bf16
 """
 
@@ -37,9 +37,9 @@ def compile_kernel(
     n_query: int = 1,
     turns: bool = False,
 ) -> dict:
-    """Shared memory, registers and spilled bytes with one new query a sequence.
+    """Shared memory, registers and spilled bytes, by default with one new query per sequence.
 
-    turns: it and its key are turned, as with rotary positions.
+    turns: the query and its key are turned, as with rotary positions.
     """
     tile = with_rows(tile or find_tile(arch, "decode", head_dim, DTYPES[dtype].itemsize, ""), n_query * group)
     constants = {
@@ -47,7 +47,7 @@ def compile_kernel(
         "GROUP": group,
         "BLOCK_SIZE": block_size,
         "PRECISION": "ieee",
-        # one new query brings its key along
+        # a single new query comes with its key
         "APPENDS": n_query == 1,
         "TURNS": turns,
         "OVERLAPS": arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 90,

@@ -1,6 +1,6 @@
-"""Compiles the products of epilogues.py for a GPU, without one, and prints what they use, a JSON line each.
+"""Compiles the matrix products of epilogues.py without a GPU, and prints what each uses, as JSON lines.
 
-Run by test_epilogues.py in processes of their own, since quack is told of the GPU before it is imported:
+Run by test_epilogues.py in separate processes, since quack must know the GPU before it is imported:
     python -m tests.ahead_of_time_epilogues sm_90a
 """
 
@@ -20,8 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 # compute capabilities, as quack writes them
 CAPABILITIES = {"sm_90a": "90", "sm_100a": "100", "sm_120a": "120"}
-# of two blocks that run at a time, which only a driver could count
+# clusters of two blocks that run at a time, which only a driver could count
 CLUSTERS = 66
+# the number of CUDA among the machines of ELF files
 CUDA = 190
 # GPT-2 124M
 N_ROWS, N_EMBD, WIDTH = 1024, 768, 3072
@@ -85,7 +86,7 @@ def compile_products(architecture: str) -> Iterator[dict]:
 
 
 def machine_code_of(compiled: Path) -> dict:
-    """Registers and bytes of stack of a thread, and how many instructions are of Hopper's tensor cores."""
+    """Registers and stack bytes of a thread, and the number of instructions for Hopper's tensor cores."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
         binary.write(cubin_in(compiled.read_bytes()))
@@ -99,7 +100,7 @@ def machine_code_of(compiled: Path) -> dict:
 
 
 def cubin_in(host_object: bytes) -> bytes:
-    """The ELF file of the GPU in one of the host."""
+    """The GPU's ELF file inside an ELF file of the host."""
     start = host_object.index(b"\x7fELF", 1)
     machine, programs, sections = (
         struct.unpack_from(kind, host_object, start + place)[0]

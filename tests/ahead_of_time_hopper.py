@@ -1,6 +1,6 @@
-"""Compiles every shipped configuration of the Hopper kernels without a GPU, and says what each asks of it.
+"""Compiles every shipped configuration of the Hopper kernels without a GPU, and prints what each uses.
 
-Run by test_hopper.py in a process of its own, because Triton's interpreter cannot run Gluon:
+Run by test_hopper.py in a separate process, because Triton's interpreter cannot run Gluon:
     python -m tests.ahead_of_time_hopper mask=causal,full
 prints one JSON line for each kernel, head_dim, dtype, mask and form of the forward kernel.
 """
@@ -36,7 +36,7 @@ def descriptor(dtype: str, *shape: int, swizzle: int = 128) -> str:
 
 
 def forward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int, dropout: bool) -> tuple:
-    """The kernel, its descriptors by argument, constants, registers of one thread, as launch.py has them."""
+    """The kernel, its descriptors by argument, its constants, registers of a thread, as in launch.py."""
     tile = forward_tile(head_dim, mask, seq_q)
     rows = {"q_desc": ROWS.value, "out_desc": ROWS.value, "k_desc": tile.block_n, "v_desc": tile.block_n}
     descriptors = {name: descriptor(dtype, 1, 1, n, head_dim) for name, n in rows.items()}
@@ -85,12 +85,12 @@ def backward_configuration(
 
 
 def dkdv_configuration(head_dim: int, dtype: str, mask: str, seq_q: int, dropout: bool) -> tuple:
-    """The same, deterministic: dk and dv alone."""
+    """The same for the deterministic kernel of dk and dv."""
     return backward_configuration(head_dim, dtype, mask, seq_q, dropout, sums_dq=False)
 
 
 def dq_configuration(head_dim: int, dtype: str, mask: str, seq_q: int, dropout: bool) -> tuple:
-    """The same, deterministic: dq."""
+    """The same for the deterministic kernel of dq."""
     tile = dq_tile(head_dim, mask, dropout)
     rows = {"q_desc": 64, "dout_desc": 64, "out_desc": 64, "dq_desc": 64}
     rows |= {"k_desc": tile.block_n, "v_desc": tile.block_n}
@@ -120,7 +120,7 @@ KERNELS = {
 def compile_kernel(
     kernel: str, head_dim: int, dtype: str, mask: str, seq_q: int, dropout: bool = False
 ) -> dict:
-    """What the compiled kernel uses: shared memory, of how many blocks at once, spilled bytes, and so on."""
+    """What the compiled kernel uses: shared memory, spilled bytes and so on, and how many run at once."""
     function, descriptors, constants, most_registers = KERNELS[kernel](head_dim, dtype, mask, seq_q, dropout)
     constants["DROPOUT"] = dropout
     signature, attributes = {}, {}
@@ -156,7 +156,7 @@ def main(arguments: list[str]) -> None:
         chosen["mask"], (64, 128), chosen["dtype"], chosen["kernel"], chosen["dropout"]
     ):
         drops = dropout == "true"
-        # the forward tile changes with the keys of a query
+        # the forward tile depends on the number of keys
         tiles = {forward_tile(head_dim, mask, n): n for n in (256, 2048, 65536)}
         for seq_q in tiles.values() if kernel == "forward" else [1024]:
             name = {"triton": triton.__version__, "kernel": kernel, "head_dim": head_dim}

@@ -1,4 +1,4 @@
-"""What a GPU's assembler says of a kernel when Triton compiles it, with the options that Triton gives it."""
+"""What a GPU's assembler reports about a kernel when Triton compiles it, with the options Triton gives it."""
 
 import re
 import subprocess
@@ -15,13 +15,13 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from tests.compile_record import compiled_once
 
-# a cache of its own: what was compiled without the hook below has no report
+# a separate cache: what was compiled without the hook below has no report
 knobs.cache.dir = str(Path(knobs.cache.dir) / "with_reports")
 knobs.nvidia.dump_ptxas_log = True
 
 
 def keep_report(backend=None, stages=None, options=None, language=None, capability=None):
-    """Triton's hook into its stages; called without them it names what it changes, for the cache's key."""
+    """A hook into Triton's stages; called without stages it names its change, for the cache key."""
     if stages is None:
         return "with report", "with report"
     if "cubin" not in stages:
@@ -42,9 +42,10 @@ knobs.runtime.add_stages_inspection_hook = keep_report
 
 
 def report_of(compiled: CompiledKernel) -> dict:
-    """Registers of a thread, bytes spilled in stores and loads, warnings that products run one by one.
+    """Registers of a thread, bytes spilled in stores and loads, warnings that matrix products are serialized.
 
-    Of an AMD GPU bytes of scratch memory, a thread's; scalars that lie in lanes of vector registers are none.
+    For an AMD GPU `spilled` is a thread's scratch memory in bytes; it does not count scalars that are kept in
+    lanes of vector registers.
     """
     if "amdgcn" in compiled.asm:
         code = compiled.asm["amdgcn"]
@@ -60,22 +61,23 @@ def report_of(compiled: CompiledKernel) -> dict:
 
 
 def machine_code_of(compiled: CompiledKernel) -> dict:
-    """What the assembler says of a kernel, and what its code shows."""
+    """What the assembler reports about a kernel, and what the kernel's machine code shows."""
     disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
         binary.write(compiled.asm["cubin"])
         binary.flush()
-        # without the analysis of where indirect branches lead
+        # -ndf: no analysis of where indirect branches lead
         command = [disassembler, "-ndf", "-c", binary.name]
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return report_of(compiled) | {"hgmma": code.count("HGMMA"), "overwritten": overwritten_operands(code)}
 
 
 def overwritten_operands(code: str) -> list[str]:
-    """Products of an innermost loop whose left operand, in registers, is written only behind them.
+    """Matrix products of innermost loops whose left operand, in registers, is written only after them.
 
-    Such an operand is carried from step to step, as P is in the forward kernel, or it is a constant of the
-    loop which the assembler has given away too early: from the second step on the product is wrong.
+    Such an operand is carried from one iteration to the next, as P is in the forward kernel, or it is a
+    constant of the loop whose registers the assembler has reused too early: then the product is wrong from
+    the second iteration on.
     """
     labels, instructions = {}, []
     for line in code.splitlines():
@@ -99,7 +101,7 @@ def overwritten_operands(code: str) -> list[str]:
 
 
 def written_registers(instruction: str) -> set[int]:
-    """Registers that one of the instructions which make a left operand writes."""
+    """The registers that an instruction writes, if it is one of those that make a left operand."""
     match = re.match(
         r"(F2FP|FMUL|FADD|FFMA|MUFU|MOV|IMAD|LDS|LDSM|SEL|FSEL|PRMT|LOP3|HMNMX2)\b(\S*) R(\d+)", instruction
     )
@@ -112,7 +114,7 @@ def written_registers(instruction: str) -> set[int]:
 def used_by(
     source: ASTSource, target: GPUTarget, options: dict, report: Callable[[CompiledKernel], dict] = report_of
 ) -> dict:
-    """Shared memory, and what `report` says, of a kernel; as recorded if nothing of it has changed."""
+    """A kernel's shared memory and what `report` gives for it; from the record if nothing has changed."""
 
     def make() -> dict:
         compiled = triton.compile(source, target=target, options=options)

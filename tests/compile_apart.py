@@ -1,6 +1,6 @@
-"""Runs ahead_of_time modules in processes of their own: in the tests' own Triton is the interpreter.
+"""Runs ahead_of_time modules in separate processes, since in the tests' own Triton is the interpreter.
 
-A process is started once for each Triton and asked again and again, since importing takes it seconds:
+One process for each version of Triton answers all requests, since importing takes seconds:
     echo '["tests.ahead_of_time", ["arch=sm_90", "kernel=dq"], {}]' | python -m tests.compile_apart
 """
 
@@ -34,7 +34,7 @@ each_triton = pytest.mark.parametrize(
 def compiler(version: str) -> subprocess.Popen:
     """The process that has the Triton of that version; it ends with this one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    # an eighth of the time, and no instruction, is for the lines of a debugger
+    # a debugger's line information would take an eighth of the time, and changes no instruction
     environment["TRITON_DISABLE_LINE_INFO"] = "1"
     if version != "pinned":
         environment["PYTHONPATH"] = OLDER
@@ -47,7 +47,7 @@ def compiler(version: str) -> subprocess.Popen:
 def compile_apart(module: str, version: str, *arguments: str, **environment: str) -> list[dict]:
     """The rows that `python -m module arguments` prints, with the Triton of that version.
 
-    environment: variables that are read while it runs, not as it begins.
+    environment: variables that the module reads while it runs, not as its process begins.
     """
     process = compiler(version)
     try:
@@ -55,7 +55,7 @@ def compile_apart(module: str, version: str, *arguments: str, **environment: str
         answer = process.stdout.readline()
         assert answer, f"the compiler ended with {process.wait()}, standard error says why"
     except BaseException:
-        # what it still does is for no one
+        # nobody will read what it still prints
         process.kill()
         compiler.cache_clear()
         raise
@@ -67,9 +67,9 @@ def compile_apart(module: str, version: str, *arguments: str, **environment: str
 
 
 def answer_requests() -> None:
-    """For each line of standard input what a module prints, and its error if any.
+    """Answers each line of standard input with what a module prints, and its error if any.
 
-    A line: [module, arguments, environment], the last a dict.
+    A line is [module, arguments, environment], the last a dict.
     """
     for line in sys.stdin:
         module, arguments, environment = json.loads(line)

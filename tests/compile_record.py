@@ -1,9 +1,9 @@
-"""What compilers made of our kernels, by a fingerprint of all they were given: nothing is compiled twice.
+"""A record of what compilers made of our kernels, by a fingerprint of their input: none is compiled twice.
 
-tests/compiled/ has a file for each compiler, and in it a row for each kernel that the tests compile ahead of
-time. A row counts only while its fingerprint is that of all the code that the kernel names (comments and
-docstrings apart), of constants, options and the compiler's version: what has changed is compiled, and only
-takes longer. `make record` writes the files anew; with COMPILE_ANEW=1 no row counts.
+tests/compiled/ has a file for each compiler, with a row for each kernel that the tests compile ahead of time.
+A fingerprint covers all the code that the kernel names (without comments and docstrings), its constants and
+options, and the compiler's version. A kernel whose fingerprint has no row is compiled, which only takes
+longer. `make record` rewrites the files; with COMPILE_ANEW=1 they are ignored.
 """
 
 import ast
@@ -18,15 +18,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "tests" / "compiled"
-# of ours, among all that a module imports
+# our own, among all packages that a module imports
 PACKAGES = ("kernels", "tests")
 
 
 def compiled_once(compiler: str, name: str, given: str, code: Iterable[str], make: Callable) -> dict:
-    """make(), or the row that it gave for the same.
+    """make(), or the row that it gave for the same input.
 
-    compiler: with its version. name: for readers. given: what the compiler is given beside the code, which is
-    what `definitions_behind` takes. make() gives a dict that JSON can hold.
+    compiler: its name and version. name: for readers. given: the compiler's input besides the code. code: as
+    `definitions_behind` takes it. make: returns a dict that JSON can hold.
     """
     text = json.dumps([compiler, name, given, [code_behind(each) for each in code]], sort_keys=True)
     fingerprint = hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -34,7 +34,7 @@ def compiled_once(compiler: str, name: str, given: str, code: Iterable[str], mak
     if row is None:
         row = {"name": name} | make()
     if "NOTE_COMPILED" in os.environ:
-        # a line is written in one piece, whoever else writes
+        # a single write keeps a line in one piece while other processes write too
         with Path(os.environ["NOTE_COMPILED"]).open("a") as file:
             file.write(json.dumps([compiler, fingerprint, row]) + "\n")
     return {key: value for key, value in row.items() if key != "name"}
@@ -58,10 +58,10 @@ def code_behind(code: str) -> str:
 
 
 def definitions_behind(code: str) -> dict[tuple[str, str], list[ast.stmt]]:
-    """A definition and all of ours that it names, and these in turn: (module, name) and what binds the name.
+    """A definition and all of ours that it names, directly or not, as (module, name) and its statements.
 
-    code: "module:name", or "module" for all that is defined there. What nothing of it names, such as the code
-    of the host that launches a kernel, is not among it; of other people's code there are the imports alone.
+    code: "module:name", or "module" for all that is defined there. What is not named, such as the host code
+    that launches a kernel, is left out; of other packages only the statements that import them are there.
     """
     module, _, name = code.partition(":")
     unread = [(module, name)] if name else everything_in(module)
@@ -69,7 +69,7 @@ def definitions_behind(code: str) -> dict[tuple[str, str], list[ast.stmt]]:
     found = {}
     while unread:
         module, name = unread.pop()
-        # what a module does not bind is local, or of Python
+        # a name that its module does not bind is local or built in
         statements = definitions_in(module).get(name)
         if statements and (module, name) not in found:
             found[module, name] = statements
@@ -79,7 +79,7 @@ def definitions_behind(code: str) -> dict[tuple[str, str], list[ast.stmt]]:
 
 @cache
 def definitions_in(module: str) -> dict[str, list[ast.stmt]]:
-    """By name the statements of a module that bind it; none of a module that is not ours."""
+    """By name, the statements of a module that bind it; empty for a module that is not ours."""
     path = ROOT / Path(*module.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     if module.split(".")[0] not in PACKAGES or not path.exists():
@@ -97,14 +97,14 @@ def everything_in(module: str) -> list[tuple[str, str]]:
 
 
 def one_by_one(statement: ast.stmt) -> list[ast.stmt]:
-    """What one statement imports, as several: what names one of these does not name the others."""
+    """An import of several names, as one statement for each: code that names one does not name the others."""
     if isinstance(statement, ast.ImportFrom):
         return [ast.ImportFrom(statement.module, [alias], statement.level) for alias in statement.names]
     return [statement]
 
 
 def names_bound_by(statement: ast.stmt) -> set[str]:
-    """What a module has by a statement of it; where that binds none, as a call, what it may change."""
+    """The names that a module's statement binds; if none, as in a call, the names that it may change."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {statement.name}
     bound = set()
@@ -119,9 +119,9 @@ def names_bound_by(statement: ast.stmt) -> set[str]:
 
 
 def named_in(statement: ast.stmt, module: str) -> list[tuple[str, str]]:
-    """(module, name) of what a statement of a module may read."""
+    """(module, name) of everything that a statement of a module may read."""
     named = []
-    # of a module that was imported whole, what is named of it alone
+    # of a module that is imported whole, only the attributes that are named
     parts = {node.value: node.attr for node in ast.walk(statement) if isinstance(node, ast.Attribute)}
     for node in ast.walk(statement):
         if isinstance(node, ast.Name):
@@ -139,7 +139,7 @@ def named_in(statement: ast.stmt, module: str) -> list[tuple[str, str]]:
 
 
 def module_behind(name: str, module: str) -> str | None:
-    """The module of ours that a name of a module stands for; None if it is something else."""
+    """The module of ours that a name in a module stands for; None if it stands for something else."""
     match definitions_in(module).get(name):
         case [ast.ImportFrom(module=package, names=[alias])] if definitions_in(f"{package}.{alias.name}"):
             return f"{package}.{alias.name}"
@@ -156,7 +156,7 @@ def without_words(statement: ast.stmt) -> ast.stmt:
 
 
 def spelled(node) -> list | str:
-    """A tree as text that every Python makes of the same code: what newer ones alone know is empty here."""
+    """A syntax tree as text that is the same in every Python: fields that only newer ones know are empty."""
     if isinstance(node, ast.AST):
         fields = ((name, value) for name, value in ast.iter_fields(node) if value not in (None, []))
         return [type(node).__name__, *([name, spelled(value)] for name, value in fields)]
@@ -169,7 +169,7 @@ def is_text(node: ast.stmt) -> bool:
 
 
 def main(notes: str) -> None:
-    """Writes the record of each compiler anew of which runs with NOTE_COMPILED noted a row."""
+    """Rewrites the records of those compilers for which runs with NOTE_COMPILED noted a row."""
     records = {}
     for line in Path(notes).read_text().splitlines():
         compiler, fingerprint, row = json.loads(line)

@@ -14,14 +14,14 @@ if not torch.cuda.is_available():
 # no test reaches a network, and none writes to an account
 os.environ["WANDB_MODE"] = "offline"
 os.environ["HF_HUB_OFFLINE"] = "1"
-# of the pools of compiling processes beside pytest-xdist's one lost a kernel: its test waited in vain
+# beside pytest-xdist's processes, a pool of compiling processes lost a kernel, and its test waited in vain
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-# of a GPU's memory, from test to test
+# GPU memory that PyTorch may keep from test to test
 KEPT_BYTES = 2**30
 
 
 def pytest_configure(config):
-    # pytest-xdist runs one process a core
+    # pytest-xdist runs one process per core
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
         from tests.interpreter import waste_nothing
@@ -29,15 +29,15 @@ def pytest_configure(config):
         waste_nothing()
 
 
-# before pytest chooses by marks
+# runs before pytest selects by marks
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    # minutes each: the worker that came to one of them last would end long after the others
+    # these take minutes each: a worker that began one of them last would end long after the others
     longest = ["train", "faults", "attention_block_sparse", "restarts", "hopper"]
     places = {f"test_{name}.py": place for place, name in enumerate(longest)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
     if torch.cuda.is_available():
-        # what runs on whichever device there is, runs on the GPU: -m gpu takes it too
+        # tests that take whichever device there is run on the GPU here: -m gpu selects them too
         for item in items:
             if "device" in item.fixturenames:
                 item.add_marker("gpu")
@@ -52,10 +52,10 @@ def pytest_collection_modifyitems(items):
 def same_beginning():
     garbage.leave_out()
     torch.manual_seed(0)
-    # training chooses TF32 for its process, which here is that of other tests too
+    # training chooses TF32 for its process, which other tests share here
     torch.set_float32_matmul_precision("highest")
     yield
-    # what PyTorch keeps of a large test the processes beside this one lack: 13 of them filled 80 GB
+    # other processes lack the memory that PyTorch keeps after a large test: 13 of them filled 80 GB
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > KEPT_BYTES:
         torch.cuda.empty_cache()
 
@@ -83,7 +83,7 @@ def other_default_dtype(request):
 
 @pytest.fixture
 def figures(monkeypatch) -> list:
-    """The pictures that are saved, as Matplotlib has them; no file is written."""
+    """The Matplotlib figures that are saved; no file is written."""
     from matplotlib.figure import Figure
 
     saved = []
@@ -93,7 +93,7 @@ def figures(monkeypatch) -> list:
 
 @pytest.fixture
 def fresh_memory_is_nan(monkeypatch):
-    """What is read before it is written is nan, of integers the largest."""
+    """Memory that is read before it is written is nan or, for integers, the largest."""
     # building a run, as other tests do, turns it off
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)

@@ -37,7 +37,7 @@ from train.interruption import EXIT_INTERRUPTED, Interrupted
 from train.logger import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-# a model of one layer on bytes: five milliseconds a step; dropout, to show that its draws come again
+# a model of one layer on bytes: five milliseconds a step; dropout, to show that its draws are repeated
 SMALL = [
     "experiment=laptop", "data=text", "data.paths=[corpus]", "data.tokenizer=bytes",
     "data.validation_fraction=0.2", "data.workers=1", "model.vocab_size=257", "model.n_layer=1",
@@ -46,7 +46,7 @@ SMALL = [
     "checkpoint.every_steps=5", "logging.every_steps=3", "wandb.mode=disabled", "sample.tokens=0",
     "optim.warmup_steps=2", "spikes.action=log", "spikes.window=16",
 ]  # fmt: skip
-# what two runs of the same numbers may differ in
+# metrics with these words in their names may differ between two equal runs
 TIMES = ("seconds", "per_second", "mfu", "memory")
 
 
@@ -69,8 +69,8 @@ def no_fault(rank: int) -> None:
 
 
 def run_training(config: Config) -> float:
-    """A run in this process, which looks for no garbage among what is imported; its last validation loss."""
-    # as conftest.py does; a run of before has taken it in at its end
+    """Trains in this process, without garbage collection of what is imported; the last validation loss."""
+    # as conftest.py does; the end of an earlier run has undone it
     garbage.leave_out()
     return train.loop.train(config)
 
@@ -78,7 +78,7 @@ def run_training(config: Config) -> float:
 class Attempt:
     """One launch of a run on `world_size` processes; each calls `fault(rank)` before it trains.
 
-    Their output goes to <name>.<rank>.log in the working directory, appended.
+    Their output is appended to <name>.<rank>.log in the working directory.
     """
 
     _started: ClassVar[list["Attempt"]] = []
@@ -88,7 +88,7 @@ class Attempt:
         # as torchrun does: the store outlives the workers
         self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = self._store.port
-        # a server that has imported this file, and nothing else has run in it, forks the processes
+        # the server that forks the processes has imported this file, and has run nothing else
         forks = multiprocessing.get_context("forkserver")
         forks.set_forkserver_preload(IMPORTED)
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
@@ -96,7 +96,7 @@ class Attempt:
             forks.Process(target=_attempt, args=(config, rank, world_size, port, fault, os.getcwd()))
             for rank in range(world_size)
         ]
-        # where this attempt's lines begin
+        # where this attempt's output begins in the logs
         self._starts = [len(self._whole_log(rank)) for rank in range(world_size)]
         for process in self.processes:
             process.start()
@@ -104,7 +104,7 @@ class Attempt:
 
     @classmethod
     def kill_all(cls) -> None:
-        """Leaves no process behind, whatever happened."""
+        """Kills the processes of all attempts, so that none is left behind."""
         while cls._started:
             cls._started.pop().kill()
 
@@ -153,7 +153,7 @@ def wait_for(sign, log, seconds: float = 60.0) -> None:
 
 
 def complete(config: Config, world_size: int = 1, fault=no_fault, seconds: float = 120) -> Attempt:
-    """Runs to the end."""
+    """Runs to the end, and asserts that every rank succeeds."""
     attempt = Attempt(config, world_size, fault)
     codes = attempt.wait(seconds)
     assert codes == [0] * world_size, f"exit codes {codes}: {attempt.logs()}"
@@ -171,7 +171,7 @@ def kill_at_random(config: Config, kills: int, seed: int, world_size: int = 1, f
     in_a_save = 0
     for kill in range(kills):
         attempt = Attempt(config, world_size, fault)
-        # a fast machine must not reach the end: at most four lines of progress a life, twelve steps
+        # a fast machine must not reach the end: at most four lines of progress, twelve steps, before a kill
         lines = draw.randrange(1, 5)
         latest = time.monotonic() + (draw.uniform(0.0, 1.0) if kill % 4 == 3 else 60.0)
         while attempt.log().count("\nstep ") < lines and time.monotonic() < latest:
@@ -216,7 +216,7 @@ def newest_step(config: Config) -> int:
 
 
 def final_state(name: str, step: int) -> tuple[dict, dict]:
-    """Every tensor of a checkpoint, whole, and its other state."""
+    """Every tensor of a checkpoint, by key and shard, and its other state."""
     path = Path("runs", name, "checkpoints", f"step_{step:08d}")
     info = read_checkpoint(path)
     tensors = {}
@@ -227,13 +227,13 @@ def final_state(name: str, step: int) -> tuple[dict, dict]:
 
 
 def numbers(name: str) -> list[dict]:
-    """The lines of metrics.jsonl without what the clock and the machine put in."""
+    """The lines of metrics.jsonl without the values that depend on the clock and the machine."""
     lines = read_metrics(Path("runs", name, "metrics.jsonl"))
     return [{k: v for k, v in line.items() if not any(word in k for word in TIMES)} for line in lines]
 
 
 def assert_same_run(name: str, other: str, step: int) -> None:
-    """Weights, optimizer state, the guard's history and metrics are the same bit for bit."""
+    """Asserts that weights, optimizer state, the guard's history and metrics are the same bit for bit."""
     tensors, state = final_state(name, step)
     other_tensors, other_state = final_state(other, step)
     assert tensors.keys() == other_tensors.keys()
@@ -260,7 +260,7 @@ def full_disk(rank: int, limit: int) -> None:
 
 
 def own_disk(rank: int) -> None:
-    """Each process is on a host of its own, whose text differs from the others'."""
+    """Each process has its own folder, like a host of its own, whose text differs from the others'."""
     folder = Path(f"host_{rank}")
     folder.mkdir()
     os.chdir(folder)
@@ -269,7 +269,7 @@ def own_disk(rank: int) -> None:
 
 
 def signal_in_evaluation(rank: int, who: int, which: int) -> None:
-    """One rank is asked to stop in the middle of an evaluation, the first one being 1."""
+    """Rank `who` is asked to stop in the middle of evaluation number `which`, counted from 1."""
     evaluate, count = train.loop.evaluate, itertools.count(1)
 
     def interrupted(*given):
@@ -281,21 +281,21 @@ def signal_in_evaluation(rank: int, who: int, which: int) -> None:
 
 
 def other_seed(rank: int, who: int) -> None:
-    """A process that was started with another seed than the others."""
+    """Rank `who` starts with another seed than the others."""
     if rank == who:
         begin = train.loop.train
         train.loop.train = lambda config: begin(replace(config, seed=config.seed + 1))
 
 
 def absent(rank: int, who: int) -> None:
-    """One rank never joins the others, which wait for two seconds."""
+    """Rank `who` never joins the others, which wait for two seconds."""
     train.distributed.JOIN_SECONDS = 2.0
     if rank == who:
         time.sleep(1000)
 
 
 def hang(rank: int, who: int, step: int) -> None:
-    """One rank stops for good while it fetches the batch of a step."""
+    """Rank `who` hangs while it fetches the batch of a step."""
 
     def stuck(number, rows):
         if rank == who and number == step:
@@ -306,7 +306,7 @@ def hang(rank: int, who: int, step: int) -> None:
 
 
 def slow_model(rank: int, seconds: float) -> None:
-    """Each pass through the model takes so much longer, without the time for which the process is stopped."""
+    """Each pass through the model takes `seconds` longer, not counting time while it is stopped."""
     hidden_states = model.gpt.GPT.hidden_states
 
     def slowly(self, *given, **options):
@@ -318,7 +318,7 @@ def slow_model(rank: int, seconds: float) -> None:
 
 
 def tell_seeds(rank: int) -> None:
-    """Prints what the draws of each step are seeded with."""
+    """Prints what seeds the random draws of each step."""
     seed_of = train.loop.seed_of
 
     def told(*place: int) -> int:
@@ -329,7 +329,7 @@ def tell_seeds(rank: int) -> None:
 
 
 def record_tokens(rank: int) -> None:
-    """Each process appends the hash of every sequence that it takes: tokens.<rank>.jsonl."""
+    """Each process appends the hash of every sequence that it takes to tokens.<rank>.jsonl."""
 
     def record(number, rows):
         hashes = [hashlib.sha256(row.tobytes()).hexdigest()[:16] for row in rows.numpy()]
@@ -342,13 +342,13 @@ def record_tokens(rank: int) -> None:
 def assert_elastic(
     parts: list[tuple[int, int, str]], apart: float, *overrides: str, seconds: float = 120
 ) -> None:
-    """A run in parts of five steps takes the tokens of one on a single process, and has its losses.
+    """Asserts that a run in parts of five steps has the tokens and losses of one on a single process.
 
-    parts: processes, tokens of a micro-batch, and distributed, of each; apart: what losses may differ by;
-    seconds: what a part may take.
+    parts: processes, tokens of a micro-batch, and distributed, of each part; apart: the most that losses may
+    differ; seconds: the most that a part may take.
     """
-    # without dropout, whose draws belong to the ranks; each part ends as a finished run and the next one
-    # raises the budget, so the schedule is constant
+    # without dropout, whose draws belong to the ranks; with a constant schedule, since each part ends as a
+    # finished run and the next one raises the budget
     given = ["model.dropout=0.0", "optim.final_learning_rate_ratio=1.0", *overrides]
     steps = 5 * len(parts)
     complete(small_config("whole", steps, *given), 1, record_tokens, seconds)
@@ -371,7 +371,7 @@ def assert_elastic(
 
 
 def tokens_by_step(world_size: int) -> dict[int, list[str]]:
-    """The sequences of each step, of all ranks in their order."""
+    """The sequences of each step, of all ranks in rank order."""
     steps: dict[int, list[str]] = {}
     for rank in range(world_size):
         path = Path(f"tokens.{rank}.jsonl")
@@ -384,7 +384,7 @@ def tokens_by_step(world_size: int) -> dict[int, list[str]]:
 def poison(
     rank: int, batches: tuple[int, ...], factor: float, gradient_only: bool = False, who: int = 0
 ) -> None:
-    """One rank's loss in some batches, or only its gradient, is multiplied by a factor."""
+    """The loss of rank `who` in some batches, or only its gradient, is multiplied by a factor."""
     forward = model.gpt.GPT.forward
     now = {"batch": -1}
     _at_each_batch(lambda number, rows: now.update(batch=number))
@@ -402,7 +402,7 @@ def poison(
 
 
 def watch_weights(rank: int, fault) -> None:
-    """Says, when a run builds its weights anew, whether those of before are gone; fault(rank) too."""
+    """Calls fault(rank); when the run builds its weights again, prints whether the old ones are gone."""
     fault(rank)
     build, before = train.loop.build_weights, []
 
@@ -417,7 +417,7 @@ def watch_weights(rank: int, fault) -> None:
 
 
 def slow_evaluation(rank: int, seconds: float, fault) -> None:
-    """Each evaluation takes so much longer; fault(rank) too."""
+    """Calls fault(rank); each evaluation takes `seconds` longer."""
     fault(rank)
     evaluate = train.loop.evaluate
 
@@ -429,7 +429,7 @@ def slow_evaluation(rank: int, seconds: float, fault) -> None:
 
 
 def slow_rollbacks(rank: int, fault) -> None:
-    """Each new start of a run, after a rollback, takes longer; fault(rank) too."""
+    """Calls fault(rank); each new start of a run, after a rollback, takes longer."""
     fault(rank)
     build = train.loop.build_weights
 

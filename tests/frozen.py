@@ -1,6 +1,6 @@
-"""Imported last by the server that forks processes: what it has imported lives as long as they do.
+"""Imported last by the server that forks processes: what the server has imported lives as long as they do.
 
-A collection of garbage in one of them would look at all of it, and copy the memory that it lies in.
+Garbage collection in one of these processes would visit all of it, and so copy the memory that holds it.
 """
 
 import gc

@@ -1,6 +1,6 @@
-"""What tests import is no garbage: a run of training looks for some five times, half a second in all.
+"""Keeps garbage collection away from what tests import: in a training run it takes half a second.
 
-Python is not asked how much it leaves out, which takes it 20 ms, but told when it no longer does.
+A run collects some five times. Whether objects are left out is noted here: asking Python would take 20 ms.
 """
 
 import gc
@@ -10,7 +10,7 @@ is_left_out = False
 
 
 def leave_out() -> None:
-    """What there is now, until gc.unfreeze() is called, as a run does at its end."""
+    """Leaves out all objects that exist now, until gc.unfreeze() is called, as a run does at its end."""
     global is_left_out
     if not is_left_out:
         gc.freeze()

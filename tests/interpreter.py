@@ -1,8 +1,8 @@
-"""Triton's interpreter without what it does in vain, half of its time.
+"""Triton's interpreter without its needless work, which is half of its time.
 
-It computes of each sum and product of integers whether it overflows, and reports that under an option which
-no launch can set. It patches the language anew in each call of a device function, although the kernel's
-launch has done so. And it makes each type anew for each value, with what follows from it, and checks it.
+It checks each sum and product of integers for overflow, and reports that only under an option that no launch
+can set. It patches the language again in each call of a device function, although the kernel's launch has
+done so. And for each value it makes the value's type again, with all that follows from it, and checks it.
 """
 
 import math
@@ -14,22 +14,22 @@ from triton.runtime import interpreter
 
 make_block_type = tl.block_type.__init__
 numpy_type_of = interpreter._get_np_dtype
-# by the name of an element's type and by sizes
+# by the name of an element's type and the sizes
 block_types: dict[tuple, dict] = {}
 # by the name of an element's type
 numpy_types: dict[str, np.dtype] = {}
 
 
 def call(function: interpreter.InterpretedFunction, *arguments, **named):
-    """A kernel calls a device function."""
-    # triton's own functions know the language by another name: under that one it stays patched
+    """A kernel's call of a device function."""
+    # triton's own functions know the language by another name, under which it stays patched
     if tl.core.is_builtin(tl.core.load):
         interpreter._patch_lang(function.fn)
     return function.rewrite()(*arguments, **named)
 
 
 def patch(place, name: str, member, builder, scope) -> None:
-    """A function of the language, past the check that a compiler calls it."""
+    """Patches a function of the language, without its check that a compiler calls it."""
     function = getattr(member, "__wrapped__", member)
 
     def in_interpreter(*arguments, **named):
@@ -44,7 +44,7 @@ def begin_block_type(self: tl.block_type, element: tl.dtype, shape) -> None:
     if key not in block_types:
         make_block_type(self, element, shape)
         block_types[key] = self.__dict__
-    # types do not change
+    # types do not change, so equal ones can share their attributes
     self.__dict__ = block_types[key]
 
 
@@ -66,7 +66,7 @@ def numpy_type(kind: tl.dtype) -> np.dtype:
 
 
 def waste_nothing() -> None:
-    """Changes the interpreter of this process."""
+    """Makes the interpreter of this process use the functions above."""
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     interpreter.InterpretedFunction.__call__ = call
     interpreter._patch_attr = patch

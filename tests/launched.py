@@ -1,8 +1,8 @@
-"""What the driver is given by a launch that lies ready, beside what Triton is given for the same.
+"""Compares what a prepared launch gives the driver with what Triton gives it for the same launch.
 
-Run by test_launches.py in a process of its own, because Triton's interpreter cannot run Gluon:
+Run by test_launches.py in a separate process, because Triton's interpreter cannot run Gluon:
     python -m tests.launched pass=forward
-prints one JSON line a kernel. Without a GPU: Triton compiles as ever, but the driver only listens.
+prints one JSON line per kernel. It needs no GPU: Triton compiles as usual, but the driver only records.
 """
 
 import ctypes
@@ -28,12 +28,12 @@ from kernels.problem import Problem
 
 
 class TensorMap(NamedTuple):
-    """What the driver makes a tensor map of, the innermost dimension first."""
+    """What the driver makes a tensor map from, innermost dimension first."""
 
     address: int
     dtype: int
     sizes: list[int]
-    # in bytes, of all dimensions but the innermost
+    # in bytes, for all dimensions but the innermost
     strides: list[int]
     box: list[int]
     steps: list[int]
@@ -44,7 +44,7 @@ class TensorMap(NamedTuple):
 
 
 class Cuda:
-    """CUDA's driver: keeps the last launch, and by its place what each tensor map was made of."""
+    """Stands in for CUDA's driver: keeps the last launch and, by place, what made each tensor map."""
 
     launched = None
 
@@ -71,7 +71,7 @@ class Cuda:
 
 
 class Launcher:
-    """Triton's: keeps the last launch and its parameters."""
+    """Stands in for Triton's launcher: keeps the last launch and its parameters."""
 
     launched = parameters = None
 
@@ -85,13 +85,13 @@ class Launcher:
 
 
 def triton_driver():
-    """An H100 for Triton, which gives each kernel a number of its own."""
+    """A driver that shows Triton an H100, and gives each kernel a different number."""
     numbers = iter(range(1, 1000))
     utils = SimpleNamespace(
         load_binary=lambda *_: (1, next(numbers), 100, 0, 1024),
         get_device_properties=lambda _: {"max_shared_mem": 232448},
         fill_tma_descriptor_tiled=filled,
-        # of Triton 3.6
+        # its name in Triton 3.6
         fill_tma_descriptor=filled,
     )
     return SimpleNamespace(
@@ -104,9 +104,9 @@ def triton_driver():
 
 
 def filled(address, swizzle, element_bytes, dtype, box, sizes, strides, fill) -> TensorMap:
-    """What Triton's driver.c gives the driver for these."""
+    """What Triton's driver.c gives CUDA's driver for these arguments."""
     in_bytes = [element_bytes * stride for stride in strides[-2::-1]]
-    # neither interleaved, and cached by 128 bytes
+    # 0: not interleaved; 2: cached by 128 bytes
     return TensorMap(
         address, dtype, sizes[::-1], in_bytes, box[::-1], [1] * len(sizes), 0, swizzle, 2, fill
     )  # fmt: skip
@@ -128,7 +128,7 @@ def flat(bound: tuple, types, maps) -> list:
 
 
 def read(cuda: Cuda, parameters: list) -> list:
-    """The same, of a launch that lies ready."""
+    """The same for a prepared launch."""
     return [
         cuda.maps[ctypes.addressof(place)] if isinstance(place, launches.TensorMap) else place.value
         for place in parameters
@@ -143,7 +143,7 @@ def elsewhere(argument):
 
 
 def compared(cuda: Cuda, rows: list[dict]):
-    """A stand-in for `launch`: with the tensors it gets until a launch lies ready, then with others."""
+    """A stand-in for `launch`: launches with its tensors until a launch is prepared, then with others."""
 
     def compare(kernel, grid, *arguments, **constants) -> None:
         for _ in range(2):
@@ -165,21 +165,21 @@ def compared(cuda: Cuda, rows: list[dict]):
 
 
 def launch_all(passes: list[str]) -> None:
-    """All kernels of these passes, on tensors of zeros."""
+    """Launches all kernels of these passes, on tensors of zeros."""
     q, k, dout, out = (torch.zeros(2, 1000, 4, 64, dtype=torch.bfloat16) for _ in range(4))
     lse = torch.zeros(2, 4, 1000)
     plain = {"softmax_scale": 0.1, "causal": True}
-    # k is v: one tensor in two places, and in others two
+    # k is also v: two arguments are one tensor when the launch is prepared, and two when it is compared
     if "forward" in passes:
         launch.attention_forward(Problem(**plain), q, k, k)
     if "backward" in passes:
         launch.attention_backward(Problem(**plain), dout, None, q, k, k, out, lse)
     if "scale_of_one" in passes:
-        # past the dispatcher, which would make a float of it
+        # past the dispatcher, which would turn the scale into a float
         options = None, None, None, [], 1, True, None, 0.0, True, None
         operators.backward(dout, None, q, k, k, out, lse, *options)
     if "heads_of_128" in passes:
-        # two of which share keys
+        # every two heads of queries share keys
         wide_q, wide_k = (torch.zeros(2, 1000, n, 128, dtype=torch.float16) for n in (4, 2))
         problem, dlse = Problem(softmax_scale=0.1, causal=False), torch.zeros_like(lse)
         launch.attention_backward(problem, wide_q.clone(), dlse, wide_q, wide_k, wide_k, wide_q.clone(), lse)
@@ -208,7 +208,7 @@ def main(arguments: list[str]) -> None:
         patch.object(cut_lists, "launch", compare),
         patch.object(hopper, "is_hopper", lambda device: True),
         use_implementation("hopper"),
-        # where the assembler may say something
+        # the assembler may print something
         redirect_stdout(sys.stderr),
     ):
         launch_all([a.removeprefix("pass=") for a in arguments])

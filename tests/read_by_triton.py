@@ -1,8 +1,8 @@
-"""What Triton reads of our code when it compiles a kernel, beside what compile_record takes to be behind it.
+"""Compares what Triton reads of our code when it compiles a kernel with what compile_record finds for it.
 
-Run by test_compile_record.py in a process of its own, because Triton's interpreter has no such kernels:
+Run by test_compile_record.py in a separate process, because Triton's interpreter has no such kernels:
     python -m tests.read_by_triton
-prints one JSON line for each kernel: how many definitions Triton reads, and those that compile_record lacks.
+prints one JSON line for each kernel: how many definitions Triton reads, and which compile_record lacks.
 """
 
 import json
@@ -15,7 +15,7 @@ from triton.runtime import jit
 
 from tests.compile_record import PACKAGES, ROOT, definitions_behind
 
-# by the name that Triton gives a function: those that it calls
+# by Triton's name for a function, the functions that it calls
 called: dict[str, list[jit.JITCallable]] = defaultdict(list)
 hash_callee = jit.DependenciesFinder._update_hash
 
@@ -27,7 +27,7 @@ def note_callee(finder: jit.DependenciesFinder, function: jit.JITCallable) -> No
 
 def read_of(kernel: jit.JITFunction) -> set[tuple[str, str]]:
     """(module, name) of all functions and values of ours that go into Triton's own key of a kernel."""
-    # Triton walks through what it has not walked through for another kernel
+    # has Triton walk through the functions that it has not yet walked through for another kernel
     _ = kernel.cache_key
     unread, functions = [kernel], set()
     while unread:
@@ -35,7 +35,7 @@ def read_of(kernel: jit.JITFunction) -> set[tuple[str, str]]:
         if function not in functions:
             functions.add(function)
             unread += called[function._fn_name]
-    # a method is of its class
+    # a method counts as its class
     read = {(function.__module__, function.fn.__qualname__.split(".")[0]) for function in functions}
     read |= {(scope.get("__name__", ""), name) for (name, _), (_, scope) in kernel.used_global_vals.items()}
     return {(module, name) for module, name in read if module.split(".")[0] in PACKAGES}

@@ -1,4 +1,4 @@
-"""Runs every test that needs a GPU, or takes the device there is, and writes a table of the results:
+"""Runs every test that needs a GPU or takes whichever device there is, and writes a table of the results:
 
     python -m tests.report docs/results/h200/gpu_tests.md [arguments for pytest]
 

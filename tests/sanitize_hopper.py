@@ -3,9 +3,9 @@
     compute-sanitizer --tool memcheck python -m tests.sanitize_hopper
     compute-sanitizer --tool racecheck python -m tests.sanitize_hopper problems=8 longest=200
 
-Racecheck reports two pairs that are no race: the loop in which Triton's idle warps wait for their role and
-the place that hands it to them, which a hardware barrier orders, and a tile's number as primitives.announce
-writes it and primitives.announced reads it. A report that names another pair is a bug. See docs/hopper.md.
+Racecheck reports two pairs that are no race: the loop in which Triton's idle warps wait for their role with
+the code that assigns it, which a hardware barrier orders; and primitives.announce, which writes a tile's
+number, with primitives.announced, which reads it. A report of any other pair is a bug. See docs/hopper.md.
 """
 
 import random
@@ -25,7 +25,7 @@ def run_random_problem(generator: random.Random, longest: int) -> tuple[dict, li
     mask = generator.choice(["full", "causal", "window", "documents", "blocks", "varlen"])
     batch, n_kv_head, group = (generator.randint(1, 3) for _ in range(3))
     if generator.random() < 0.3:
-        # tiles for more than a card's multiprocessors: then a block takes several
+        # more tiles than a card has multiprocessors, so that a block takes several
         batch, n_kv_head = 12, 12
     head_dim = generator.choice([64, 64, 128, 128, 40, 96])
     seq_q, seq_k = (generator.randint(1, longest) for _ in range(2))
@@ -33,7 +33,7 @@ def run_random_problem(generator: random.Random, longest: int) -> tuple[dict, li
     if mask == "window":
         options["window"] = generator.randint(1, longest)
     if mask == "documents":
-        # of about ten tokens; the queries are the last of the tokens
+        # documents of about ten tokens; queries and keys are the same tokens
         seq_k = seq_q
         options["document_ids"] = (torch.rand(batch, seq_k, device="cuda") < 0.1).cumsum(1).int()
     if mask == "varlen":
@@ -47,13 +47,13 @@ def run_random_problem(generator: random.Random, longest: int) -> tuple[dict, li
         )
         seq_q, seq_k = int(starts_q[-1]), int(starts_k[-1])
     if mask == "blocks":
-        # none, partial and full blocks
+        # absent, partial and full blocks
         shares = torch.tensor([0.0, 0.3, 1.0], device="cuda")[
             torch.randint(3, ((seq_q + 127) // 128, (seq_k + 127) // 128))
         ]
         shares = shares.repeat_interleave(128, 0)[:seq_q].repeat_interleave(128, 1)[:, :seq_k]
         options["block_mask"] = block_masks.from_dense(torch.rand_like(shares) < shares)
-        # alone, or cut by a mask beside it
+        # the block mask alone, or cut by a causal mask
         options["causal"] = generator.random() < 0.5
     if generator.random() < 0.3:
         options |= {"dropout_p": 0.1, "dropout_seed": generator.randrange(2**62)}
@@ -70,9 +70,9 @@ def run_random_problem(generator: random.Random, longest: int) -> tuple[dict, li
     else:
         q, k, v = draw(seq_q, n_kv_head * group), draw(seq_k, n_kv_head), draw(seq_k, n_kv_head)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    # the kernels that sum dq would have no short rows
+    # otherwise the kernels that sum dq would get no short rows
     summed = patch("kernels.hopper.launch.sum_pays", lambda *_: True)
-    # around the backward pass too: an operator chooses anew in each
+    # covers the backward pass too: an operator chooses its implementation anew in each pass
     with use_implementation("hopper"), summed:
         if mask == "varlen":
             out = flash_attention_varlen(

@@ -45,7 +45,7 @@ def main(arguments: Arguments) -> None:
         faults.write_corpus(Path(folder))
         for case, (world_size, distributed, fault) in enumerate(CASES):
             kills = arguments.kills // len(CASES)
-            # a killed run makes ten to fifty steps a life: enough for all of its lives
+            # a run makes ten to fifty steps before each kill: this is enough for all kills
             steps = 60 * kills
             whole, killed = (
                 faults.small_config(f"{name}-{case}", steps, f"distributed={distributed}")

@@ -1,6 +1,6 @@
-"""Prints which arguments of the portable kernels Triton looks at before it chooses what it has compiled.
+"""Prints the arguments of the portable kernels that Triton inspects to choose a compiled kernel.
 
-Run by test_ahead_of_time.py in a process of its own, because the other tests run Triton's interpreter:
+Run by test_ahead_of_time.py in a separate process, because the other tests run Triton's interpreter:
     python -m tests.specialized
 """
 

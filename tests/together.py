@@ -10,19 +10,19 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 ROOT = Path(__file__).resolve().parent.parent
-# by the server that forks processes, before it does: each would take seconds
+# what the server imports before it forks processes, in each of which it would take seconds
 IMPORTED = ["faults", "peft", "train.plot", "frozen"]
-# what it imports may ask whether there is a GPU, as transformers does beside flash-attn-4: by NVML, not by
-# CUDA, which no fork survives
+# an import may ask whether there is a GPU, as transformers does beside flash-attn-4: answer by NVML, since
+# no fork survives CUDA
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 
 def run_together(function: Callable, size: int, meeting: Path, *arguments, on_gpus: bool = False) -> None:
-    """Calls function(rank, *arguments) on `size` processes of one group; any failure fails.
+    """Calls function(rank, *arguments) on `size` processes of one group; raises if any of them fails.
 
-    meeting: a file that does not exist yet, where they find each other. on_gpus: NCCL, a GPU for each.
+    meeting: a file that does not exist yet, where they find each other. on_gpus: with NCCL, a GPU for each.
     """
-    # the one server of this process, whoever starts it
+    # this process has a single server, whichever function starts it
     multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     torch.multiprocessing.start_processes(

@@ -65,8 +65,8 @@ def register() -> None:
     def choose_if_taken(self, implementation, *args, **kwargs):
         if implementation == NAME and not self._supports_flash_attn:
             raise ValueError(
-                f"{type(self).__name__} takes no flash attention (its _supports_flash_attn is False): use "
-                f"attn_implementation='eager', got {NAME!r}"
+                f"{type(self).__name__} does not support flash attention (_supports_flash_attn is False): "
+                f"use attn_implementation='eager', got {NAME!r}"
             )
         return choose(self, implementation, *args, **kwargs)
 
@@ -95,7 +95,7 @@ def attention_forward(
     """
     for refused in ("softcap", "position_bias", "output_attentions"):
         if kwargs.get(refused) is not None and kwargs[refused] is not False:
-            raise ValueError(f"{refused} is not computed by nanoflash: use attn_implementation='eager'")
+            raise ValueError(f"{refused} is not supported by nanoflash: use attn_implementation='eager'")
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         given, missing = ("q", "k") if cu_seq_lens_k is None else ("k", "q")
         raise ValueError(f"cu_seq_lens_{missing} must be given with cu_seq_lens_{given}, got None: pass both")

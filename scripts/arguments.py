@@ -72,19 +72,16 @@ def run_script(
     Text is taken as typed; lists and numbers are YAML. words: the list argument that collects words without
     a key. others: the list argument that collects key=value words of unknown keys, for python -m train.
     """
-    if any(word in ("-h", "--help") for word in sys.argv[1:]):
-        print(f"{description.strip()}\n\narguments, as key=value:")
-        for item in fields(arguments):
-            default = item.default if item.default is not MISSING else item.default_factory()
-            value = "(required)" if default == "???" else f"[{default}]"
-            print(f"  {item.name:<16} {item.metadata['meaning']} {value}")
-        return
     if hasattr(sys.stdout, "reconfigure"):
         # escape characters that the terminal's encoding lacks, as python -m train does
         sys.stdout.reconfigure(errors="backslashreplace")
     given = OmegaConf.create()
     try:
         answer_ctrl_c()
+        if any(word in ("-h", "--help") for word in sys.argv[1:]):
+            print_help(arguments, description)
+            sys.stdout.flush()
+            return
         bare = [word for word in sys.argv[1:] if "=" not in word]
         if bare and words is None:
             raise ValueError(f"arguments are key=value, got {bare[0]!r}: --help lists them")
@@ -116,13 +113,22 @@ def run_script(
     except OmegaConfBaseException as error:
         refuse(f"{wrong_value(error, given)}: --help lists the arguments")
     except YAMLError as error:
-        refuse(f"{' '.join(str(error).split())}: lists are in YAML, what has brackets in them in quotes")
+        refuse(f"{' '.join(str(error).split())}: lists are YAML: quote items that contain brackets")
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             end_if_unread()
         refuse(error)
     except KeyboardInterrupt:
         stop("stopped by Ctrl-C")
+
+
+def print_help(arguments: type, description: str) -> None:
+    """Prints what a script does, and its arguments with meanings and defaults."""
+    print(f"{description.strip()}\n\narguments, as key=value:")
+    for item in fields(arguments):
+        default = item.default if item.default is not MISSING else item.default_factory()
+        value = "(required)" if default == "???" else f"[{default}]"
+        print(f"  {item.name:<16} {item.metadata['meaning']} {value}")
 
 
 def unknown_argument(name: str, arguments: type) -> str:

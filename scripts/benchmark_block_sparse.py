@@ -57,7 +57,7 @@ class Arguments:
         "masks",
     )
     flex_patterns: list[str] = argument(
-        ["window(1024)", "window(1024) | strided(16)"], "of these, what flex is measured with"
+        ["window(1024)", "window(1024) | strided(16)"], "the patterns that flex is measured with"
     )
     head_dims: list[int] = argument([64, 128], "D")
     seq_lens: list[int] = argument([16384, 65536], "T")

@@ -61,18 +61,20 @@ class Arguments:
     bias: str = argument("", "of which matrices: all, qkv or none; empty for the model's own")
     implementations: list[str] = argument(["flash"], "attention: flash, sdpa, reference")
     ladder: bool = argument(False, "rows from plain PyTorch to the defaults, of the first model and length")
-    jobs: bool = argument(False, "a row for each job that has an aim; their models, lengths and tokens")
+    jobs: bool = argument(False, "a row for each job that has an aim, with its own model, length and tokens")
     tokens_per_step: int = argument(32768, "random tokens a step; a longer sequence is a step of its own")
-    tokens_per_microbatch: int = argument(32768, "of these at once; a longer sequence likewise")
+    tokens_per_microbatch: int = argument(
+        32768, "tokens of a micro-batch; a longer sequence is one of its own"
+    )
     steps: int = argument(20, "timed steps of each row")
     warmup_steps: int = argument(5, "steps before these, the first of which compiles")
     precision: str = argument("bf16", "bf16, fp16 or fp32")
     compile: bool = argument(True, "torch.compile the model")
     cuda_graphs: bool = argument(True, "the passes of a micro-batch as CUDA graphs")
     fused_loss: bool = argument(True, "the head and its loss by our kernel")
-    fused_gelu: bool = argument(True, "GELU inside of the products beside it")
+    fused_gelu: bool = argument(True, "GELU fused into the adjacent matrix products")
     low_precision_residual: bool = argument(True, "the residual stream in `precision`, not in float32")
-    recompute: list[str] = argument(["none"], "what the backward pass makes again: none, selective, full")
+    recompute: list[str] = argument(["none"], "what the backward pass recomputes: none, selective, full")
     device: str = argument("cuda", "cuda or cpu")
     out: str = result_file(
         "",
@@ -213,7 +215,9 @@ def check_counts(arguments: Arguments) -> None:
         return
     for key in ("models", "seq_lens"):
         if len(getattr(arguments, key)) != 1:
-            raise ValueError(f"ladder=true is of one, got {key}={getattr(arguments, key)}: name one")
+            raise ValueError(
+                f"ladder=true measures a single one, got {key}={getattr(arguments, key)}: name one"
+            )
     usual = Arguments()
     for key in RUNGS:
         if getattr(arguments, key) != getattr(usual, key):

@@ -55,7 +55,7 @@ class Arguments:
     base_seq_len: int = argument(2048, "of the model that is extended, runs/example-2048")
     short: list[str] = argument([], "overrides of the first run, as for python -m train")
     long: list[str] = argument([], "overrides of the extensions: total_tokens=10000000")
-    evaluation: dict = argument({}, "other than usual for scripts.evaluate_context, as in {prompts: 5}")
+    evaluation: dict = argument({}, "changed settings of scripts.evaluate_context, as in {prompts: 5}")
     out: str = argument("long_context", "folder of the results", path=True)
 
 

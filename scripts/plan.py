@@ -46,7 +46,7 @@ class Arguments:
     memory_gib: float = argument(0.0, "memory of a GPU; 0 for this machine's")
     probe: list[str] = argument([], "result files of benchmark_training, to fit the rates to", path=True)
     probe_bandwidth: float = argument(3.3e12, "bytes/s of large tensors, with probe: 0.7 of the nominal")
-    compare: list[str] = argument([], "result files, to set predictions beside their rows", path=True)
+    compare: list[str] = argument([], "result files, whose rows are compared with predictions", path=True)
     chunk: int = argument(
         LOGIT_ROWS, "rows of logits that the fused loss held at a time when these were measured"
     )
@@ -74,7 +74,7 @@ def main(arguments: Arguments) -> None:
     print(rates)
     # older cards cannot fuse GELU, even if asked to, and rows say what ran
     if config.fused_gelu and probe and not any(of_row.fused_gelu for _, of_row in probe):
-        print("fused_gelu=true: no row of the probe had it, planned as if GELU were apart")
+        print("fused_gelu=true: no row of the probe had it, planned without fused GELU")
         config = replace(config, fused_gelu=False)
     plan(config, rates, memory, arguments.processes)
 

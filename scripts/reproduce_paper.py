@@ -39,7 +39,7 @@ SECONDS_BETWEEN_WRITES = 20
 class Arguments:
     experiments: list[str] = argument([], "of " + " ".join(EXPERIMENTS) + "; empty for all")
     quick: bool = argument(
-        False, "small sizes, to see that everything runs: no claim of the paper is at them"
+        False, "small sizes, to see that everything runs: they give no verdict on the paper's claims"
     )
     sizes: dict[str, Any] = argument({}, "the experiment's own, as sizes.seq_len=512; its file lists them")
     keep: bool = argument(False, "leave an experiment alone whose result lies in out")

@@ -41,7 +41,7 @@ class Arguments:
     top_k: int | None = argument(50, "draw from the k likeliest tokens; null for all")
     top_p: float | None = argument(None, "draw from the likeliest tokens that hold this probability")
     stop_tokens: list[int] = argument([], "ids that end a continuation, besides the end of the document")
-    seed: int = argument(1, "of the draws")
+    seed: int = argument(1, "seed of the random draws")
     device: str = argument("cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu")
     precision: str = argument(
         "bf16" if torch.cuda.is_available() else "fp32", "of weights and cache: bf16, fp16 or fp32"

@@ -138,7 +138,7 @@ def test_a_card_whose_probe_had_no_gelu_inside_of_products_is_planned_without(tm
         plan.main(Arguments(probe=[str(tmp_path / "probe.json")], memory_gib=140.0, train=train))
         return capsys.readouterr().out
 
-    told = "fused_gelu=true: no row of the probe had it, planned as if GELU were apart\n"
+    told = "fused_gelu=true: no row of the probe had it, planned without fused GELU\n"
     apart = speeds(had=False, asked=False)
     assert told not in apart
     assert speeds(had=False, asked=True).replace(told, "") == apart

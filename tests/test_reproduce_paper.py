@@ -550,7 +550,7 @@ def test_an_experiment_that_fails_leaves_its_rows_and_is_measured_again(experime
         main(arguments())
     assert "OutOfMemoryError: too large" in capsys.readouterr().err
     assert [path.name for path in tmp_path.glob("*.json")] == ["figure1.part.json"]
-    assert "**Interrupted: these rows are not all.**" in (tmp_path / "README.md").read_text()
+    assert "**Interrupted: some rows are missing.**" in (tmp_path / "README.md").read_text()
     # the third row on
     main(arguments(keep=True))
     assert [path.name for path in tmp_path.glob("*.json")] == ["figure1.json"]
@@ -788,7 +788,7 @@ def test_only_hidden_pixels_are_guessed():
     torch.testing.assert_close(loss, of_hidden)
 
 
-def test_no_step_is_a_step_too():
+def test_training_for_zero_steps_changes_nothing():
     config = encoder_config(16, 1, 2, 32, pictures.HIDDEN + 1, 0.0)
     model = Encoder(config, partial(baselines.eager, mask=None), 2)
     before = [x.clone() for x in model.parameters()]

@@ -432,6 +432,15 @@ def run_piped(main: str, *, gone: bool) -> tuple[int, str]:
     return process.returncode, process.stderr
 
 
+def test_help_whose_reader_has_read_enough_ends_by_sigpipe_without_a_word():
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "scripts.plot_run", "--help"]
+    process = subprocess.run(command, cwd=ROOT, stdout=writes, stderr=subprocess.PIPE, text=True)
+    os.close(writes)
+    assert (process.returncode, process.stderr) == (-signal.SIGPIPE, "")
+
+
 @pytest.mark.parametrize("main", ["[print(i, flush=True) for i in range(99999)]", "print('one line')"])
 def test_a_script_whose_reader_has_read_enough_ends_by_sigpipe_without_a_word(main):
     assert run_piped(main, gone=True) == (-signal.SIGPIPE, "")
@@ -655,7 +664,7 @@ def test_needles_lie_inside_their_prompt():
 @pytest.mark.parametrize(
     ("given", "unable"), [({"window": 1024}, "cudnn fa2"), ({"dropout_p": 0.1}, "cudnn flex fa4")]
 )
-def test_benchmark_attention_measures_nobody_without_what_its_rows_say(given, unable):
+def test_benchmark_attention_refuses_implementations_that_lack_an_option(given, unable):
     with pytest.raises(ValueError, match=f"only: leave {unable} out of implementations"):
         benchmark_attention.main(benchmark_attention.Arguments(**given))
 
@@ -993,7 +1002,10 @@ def test_the_jobs_of_the_benchmark_are_steps_of_whole_sequences_of_known_models(
         ({"implementations": ["sdpa", "flash"], "fused_loss": False}, "got device=cpu: use"),
         ({"ladder": True}, "fused_loss=false, without ladder=true$"),
         ({"ladder": True, "compile": False}, "ladder=true sets compile itself, got False: leave it out"),
-        ({"ladder": True, "seq_lens": [32, 64]}, r"ladder=true is of one, got seq_lens=\[32, 64\]: name one"),
+        (
+            {"ladder": True, "seq_lens": [32, 64]},
+            r"ladder=true measures a single one, got seq_lens=\[32, 64\]: name one",
+        ),
     ],
 )
 def test_benchmark_training_refuses_what_it_would_not_do_before_a_row_is_measured(
@@ -1167,7 +1179,7 @@ def test_a_benchmark_of_a_package_alone_that_is_missing_is_refused(script, tmp_p
         (benchmark_ring, "tokens_per_gpu", 0),
     ],
 )
-def test_a_benchmark_refuses_numbers_of_nothing_before_it_measures(script, key, value, monkeypatch):
+def test_benchmarks_refuse_numbers_below_one_before_measuring(script, key, value, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(script, "measure", lambda *given: pytest.fail("it measures"))
     given = {} if script is benchmark_ring else {"implementations": ["ours"]}

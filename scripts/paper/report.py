@@ -91,7 +91,7 @@ def notes(verdicts: list[Verdict]) -> str:
 
 
 def origin(path: Path, result: dict) -> str:
-    state = "**Interrupted: these rows are not all.** " if path.name.endswith(".part.json") else ""
+    state = "**Interrupted: some rows are missing.** " if path.name.endswith(".part.json") else ""
     made = f"{machine(result)}, {result['date']}, commit {result['commit']}"
     return f"{state}[{path.name}]({path.name}): {made}.\n"
 

@@ -97,7 +97,7 @@ def test_rows_that_see_nothing_give_exactly_zero_and_no_gradient(mask, dropout_p
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_an_lse_of_rows_that_see_nothing_may_be_masked_behind_any_function(mask, device):
+def test_lse_of_rows_that_see_nothing_can_be_masked_after_any_function(mask, device):
     attention, q, k, v, visible = masked(mask, device)
     gradients = []
     for rows in (slice(None), visible.any(1)):

@@ -228,7 +228,7 @@ def test_a_ring_is_timed_in_seconds_by_events_that_tell_milliseconds():
     assert benchmark_ring.seconds(1.0, 3.5) == 2.5
 
 
-def test_passes_of_a_ring_are_told_by_their_medians_without_the_first(monkeypatch):
+def test_ring_passes_are_reported_as_medians_without_the_first(monkeypatch):
     # of four passes: when each begins, where its backward pass begins, and its end
     marks = iter([0.0, 90.0, 180.0, 0.0, 1.0, 11.0, 0.0, 3.0, 23.0, 0.0, 2.0, 32.0])
     monkeypatch.setattr(benchmark_ring, "mark", lambda device: next(marks))
@@ -244,7 +244,7 @@ ROW = {
 }  # fmt: skip
 
 
-def test_rows_of_training_are_told_in_the_units_of_their_columns():
+def test_training_rows_are_printed_in_the_units_of_their_columns():
     described = (
         "gpt2 bias all T 4096 B 8 flash 520K tokens/s MFU 62.8% 63.1 ms 12.1 GiB loss 10.1222 first step 20 s"
     )

@@ -89,7 +89,7 @@ def test_what_is_written_for_people_changes_no_kernel(ask, tmp_path):
     assert ask(tile=commented, sizes="# of one warp\n" + SIZES, answer=8) == ({"registers": 7}, False)
 
 
-def test_what_a_kernel_does_not_name_is_not_of_it(ask, tmp_path):
+def test_code_that_a_kernel_does_not_name_does_not_recompile_it(ask, tmp_path):
     ask()
     write_record(tmp_path)
     for change in (
@@ -101,7 +101,7 @@ def test_what_a_kernel_does_not_name_is_not_of_it(ask, tmp_path):
         assert ask(**change, answer=8) == ({"registers": 7}, False)
 
 
-def test_of_a_module_that_was_imported_whole_a_kernel_is_what_it_names_alone(ask, tmp_path):
+def test_of_a_module_imported_whole_only_named_attributes_count(ask, tmp_path):
     tile = "from kernels import sizes\n\n\ndef tile():\n    return sizes.ROWS\n"
     ask(tile=tile)
     write_record(tmp_path)
@@ -115,7 +115,7 @@ def test_of_a_module_that_was_imported_whole_a_kernel_is_what_it_names_alone(ask
     assert ask(tile=handed_on, sizes=others, answer=8) == ({"registers": 8}, True)
 
 
-def test_a_definition_that_is_not_there_is_told(ask):
+def test_a_missing_definition_is_reported(ask):
     ask()
     for code in ("kernels.tile:tiles", "kernels.missing", "torch:empty"):
         with pytest.raises(AssertionError, match=f"{code} is not of ours"):
@@ -123,7 +123,7 @@ def test_a_definition_that_is_not_there_is_told(ask):
 
 
 @each_triton
-def test_all_of_ours_that_triton_reads_of_a_kernel_is_behind_it(version):
+def test_the_record_covers_all_our_code_that_triton_reads(version):
     rows = {row["kernel"]: row for row in compile_apart("tests.read_by_triton", version)}
     assert all(row["unknown"] == [] for row in rows.values()), rows
     # through methods, modules and values
@@ -137,7 +137,7 @@ def test_no_row_counts_where_all_are_to_be_compiled_anew(ask, tmp_path, monkeypa
     assert ask(answer=8) == ({"registers": 8}, True)
 
 
-def test_a_new_record_has_what_was_asked_of_a_compiler_alone_and_leaves_others_theirs(ask, tmp_path, capsys):
+def test_a_new_record_replaces_only_the_rows_of_compilers_that_ran(ask, tmp_path, capsys):
     ask(given="of before")
     ask(given="of before", compiler="triton_2")
     write_record(tmp_path)

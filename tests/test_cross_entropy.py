@@ -168,7 +168,7 @@ def test_a_target_that_is_no_token_is_refused_with_a_way_out(device, target):
         linear_cross_entropy(hidden, weight, targets, 300)
 
 
-def test_no_gradient_of_the_loss_is_none_of_hidden_and_weight(device):
+def test_a_loss_without_a_gradient_gives_none_to_hidden_and_weight(device):
     hidden, weight, targets = inputs(device)
     x, loss = (
         torch.ones(3, device=device, requires_grad=True),
@@ -319,7 +319,7 @@ def test_exponentials_of_a_target_beyond_their_range_lose_104_nats_and_stay_fini
 
 
 @pytest.mark.parametrize("where", ["hidden", "weight of a target", "weight of another token"])
-def test_exponentials_of_no_number_are_no_number(by_exponentials, where):
+def test_a_nan_in_hidden_states_or_weights_gives_a_nan_loss(by_exponentials, where):
     hidden, weight, targets = inputs(by_exponentials, dtype=torch.bfloat16)
     with torch.no_grad():
         targets[3] = 7

@@ -85,7 +85,7 @@ def test_packed_sequences_without_queries_or_keys_leave_what_both_masks_see(devi
     assert torch.equal(seen_by_lists(cut.transposed_column_lists, 600, 401), expected.transpose(2, 3))
 
 
-def test_what_is_not_asked_for_is_left_as_it_is(device):
+def test_lists_that_are_not_requested_stay_unchanged(device):
     mask = holes(1, 1, 300, 300, device, SIDE)
     cut = without_intervals(problem(mask, causal=True), BATCH, 300, 300, rows=True, columns=False)
     assert cut.blocks[2:4] == tuple(mask.tensors())[2:4]
@@ -93,7 +93,7 @@ def test_what_is_not_asked_for_is_left_as_it_is(device):
 
 
 @pytest.mark.parametrize("seq_len", [2**12, 2**13])
-def test_room_is_made_for_the_blocks_that_are_cut_alone(seq_len, device):
+def test_memory_is_allocated_only_for_blocks_that_are_cut(seq_len, device):
     mask = block_masks.causal(seq_len, device=device)
     ids = (torch.arange(seq_len, device=device) // 1000).int()[None]
     key_bounds, query_bounds = document_bounds(ids, seq_len, causal=True, window=None)

@@ -91,7 +91,7 @@ def test_the_derivative_is_accurate_far_from_zero(dtype):
 
 @on_hopper_or_newer
 @pytest.mark.gpu
-def test_on_a_gpu_the_same_bits_come_again():
+def test_on_a_gpu_results_repeat_bit_for_bit():
     tensors = inputs("cuda", (4096,), 768, 3072, dtype=torch.bfloat16)
     dout = torch.randn_like(tensors[0])
     first = result_and_gradients(gelu_mlp, tensors, dout, torch.bfloat16)
@@ -149,7 +149,7 @@ def test_what_is_frozen_has_no_gradient(frozen):
     assert [x.grad is None for x in tensors] == [index == frozen for index in range(5)]
 
 
-def test_no_gradient_of_the_result_is_none_of_anything():
+def test_a_result_without_a_gradient_gives_none_to_any_input():
     tensors, x = inputs("cpu"), torch.ones(3, requires_grad=True)
     # the checkpoint hands back no gradient of what its layer leaves unused
     checkpoint(lambda x, _: 2 * x, x, gelu_mlp(*tensors), use_reentrant=True).sum().backward()
@@ -157,7 +157,7 @@ def test_no_gradient_of_the_result_is_none_of_anything():
     assert x.grad.tolist() == [2.0] * 3
 
 
-def test_one_row_may_come_without_a_dimension_of_rows():
+def test_a_single_row_needs_no_row_dimension():
     x, *weights = inputs("cpu", rows=())
     torch.testing.assert_close(gelu_mlp(x, *weights), plain(x, *weights))
 

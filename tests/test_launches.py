@@ -25,7 +25,7 @@ MAPS = {"forward": 4, "backward_64": 10, "backward_128": 9, "dq": 6}
 
 
 @each_triton
-def test_a_launch_that_lies_ready_gives_the_driver_what_triton_would_of_other_tensors(version):
+def test_a_prepared_launch_gives_the_driver_what_triton_would_for_other_tensors(version):
     # of the older Triton a GPU runs all of them
     passes = KERNELS if version == "pinned" else ["forward"]
     rows = compile_apart("tests.launched", version, *(f"pass={name}" for name in passes))
@@ -152,7 +152,7 @@ def test_threads_with_streams_of_their_own_launch_the_same_kind_at_once():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 256], ids=["hopper", "portable"])
-def test_attention_may_be_the_first_that_a_thread_asks_of_the_gpu(head_dim):
+def test_attention_can_be_the_first_gpu_work_of_a_thread(head_dim):
     q, k, v = some((2, 300, 4, head_dim), n=3)
     expected = flash_attention(q, k, v)
     launches.launches.clear()
@@ -164,7 +164,7 @@ def test_attention_may_be_the_first_that_a_thread_asks_of_the_gpu(head_dim):
 
 
 @pytest.mark.gpu
-def test_a_graph_is_captured_of_launches_that_lie_ready():
+def test_a_graph_captures_prepared_launches():
     q, k, v = some(n=3)
     for _ in range(3):
         flash_attention(q, k, v)

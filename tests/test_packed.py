@@ -51,7 +51,7 @@ def test_hopper_writes_the_gradient_in_place(seq_len, head_dim):
     assert torch.equal(ours[:, :, 1:], theirs[:, :, 1:])
 
 
-def test_no_gradient_of_the_result_is_none_of_the_packed_tensor(device):
+def test_a_result_without_a_gradient_gives_none_to_the_packed_tensor(device):
     qkv, x = packed(device), torch.ones(3, device=device, requires_grad=True)
     # the checkpoint hands back no gradient of what its layer leaves unused
     checkpoint(lambda x, _: 2 * x, x, flash_attention_packed(qkv), use_reentrant=True).sum().backward()

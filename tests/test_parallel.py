@@ -32,7 +32,7 @@ def small(recompute: str = "none", n_embd: int = 32) -> GPT:
     return GPT(config, AttentionConfig(implementation="sdpa"), recompute=recompute)
 
 
-def test_whole_weights_are_what_they_are():
+def test_unsharded_weights_are_returned_as_they_are():
     weights = small()
     set_gradient_sync(weights, False)
     assert gather(weights, small, is_main=True) is weights

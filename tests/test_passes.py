@@ -187,7 +187,7 @@ def test_passes_that_cannot_be_captured_are_refused_with_the_way_out(captured):
         captured(broken)
 
 
-def test_memory_that_a_capture_lacks_is_told_as_that_whatever_its_end_says(captured, monkeypatch):
+def test_out_of_memory_in_a_capture_is_reported_whatever_error_ends_it(captured, monkeypatch):
     def broken():
         raise RuntimeError("operation failed due to a previous error during capture")
 
@@ -267,7 +267,7 @@ def test_gpus_that_average_gradients_train_the_same_with_graphs_before_the_last_
         ("cuda", 1, ["model.dropout=0.1", "attention.implementation=reference"], Passes),
     ],
 )
-def test_there_are_graphs_where_gpus_exchange_nothing_and_they_are_wanted(device, world_size, given, kind):
+def test_graphs_are_used_if_wanted_and_gpus_exchange_nothing(device, world_size, given, kind):
     config = composed(["tokens_per_step=65536", *given])
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     passes = build_passes(torch.nn.Linear(1, 1), config, processes_of(device, world_size), None, scaler)

@@ -422,10 +422,11 @@ def run_piped(main: str, *words: str, gone: bool) -> tuple[int, str]:
     reads, writes = os.pipe()
     if gone:
         os.close(reads)
+    # buffered, as users have it: what is still to be written shows at the end only
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
     process = subprocess.run(
-        [sys.executable, "-c", program, *words], env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=writes, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", program, *words], env=env, stdout=writes, stderr=subprocess.PIPE, text=True
+    )
     os.close(writes)
     if not gone:
         os.close(reads)

@@ -1,11 +1,13 @@
 """Repeats measurements: runs the commands that result files name, and compares the new values with the old.
 
     python -m scripts.remeasure docs/results/h200/attention.json docs/results/h200/scaling/two.json
+    python -m scripts.remeasure docs/results/h200/training_4096.json warmup_steps=3
 
-Each file names its command and its number of GPUs. The commands run side by side on this machine's GPUs,
-started in the order given. New files are laid out in `out` as the old ones are, which stay as they were; a
-training run is named after its new file, runs/remeasured-..., and its summary is copied to that file. Then,
-for each file, a line for each measured value gives new over old, as median and range over the rows.
+Other arguments replace those of each command. Each file names its command and its number of GPUs. The
+commands run side by side on this machine's GPUs, started in the order given. New files are laid out in `out`
+as the old ones are, which stay as they were; a training run is named after its new file, runs/remeasured-...,
+and its summary is copied to that file. Then, for each file, a line for each measured value gives new over
+old, as median and range over the rows.
 """
 
 import json
@@ -13,6 +15,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
@@ -29,6 +32,7 @@ LAUNCHER = ["-m", "torch.distributed.run", "--standalone"]
 class Arguments:
     files: list[str] = argument([], "result files, such as those of docs/results", path=True)
     out: str = argument("remeasured", "folder of the new files", path=True)
+    changes: list[str] = argument([], "KEY=VALUE of the commands, given one by one")
 
 
 class Repetition(NamedTuple):
@@ -50,7 +54,8 @@ def main(arguments: Arguments) -> None:
     together = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in files])
     out = Path(arguments.out)
     repetitions = {
-        str(path): repetition(path, out / os.path.relpath(path, together)) for path in dict.fromkeys(files)
+        str(path): repetition(path, out / os.path.relpath(path, together), arguments.changes)
+        for path in dict.fromkeys(files)
     }
     gpus = places()
     commands, needed = {}, {}
@@ -74,8 +79,11 @@ def main(arguments: Arguments) -> None:
         raise ValueError(f"{', '.join(failed)} failed, as printed above")
 
 
-def repetition(old: Path, new: Path) -> Repetition:
-    """How to repeat the measurement of a result file. Raises ValueError for a file that does not say."""
+def repetition(old: Path, new: Path, changes: Sequence[str] = ()) -> Repetition:
+    """How to repeat the measurement of a result file, with `changes` in place of its command's own values.
+
+    Raises ValueError for a file that does not say, and for changes of where the new one goes.
+    """
     try:
         result = json.loads(old.read_text(encoding="utf-8"))
         words, n_gpus = shlex.split(str(result["command"])), max(1, result["n_gpus"])
@@ -95,6 +103,12 @@ def repetition(old: Path, new: Path) -> Repetition:
     if len(words) < 2 or words[0] != "-m" or not (words[1] == "train" or words[1].startswith("scripts.")):
         raise ValueError(f"{old} comes from {result['command']!r}: only train and scripts.* are repeated")
     module, given = words[1], words[2:]
+    changed = {key_of(word) for word in changes}
+    if taken := changed & {"name", "differences"}:
+        raise ValueError(
+            f"{min(taken)}= follows from out=, which names the folder of new files: leave it out"
+        )
+    given = [word for word in given if key_of(word) not in changed] + list(changes)
     left = new
     if module == "train":
         # named after the new file, so that another out= is another run
@@ -112,6 +126,11 @@ def repetition(old: Path, new: Path) -> Repetition:
         given = [word for word in given if word not in named] + [f"out={place}"]
     launcher = ["-m"] if n_gpus == 1 else [*LAUNCHER, f"--nproc-per-node={n_gpus}", "-m"]
     return Repetition(old, left, new, [sys.executable, *launcher, module, *given], n_gpus)
+
+
+def key_of(word: str) -> str:
+    """The key of an argument, also of one that Hydra adds (+key=value) or removes (~key)."""
+    return word.split("=")[0].lstrip("+~")
 
 
 def usual_out(module: str, old: Path) -> str:
@@ -150,4 +169,4 @@ def is_number(value: object) -> bool:
 
 
 if __name__ == "__main__":
-    run_script(main, Arguments, __doc__, words="files")
+    run_script(main, Arguments, __doc__, words="files", others="changes")

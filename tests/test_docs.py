@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import benchmark_training
 from tests.test_config import composed
 from train.config import Config, parse
 
@@ -66,6 +67,10 @@ def test_every_script_that_a_page_calls_has_the_arguments_that_it_is_given(page)
         known = {field.name for field in fields(arguments)}
         # of plan what it does not know is training's
         known |= set(Config.__annotations__) if "train" in known else set()
+        # and of remeasure, the benchmark's whose commands it repeats
+        known |= (
+            {field.name for field in fields(benchmark_training.Arguments)} if "changes" in known else set()
+        )
         given = {word.partition("=")[0] for word in words[place + 1 :] if re.match(r"[a-z_]+=", word)}
         assert given <= known, words
 

@@ -64,6 +64,11 @@ def test_a_benchmark_and_a_training_run_are_made_again_and_compared_and_the_old_
     with pytest.raises(ValueError, match="is there already: move it away, or choose another out="):
         remeasure.main(remeasure.Arguments(files=[str(path) for path in old]))
 
+    changed = call("scripts.remeasure", "old/speed.json", "out=changed", "tokens=3")
+    assert changed.returncode == 0, changed.stderr
+    command = json.loads(Path("changed/speed.json").read_text())["command"].split()
+    assert [word for word in command if word.startswith("tokens=")] == ["tokens=3"]
+
 
 @pytest.mark.parametrize(
     ("content", "message"),
@@ -127,6 +132,18 @@ def test_several_gpus_are_launched_by_torchrun_and_results_go_to_out_alone(tmp_p
     paper = "python -m scripts.reproduce_paper table1 out=docs/results/h200/paper"
     again = repetition(write(tmp_path / "table1.json", command=paper), Path("new/paper/table1.json"))
     assert again.command[2:] == ["scripts.reproduce_paper", "table1", "out=new/paper"]
+
+
+def test_other_arguments_replace_those_of_the_command(tmp_path):
+    training = "python -m scripts.benchmark_training 'seq_lens=[4096]' warmup_steps=2 out=a/b.json"
+    result = write(tmp_path / "b.json", command=training)
+    again = repetition(result, Path("new/b.json"), ["warmup_steps=3", "repeats=9"])
+    assert again.command[3:] == ["seq_lens=[4096]", "warmup_steps=3", "repeats=9", "out=new/b.json"]
+    run = write(tmp_path / "run.json", command="python -m train data=text +optim.extra=1 ~model.dropout")
+    again = repetition(run, Path("run.json"), ["optim.extra=2", "model.dropout=0"])
+    assert again.command[3:] == ["data=text", "optim.extra=2", "model.dropout=0", "name=run"]
+    with pytest.raises(ValueError, match="name= follows from out=, which names the folder"):
+        repetition(run, Path("run.json"), ["name=other"])
 
 
 @pytest.mark.parametrize(

@@ -70,11 +70,11 @@ def produce(tiles, q_desc, dout_desc, out_desc, k_desc, v_desc, group):
     """
     PARTS: gl.constexpr = tiles.BLOCK_N // ROWS
     n = 0
-    for turn in range(tiles.order.turns()):
-        batch, head, row, begin, _, _, end = locate(tiles, tiles.order.dealt(turn))
+    for nth in range(tiles.order.n_dealt()):
+        batch, head, row, begin, _, _, end = locate(tiles, tiles.order.dealt(nth))
         kv_head = head // group
         for i in gl.static_range(tiles.OUT_STAGES):
-            stage, full = tiles.k_ring.fill(n + turn * tiles.OUT_STAGES + i)
+            stage, full = tiles.k_ring.fill(n + nth * tiles.OUT_STAGES + i)
             mbarrier.expect(full, k_desc.block_type.nbytes)
             for c in gl.static_range(PARTS):
                 first = [batch, head, row + (i * PARTS + c) * ROWS, 0]
@@ -82,7 +82,7 @@ def produce(tiles, q_desc, dout_desc, out_desc, k_desc, v_desc, group):
         for place in range(begin, end):
             key = key_block(tiles, place) * tiles.BLOCK_N
             coordinates = [batch, kv_head, key, 0]
-            stage, full = tiles.k_ring.fill(n + (turn + 1) * tiles.OUT_STAGES)
+            stage, full = tiles.k_ring.fill(n + (nth + 1) * tiles.OUT_STAGES)
             mbarrier.expect(full, k_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(k_desc, coordinates, full, tiles.k.index(stage))
             stage, full = tiles.v_ring.fill(n)
@@ -93,7 +93,7 @@ def produce(tiles, q_desc, dout_desc, out_desc, k_desc, v_desc, group):
             n += 1
             # the previous tile releases buffers of keys before those of its queries
             if place == begin:
-                stage, full = tiles.q_ring.fill(turn)
+                stage, full = tiles.q_ring.fill(nth)
                 mbarrier.expect(full, 2 * tiles.CONSUMERS * q_desc.block_type.nbytes)
                 for c in gl.static_range(tiles.CONSUMERS):
                     first = [batch, head, row + c * ROWS, 0]
@@ -181,16 +181,16 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.HEAD_DIM, 16])
     KIND: gl.constexpr = tiles.mask.KIND
     n = gl.to_tensor(0)
-    for turn in range(tiles.order.turns()):
-        batch, head, row, begin, whole_begin, whole_end, end = locate(tiles, tiles.order.dealt(turn))
+    for nth in range(tiles.order.n_dealt()):
+        batch, head, row, begin, whole_begin, whole_end, end = locate(tiles, tiles.order.dealt(nth))
         own_end = end
         # as in forward.py, but only under a causal mask: the warpgroups take turns at the rows that see most
-        part = (INDEX + turn) % tiles.CONSUMERS if KIND == "causal" else INDEX
+        part = (INDEX + nth) % tiles.CONSUMERS if KIND == "causal" else INDEX
         row += part * ROWS
         if KIND == "causal":
             _, whole_begin, whole_end, own_end = places(tiles, batch, row, ROWS)
-        n_k = n + (turn + 1) * tiles.OUT_STAGES
-        q_stage = tiles.q_ring.take(turn)
+        n_k = n + (nth + 1) * tiles.OUT_STAGES
+        q_stage = tiles.q_ring.take(nth)
         out = take_out(tiles, part, n_k - tiles.OUT_STAGES)
         if row >= 0:
             # opaque: otherwise addresses derived from it are computed at kernel start, and spilled
@@ -216,14 +216,14 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
                     tiles, q, dout, dq, n_k + j, n + j, place, masked, key_first, key_end,
                     minus_lse, minus_delta, dropping
                 )  # fmt: skip
-            tiles.q_ring.release(turn)
+            tiles.q_ring.release(nth)
             scale = tiles.softmax_scale
             if tiles.dropout.IS_ON:
                 scale *= tiles.dropout.keep_scale
             copy_out(dq_desc, [batch, head, row, 0], dq * scale, tiles.dq.index(INDEX), 0)
         else:
             own_end = begin
-            tiles.q_ring.release(turn)
+            tiles.q_ring.release(nth)
         for skipped in range(own_end - begin, end - begin):
             skip(tiles, n_k + skipped, n + skipped)
         n += end - begin

@@ -64,41 +64,41 @@ class Tiles:
     CONSUMERS: gl.constexpr
 
     @gluon.jit
-    def take(self, turn):
-        """The number in order of this thread block's `turn`-th tile, once its queries have arrived."""
-        return announced(self.number.index(self.q_ring.take(turn)))
+    def take(self, nth):
+        """The number in order of this thread block's nth tile, once its queries have arrived."""
+        return announced(self.number.index(self.q_ring.take(nth)))
 
     @gluon.jit
-    def queries(self, turn, part):
+    def queries(self, nth, part):
         """(ROWS, D), part number `part` of that tile's rows."""
-        buffer = turn % self.q_ring.STAGES * self.CONSUMERS + part
+        buffer = nth % self.q_ring.STAGES * self.CONSUMERS + part
         return self.q.index(buffer).reshape([ROWS, self.HEAD_DIM])
 
 
 @gluon.jit
 def produce(tiles, q_desc, k_desc, v_desc, group, counter_ptr, DEALT: gl.constexpr):
     """Takes tiles and fills the rings as they empty: Q, then each K with the V of the block before."""
-    n_q = gl.to_tensor(0)
+    nth = gl.to_tensor(0)
     n = 0
     batch_before = 0
     head_before = 0
     block_before = 0
-    i = tiles.order.dealt(n_q)
+    i = tiles.order.dealt(nth)
     while i < tiles.order.total():
         batch, head, row, begin, _, _, end = locate(tiles, i)
         kv_head = head // group
-        stage, full = tiles.q_ring.fill(n_q)
+        stage, full = tiles.q_ring.fill(nth)
         announce(tiles.number.index(stage), i)
         mbarrier.expect(full, tiles.CONSUMERS * q_desc.block_type.nbytes)
         for c in gl.static_range(tiles.CONSUMERS):
             buffer = tiles.q.index(stage * tiles.CONSUMERS + c)
             tma.async_copy_global_to_shared(q_desc, [batch, head, row + c * ROWS, 0], full, buffer)
-        n_q += 1
+        nth += 1
         for j in range(end - begin):
             # a thread block asks for its next tile as late as it can without waiting for the answer: so it
             # gets as much work as any other
             if j == end - begin - 1:
-                i = tiles.order.next(n_q, counter_ptr, DEALT)
+                i = tiles.order.next(nth, counter_ptr, DEALT)
             block = key_block(tiles, end - 1 - j) * tiles.BLOCK_N
             stage, full = tiles.k_ring.fill(n)
             if tiles.dropout.IS_ON:
@@ -119,7 +119,7 @@ def produce(tiles, q_desc, k_desc, v_desc, group, counter_ptr, DEALT: gl.constex
     before = [batch_before, head_before, block_before, 0]
     tma.async_copy_global_to_shared(v_desc, before, full, tiles.v.index(stage))
     # a number past the last tile ends the consumers
-    stage, full = tiles.q_ring.fill(n_q)
+    stage, full = tiles.q_ring.fill(nth)
     announce(tiles.number.index(stage), i)
     mbarrier.arrive(full, count=1)
 
@@ -147,13 +147,13 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
     row_before = 0
     if INDEX == tiles.CONSUMERS - 1:
         pass_turn(n, INDEX, tiles.CONSUMERS)
-    turn = gl.to_tensor(0)
-    i = tiles.take(turn)
+    nth = gl.to_tensor(0)
+    i = tiles.take(nth)
     while i < tiles.order.total():
         batch, head, row, begin, whole_begin, whole_end, end = locate(tiles, i)
         own_end = end
         # the last rows of a tile see most under a causal mask: the warpgroups take turns at them
-        part = (INDEX + turn) % tiles.CONSUMERS if KIND != "full" else INDEX
+        part = (INDEX + nth) % tiles.CONSUMERS if KIND != "full" else INDEX
         row += part * ROWS
         if KIND == "causal":
             _, whole_begin, whole_end, own_end = places(tiles, batch, row, ROWS)
@@ -178,7 +178,7 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             else:
                 key_first, key_end = tiles.mask.keys_of(batch, rows)
             shift = shift_of(rows, tiles.q.dtype, is_lowered(tiles))
-            q = tiles.queries(turn, part)
+            q = tiles.queries(nth, part)
 
             # if nothing is pending, o becomes a meaningless product, which is not stored
             s, o, words = products(tiles, q, p, o, n, n_before, begun, pending, INDEX)
@@ -225,9 +225,9 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             begun = steps > 1
             head_before = batch * tiles.n_head + head
             row_before = row
-        tiles.q_ring.release(turn)
-        turn += 1
-        i = tiles.take(turn)
+        tiles.q_ring.release(nth)
+        nth += 1
+        i = tiles.take(nth)
 
     if pending:
         finish(tiles, out_desc, lse_ptr, p, o, m_i, l_i, n_before, begun, head_before, row_before, INDEX)

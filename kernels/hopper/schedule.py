@@ -6,9 +6,6 @@ from triton.experimental import gluon
 from kernels.hopper.block_lists import BlockLists
 from kernels.hopper.primitives import opaque, record
 
-# tiles that a thread block has without asking a counter
-DEALT = gl.constexpr(2)
-
 
 @gluon.jit
 def quotient(n, division):
@@ -66,29 +63,29 @@ class TileOrder:
         return quotient(i, self.by_section_tiles)
 
     @gluon.jit
-    def turns(self):
+    def n_dealt(self):
         """How many tiles this thread block is dealt, where all tiles are dealt."""
         whole = self.total() // gl.num_programs(0)
         return whole + (self.dealt(whole) < self.total()).to(gl.int32)
 
     @gluon.jit
-    def dealt(self, turn):
-        """The number in order of the `turn`-th tile that this thread block is dealt.
+    def dealt(self, nth):
+        """The number in order of the nth tile that this thread block is dealt.
 
-        Turns go from the first thread block to the last and back, so that all get the same amount of work; a
+        Rounds go from the first thread block to the last and back, so that all get the same amount of work; a
         plain stride misses that by 15% with few heads.
         """
         block = gl.program_id(0)
         n_blocks = gl.num_programs(0)
         if self.LAST_FIRST:
-            block = gl.where(turn % 2 == 0, block, n_blocks - 1 - block)
-        return turn * n_blocks + block
+            block = gl.where(nth % 2 == 0, block, n_blocks - 1 - block)
+        return nth * n_blocks + block
 
     @gluon.jit
-    def next(self, turn, counter_ptr, DEALT: gl.constexpr):
+    def next(self, nth, counter_ptr, DEALT: gl.constexpr):
         """The same, where a thread block is dealt its first DEALT tiles and asks a counter for the others."""
-        i = self.dealt(turn)
-        if turn >= DEALT:
+        i = self.dealt(nth)
+        if nth >= DEALT:
             i = DEALT * gl.num_programs(0)
             # where all tiles are dealt, the counter is not initialised
             if i < self.total():

@@ -55,8 +55,8 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
     # a list serves all rows of a tile; of an interval, each warpgroup visits the part that its rows see
     LISTED: gl.constexpr = tiles.mask.KIND == "blocks"
     n = gl.to_tensor(0)
-    turn = 0
-    i = tiles.take(turn)
+    nth = 0
+    i = tiles.take(nth)
     while i < tiles.order.total():
         batch, head, row, begin, whole_begin, whole_end, end = locate(tiles, i)
         own_begin = begin
@@ -79,7 +79,7 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
                 own_end = begin
         shift = shift_of(row + lines, tiles.q.dtype, is_lowered(tiles))
         dropping = begin_to_drop(tiles, batch, head, row)
-        q = tiles.queries(turn, INDEX)
+        q = tiles.queries(nth, INDEX)
         o = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
         m_i = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
         l_i = partial_sum(scores_of_nothing(tiles))
@@ -95,7 +95,7 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             o, m_i, l_i = step(
                 tiles, q, o, m_i, l_i, n + j, first, key_end, place, masked, scale_log2, shift, dropping
             )  # fmt: skip
-        tiles.q_ring.release(turn)
+        tiles.q_ring.release(nth)
         n += own_end - own_begin
         if not LISTED:
             for skipped in range(n, n + own_begin - begin):
@@ -103,6 +103,6 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             n += own_begin - begin
         if LISTED or row >= 0:
             store(tiles, out_desc, lse_ptr, o, m_i, l_i, batch * tiles.n_head + head, row, INDEX)
-        turn += 1
-        i = tiles.take(turn)
+        nth += 1
+        i = tiles.take(nth)
     tma.store_wait(0)

@@ -319,6 +319,8 @@ def architecture(device: torch.device) -> str:
     return f"sm_{properties.major}{properties.minor}"
 
 
+# cached: Triton's own function takes Python ten times as long, and every launch asks
+@cache
 def padded_head_dim(head_dim: int) -> int:
     """The width of a tile: head_dim rounded up to a power of two, at least 16."""
     return max(16, triton.next_power_of_2(head_dim))

@@ -12,11 +12,13 @@ Source: Dao, FlashAttention-2, arXiv:2307.08691, algorithm 2; the gradient of ls
 """
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.layouts import bulk_readable
 from kernels.portable.block_lists import n_programs
@@ -67,6 +69,25 @@ def preprocess_kernel(
     tl.store(lse_log2_ptr + offsets, lse)
 
 
+class Inputs(NamedTuple):
+    """What dkdv_kernel and dq_kernel are both launched with."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    # (B, H, seq_padded) float32
+    lse_log2: Tensor
+    delta: Tensor
+    # of q, k, v and dout, by dimension
+    strides: tuple[int, ...]
+    # seq_q, seq_k, seq_padded, n_head, group_size
+    sizes: tuple[int, ...]
+    # the window, two softmax scales and two numbers of dropout
+    scalars: tuple[float, ...]
+    constants: dict[str, Any]
+
+
 def attention_backward(
     problem: Problem,
     dout: Tensor,
@@ -84,71 +105,108 @@ def attention_backward(
     2**31 or more queries over all heads, each head padded to whole tiles.
     """
     dout, q, k, v, out = map(in_reach, (dout, q, k, v, out))
-    batch, seq_q, n_head, head_dim = q.shape
-    seq_k, n_kv_head = k.shape[1:3]
-    # delta and lse are padded to whole tiles, so that the other two kernels load them without masks
+    seq_padded = padded_length(q)
+    dq, dk, dv = gradients or (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    delta, lse_log2 = preprocess(out, dout, lse, dlse, seq_padded)
+    dkdv_tile, dq_tile = (
+        choose_tile(name, q.shape[3], q.dtype, q.device, problem.tile_variant, problem.block_size)
+        for name in ("dkdv", "dq")
+    )
+    if dkdv_tile.tma or dq_tile.tma:
+        q, k, v, dout = map(bulk_readable, (q, k, v, dout))
+    inputs = gather_inputs(problem, q, k, v, dout, lse_log2, delta)
+    compute_dkdv(problem, inputs, dkdv_tile, dk, dv)
+    compute_dq(problem, inputs, dq_tile, dq)
+    return dq, dk, dv
+
+
+def padded_length(q: Tensor) -> int:
+    """Rows of delta and lse for each head: whole tiles, which the other two kernels load without masks."""
+    batch, seq_q, n_head, _ = q.shape
     seq_padded = triton.cdiv(seq_q, MAX_BLOCK_M) * MAX_BLOCK_M
     if batch * n_head * seq_padded >= 2**31:
         raise ValueError(
             f"q must have fewer than 2**31 queries over all heads, each head padded to {seq_padded}, got "
             f"{batch * n_head} heads of {seq_q}: split the batch"
         )
-    dq, dk, dv = gradients or (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    return seq_padded
+
+
+def preprocess(
+    out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, seq_padded: int
+) -> tuple[Tensor, Tensor]:
+    """delta, and lse in base 2: (B, H, seq_padded) float32."""
+    batch, seq_q, n_head, head_dim = out.shape
     delta, lse_log2 = (lse.new_empty(batch, n_head, seq_padded) for _ in range(2))
-    block_d = padded_head_dim(head_dim)
     preprocess_kernel[seq_padded // PREPROCESS_BLOCK_M * batch * n_head,](
         out, dout, lse, None if dlse is None else dlse.contiguous(), delta, lse_log2,
         *out.stride(), *dout.stride(), seq_q, seq_padded, n_head,
-        HEAD_DIM=head_dim, BLOCK_M=PREPROCESS_BLOCK_M, BLOCK_D=block_d,
+        HEAD_DIM=head_dim, BLOCK_M=PREPROCESS_BLOCK_M, BLOCK_D=padded_head_dim(head_dim),
+    )  # fmt: skip
+    return delta, lse_log2
+
+
+def gather_inputs(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse_log2: Tensor, delta: Tensor
+) -> Inputs:
+    seq_q, n_head, head_dim = q.shape[1:]
+    seq_k, n_kv_head = k.shape[1:3]
+    return Inputs(
+        q, k, v, dout, lse_log2, delta,
+        strides=(*q.stride(), *k.stride(), *v.stride(), *dout.stride()),
+        sizes=(seq_q, seq_k, delta.shape[2], n_head, n_head // n_kv_head),
+        scalars=(
+            problem.window or 0, problem.softmax_scale, problem.softmax_scale * math.log2(math.e),
+            problem.dropout_limit, problem.keep_scale,
+        ),
+        constants={
+            "MASK": problem.mask,
+            "BLOCK_SIZE": problem.block_size,
+            "DROPOUT": problem.dropout_p > 0.0,
+            "PRECISION": dot_precision(q),
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": padded_head_dim(head_dim),
+        },
     )  # fmt: skip
 
-    dkdv_tile, dq_tile = (
-        choose_tile(name, head_dim, q.dtype, q.device, problem.tile_variant, problem.block_size)
-        for name in ("dkdv", "dq")
-    )
-    if dkdv_tile.tma or dq_tile.tma:
-        q, k, v, dout = map(bulk_readable, (q, k, v, dout))
-    group_size = n_head // n_kv_head
-    strides = (*q.stride(), *k.stride(), *v.stride(), *dout.stride())
-    scalars = (
-        problem.window or 0, problem.softmax_scale, problem.softmax_scale * math.log2(math.e),
-        problem.dropout_limit, problem.keep_scale,
-    )  # fmt: skip
-    constants = {
-        "MASK": problem.mask,
-        "BLOCK_SIZE": problem.block_size,
-        "DROPOUT": problem.dropout_p > 0.0,
-        "PRECISION": dot_precision(q),
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": block_d,
-    }
 
-    def sources(tile: Tile) -> tuple:
-        """q, k, v and dout as the kernels read them."""
-        if not tile.tma:
-            return q, k, v, dout
-        rows = (tile.block_m, tile.block_n, tile.block_n, tile.block_m)
-        return tuple(head_descriptor(x, n, block_d) for x, n in zip((q, k, v, dout), rows, strict=True))
-
-    keys_first = dkdv_tile.keys_first and problem.dropout_p == 0.0
+def compute_dkdv(problem: Problem, inputs: Inputs, tile: Tile, dk: Tensor, dv: Tensor) -> None:
+    """Writes dk and dv."""
+    batch, seq_k, n_kv_head, head_dim = dk.shape
+    *_, n_head, group_size = inputs.sizes
+    keys_first = tile.keys_first and problem.dropout_p == 0.0
     lists = problem.transposed_column_lists if keys_first else problem.column_lists
     # for each head of q: a loop over the heads that share a key would run out of registers
     parts = (dk, dv)
     if group_size > 1:
-        parts = torch.empty(2, batch, seq_k, n_head, head_dim, dtype=k.dtype, device=k.device).unbind()
-    dkdv_kernel[n_programs(seq_k, problem.block_size, dkdv_tile.block_n) * batch * n_head,](
-        *sources(dkdv_tile), lse_log2, delta, *parts, problem.query_bounds, problem.key_bounds,
-        problem.dropout_seed, *lists, *strides, *parts[0].stride()[:3], *list_strides(lists),
-        seq_q, seq_k, seq_padded, n_head, group_size, *scalars,
-        TMA=dkdv_tile.tma, KEYS_FIRST=keys_first, **constants, **dkdv_tile.options(),
+        parts = torch.empty(2, batch, seq_k, n_head, head_dim, dtype=dk.dtype, device=dk.device).unbind()
+    dkdv_kernel[n_programs(seq_k, problem.block_size, tile.block_n) * batch * n_head,](
+        *sources(inputs, tile), inputs.lse_log2, inputs.delta, *parts,
+        problem.query_bounds, problem.key_bounds, problem.dropout_seed, *lists,
+        *inputs.strides, *parts[0].stride()[:3], *list_strides(lists), *inputs.sizes, *inputs.scalars,
+        TMA=tile.tma, KEYS_FIRST=keys_first, **inputs.constants, **tile.options(),
     )  # fmt: skip
     if group_size > 1:
         for total, part in zip((dk, dv), parts, strict=True):
             torch.sum(part.unflatten(2, (n_kv_head, group_size)), 3, out=total)
-    dq_kernel[n_programs(seq_q, problem.block_size, dq_tile.block_m) * batch * n_head,](
-        *sources(dq_tile), lse_log2, delta, dq, problem.key_bounds, problem.dropout_seed,
-        *problem.row_lists, *strides, *dq.stride()[:3], *list_strides(problem.row_lists),
-        seq_q, seq_k, seq_padded, n_head, group_size, *scalars,
-        TMA=dq_tile.tma, HELD=dq_tile.held, **constants, **dq_tile.options(),
+
+
+def compute_dq(problem: Problem, inputs: Inputs, tile: Tile, dq: Tensor) -> None:
+    """Writes dq."""
+    batch, seq_q, n_head, _ = dq.shape
+    lists = problem.row_lists
+    dq_kernel[n_programs(seq_q, problem.block_size, tile.block_m) * batch * n_head,](
+        *sources(inputs, tile), inputs.lse_log2, inputs.delta, dq,
+        problem.key_bounds, problem.dropout_seed, *lists,
+        *inputs.strides, *dq.stride()[:3], *list_strides(lists), *inputs.sizes, *inputs.scalars,
+        TMA=tile.tma, HELD=tile.held, **inputs.constants, **tile.options(),
     )  # fmt: skip
-    return dq, dk, dv
+
+
+def sources(inputs: Inputs, tile: Tile) -> tuple[Tensor | TensorDescriptor, ...]:
+    """q, k, v and dout as the kernels read them."""
+    tensors = inputs[:4]
+    if not tile.tma:
+        return tensors
+    rows, block_d = (tile.block_m, tile.block_n, tile.block_n, tile.block_m), inputs.constants["BLOCK_D"]
+    return tuple(head_descriptor(x, n, block_d) for x, n in zip(tensors, rows, strict=True))

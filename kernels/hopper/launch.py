@@ -19,9 +19,7 @@ from kernels.hopper.prepare_and_round import prepare_kernel, round_kernel
 from kernels.hopper.query_tiles import ROWS
 from kernels.hopper.sums import COUNTS, PART, SLOTS, STRETCH
 from kernels.hopper.tiles import (
-    BackwardTile,
     DqTile,
-    ForwardTile,
     backward_section_heads,
     backward_tile,
     cdiv,
@@ -101,9 +99,7 @@ def memory_bandwidth(device: torch.device) -> float:
     return triton.testing.get_dram_gbps(device.index)
 
 
-def attention_forward(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, tile: ForwardTile | None = None
-) -> tuple[Tensor, Tensor]:
+def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out (B, Tq, H, D) in q's dtype and lse (B, H, Tq) float32.
 
     In one launch, preceded by one that clears a counter if there are more tiles than are dealt out.
@@ -111,7 +107,7 @@ def attention_forward(
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
     width = tile_width(head_dim)
-    tile = tile or forward_tile(width, mask_kind(problem), keys_per_query(problem, seq_q, seq_k))
+    tile = forward_tile(width, mask_kind(problem), keys_per_query(problem, seq_q, seq_k))
     problem = without_intervals(problem, batch, seq_q, seq_k, rows=True, columns=False)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, n_head, seq_q, dtype=torch.float32, device=q.device)
@@ -168,7 +164,6 @@ def attention_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    tile: BackwardTile | None = None,
     gradients: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, contiguous or in `gradients`.
@@ -180,7 +175,7 @@ def attention_backward(
     width = tile_width(head_dim)
     seq_k, n_kv_head = k.shape[1:3]
     if problem.blocks and problem.blocks[0].shape[1] > n_kv_head:
-        return backward_apart(problem, dout, dlse, q, k, v, out, lse, tile, gradients)
+        return backward_apart(problem, dout, dlse, q, k, v, out, lse, gradients)
     keys = keys_per_query(problem, seq_q, seq_k)
     # otherwise dq.py computes dq: the same bits in every run, and faster where rows are short
     sums_dq = not problem.deterministic and sum_pays(
@@ -188,7 +183,7 @@ def attention_backward(
     )
     problem = without_intervals(problem, batch, seq_q, seq_k, rows=not sums_dq, columns=True)
     group = n_head // n_kv_head
-    tile = tile or backward_tile(width, sums_dq)
+    tile = backward_tile(width, sums_dq)
     # dq.py writes lse and delta in whole blocks: of 128 rows for lists, of 64 for intervals
     rows = PREPARE_ROWS if sums_dq or problem.blocks else ROWS.value
     padded = cdiv(seq_q, rows) * rows
@@ -339,7 +334,6 @@ def backward_apart(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    tile: BackwardTile | None,
     gradients: tuple[Tensor, Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """attention_backward as if the heads shared no keys, since a tile of keys has only one list of queries.
@@ -353,7 +347,7 @@ def backward_apart(
     own_k, own_v = (x.repeat_interleave(group, dim=2) for x in (k, v))
     own_dk, own_dv = torch.empty_like(own_k), torch.empty_like(own_v)
     own = dq, own_dk, own_dv
-    attention_backward(problem, dout, dlse, q, own_k, own_v, out, lse, tile, own)
+    attention_backward(problem, dout, dlse, q, own_k, own_v, out, lse, own)
     for total, part in ((dk, own_dk), (dv, own_dv)):
         torch.sum(part.unflatten(2, (n_kv_head, group)), 3, out=total)
     return dq, dk, dv

@@ -1,6 +1,7 @@
 """Launches the Hopper kernels: descriptors, grids, buffers; the kernels themselves import no torch."""
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,7 +20,6 @@ from kernels.hopper.prepare_and_round import prepare_kernel, round_kernel
 from kernels.hopper.query_tiles import ROWS
 from kernels.hopper.sums import COUNTS, PART, SLOTS, STRETCH
 from kernels.hopper.tiles import (
-    DqTile,
     backward_section_heads,
     backward_tile,
     cdiv,
@@ -155,6 +155,60 @@ def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tupl
     return out, lse
 
 
+class Plan(NamedTuple):
+    """The sizes of a backward pass, and how it computes dq; n_q_heads, n_kv_heads: of all batches."""
+
+    batch: int
+    seq_q: int
+    seq_k: int
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    # channels of a head in shared memory
+    width: int
+    # heads of q that share keys
+    group: int
+    n_q_heads: int
+    n_kv_heads: int
+    # tiles of keys of each head
+    n_tiles: int
+    # multiprocessors of the GPU
+    n_sm: int
+    # whether dq is summed beside dk and dv, or computed by dq.py
+    sums_dq: bool
+    # rows of each head in minus_lse, minus_delta and dq_sum: whole blocks
+    padded: int
+    # heads of k and v in a section, see sums.py
+    section: int
+    n_sections: int
+    # sections whose dq is rounded beside dk and dv
+    rounded_sections: int
+    # heads of q whose sums exist at a time
+    n_sums: int
+
+
+class Tensors(NamedTuple):
+    """What a backward pass reads, what it writes, and what its launches hand to the next."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    # (B * H * padded,) float32, see prepare_kernel
+    minus_lse: Tensor
+    minus_delta: Tensor
+    # (n_sums * padded, width) float32; where nothing is summed, any tensor stands in
+    dq_sum: Tensor
+    # of tiles taken, and the counts of sums.py: (n_sections, COUNTS) int32
+    counts: Tensor
+
+
 def attention_backward(
     problem: Problem,
     dout: Tensor,
@@ -171,157 +225,30 @@ def attention_backward(
     In three launches: lse and delta; the gradients; rounding what is left of dq. Or in two: lse, delta and
     dq; dk and dv. Heads that share keys but not masks get copies of the keys, see backward_apart.
     """
-    batch, seq_q, n_head, head_dim = q.shape
-    width = tile_width(head_dim)
-    seq_k, n_kv_head = k.shape[1:3]
-    if problem.blocks and problem.blocks[0].shape[1] > n_kv_head:
+    if problem.blocks and problem.blocks[0].shape[1] > k.shape[2]:
         return backward_apart(problem, dout, dlse, q, k, v, out, lse, gradients)
-    keys = keys_per_query(problem, seq_q, seq_k)
-    # otherwise dq.py computes dq: the same bits in every run, and faster where rows are short
-    sums_dq = not problem.deterministic and sum_pays(
-        width, mask_kind(problem), keys, memory_bandwidth(q.device)
+    plan, device = plan_backward(problem, q, k), q.device
+    problem = without_intervals(
+        problem, plan.batch, plan.seq_q, plan.seq_k, rows=not plan.sums_dq, columns=True
     )
-    problem = without_intervals(problem, batch, seq_q, seq_k, rows=not sums_dq, columns=True)
-    group = n_head // n_kv_head
-    tile = backward_tile(width, sums_dq)
-    # dq.py writes lse and delta in whole blocks: of 128 rows for lists, of 64 for intervals
-    rows = PREPARE_ROWS if sums_dq or problem.blocks else ROWS.value
-    padded = cdiv(seq_q, rows) * rows
-    minus_lse, minus_delta = torch.empty(
-        2, batch * n_head * padded, dtype=torch.float32, device=q.device
-    ).unbind()
-    n_heads, n_tiles = batch * n_kv_head, cdiv(seq_k, BLOCK_N.value)
-    n_sm = multiprocessors(q.device)
-    section = backward_section_heads(seq_q, width, group, n_heads)
-    # sections that the kernel rounds itself, and heads that have sums at a time
-    rounded_sections, n_sums = 0, batch * n_head
-    # sums.py rounds only rows of 64 channels
-    if sums_dq and head_dim == 64 and turns_pay(n_tiles * batch * n_head, n_sm, keys):
-        section = turn_heads(n_tiles, n_heads, n_sm)
-        rounded_sections = cdiv(n_heads, section) - 1
-        n_sums = min(SLOTS.value * section * group, n_sums)
-    rounded_heads = rounded_sections * section * group
-    n_sections = cdiv(n_heads, section)
+    n_rows = plan.n_q_heads * plan.padded
+    minus_lse, minus_delta = torch.empty(2, n_rows, dtype=torch.float32, device=device).unbind()
     # where nothing is summed, any tensor stands in for the sums
     dq_sum = minus_delta
-    if sums_dq:
-        dq_sum = torch.empty(n_sums * padded, width, dtype=torch.float32, device=q.device)
-    # of tiles taken, and the counts of sums.py
-    counts = torch.empty(n_sections, COUNTS.value, dtype=torch.int32, device=q.device)
+    if plan.sums_dq:
+        dq_sum = torch.empty(plan.n_sums * plan.padded, plan.width, dtype=torch.float32, device=device)
+    counts = torch.empty(plan.n_sections, COUNTS.value, dtype=torch.int32, device=device)
     if dlse is not None:
         dlse = dlse.contiguous()
     dq, dk, dv = gradients or (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    if sums_dq:
-        launch(
-            prepare_kernel,
-            (padded // PREPARE_ROWS, batch * n_head),
-            out,
-            dout,
-            lse,
-            lse if dlse is None else dlse,
-            minus_lse,
-            minus_delta,
-            dq_sum,
-            counts,
-            *out.stride()[:3],
-            *dout.stride()[:3],
-            n_head,
-            seq_q,
-            padded,
-            n_sums,
-            n_sections,
-            problem.softmax_scale,
-            1.0 / problem.keep_scale,
-            HEAD_DIM=head_dim,
-            WIDTH=width,
-            BLOCK_M=PREPARE_ROWS,
-            COUNTS=COUNTS.value,
-            HAS_DLSE=dlse is not None,
-            num_warps=4,
-        )
+    tensors = Tensors(dout, dlse, q, k, v, out, lse, dq, dk, dv, minus_lse, minus_delta, dq_sum, counts)
+    if plan.sums_dq:
+        launch_prepare(problem, plan, tensors)
+        launch_gradients(problem, plan, tensors)
+        launch_round(problem, plan, tensors)
     else:
-        launch_dq(
-            problem, dout, dlse, q, k, v, out, lse, dq, minus_lse, minus_delta, counts,
-            dq_tile(width, mask_kind(problem), problem.dropout_p > 0.0)
-        )  # fmt: skip
-    # for kept scores, see dropout.gradient
-    gradient_scale = problem.softmax_scale * problem.keep_scale
-    side = BACKWARD_ROWS.value
-    squares = dq_sum.view(-1, side)
-    arguments = (
-        head_descriptor(q, side),
-        head_descriptor(dout, side),
-        head_descriptor(k, BLOCK_N.value),
-        head_descriptor(v, BLOCK_N.value),
-        float32_descriptor(minus_lse, (side,)),
-        float32_descriptor(minus_delta, (side,)),
-        float32_descriptor(squares, (side, side)),
-        # for heads of 128, dk and dv leave through the buffers of k and v
-        head_descriptor(dk, side if width == 64 else BLOCK_N.value),
-        head_descriptor(dv, side if width == 64 else BLOCK_N.value),
-        lse if problem.query_bounds is None else problem.query_bounds,
-        *list_arguments(problem.transposed_column_lists, lse),
-        *dropout_arguments(problem, lse),
-        counts,
-    )
-    if width == 64:
-        kernel, sizes = backward_64_kernel, {"DQ_STAGES": tile.dq_stages}
-        arguments += (
-            float32_descriptor(squares, (PART.value, side)),
-            dq,
-            *bulk_strides(dq),
-            rounded_sections,
-        )
-    else:
-        kernel, sizes = backward_128_kernel, {}
-    launch(
-        kernel,
-        (min(n_heads * n_tiles, n_sm),),
-        *arguments,
-        group,
-        seq_q,
-        seq_k,
-        problem.window or 0,
-        padded,
-        n_heads,
-        n_tiles,
-        n_kv_head,
-        *order_arguments(n_heads, n_tiles, section),
-        division(n_kv_head),
-        problem.softmax_scale * LOG2E,
-        gradient_scale,
-        MASK=mask_kind(problem),
-        DROPOUT=problem.dropout_p > 0.0,
-        SUMS_DQ=sums_dq,
-        KV_STAGES=tile.kv_stages,
-        STAGES=tile.stages,
-        DS_STAGES=tile.ds_stages,
-        CONSUMER_REGISTERS=tile.consumer_registers,
-        REDUCER_REGISTERS=tile.reducer_registers,
-        PRODUCER_REGISTERS=tile.producer_registers,
-        num_warps=4,
-        maxnreg=registers(CONSUMERS.value + sums_dq),
-        **sizes,
-    )
-    if sums_dq:
-        launch(
-            round_kernel,
-            (padded // PREPARE_ROWS, batch * n_head - rounded_heads),
-            dq_sum,
-            dq,
-            *dq.stride()[:3],
-            n_head,
-            rounded_heads,
-            # where the last section's slot begins
-            rounded_heads % (SLOTS.value * section * group),
-            seq_q,
-            padded,
-            gradient_scale,
-            HEAD_DIM=head_dim,
-            WIDTH=width,
-            BLOCK_M=PREPARE_ROWS,
-            num_warps=4,
-        )
+        launch_dq(problem, plan, tensors)
+        launch_gradients(problem, plan, tensors)
     return dq, dk, dv
 
 
@@ -353,62 +280,106 @@ def backward_apart(
     return dq, dk, dv
 
 
-def launch_dq(
-    problem: Problem,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dq: Tensor,
-    minus_lse: Tensor,
-    minus_delta: Tensor,
-    counts: Tensor,
-    tile: DqTile,
-) -> None:
-    """Writes dq (B, Tq, H, D), minus_lse and minus_delta (B * H * padded,), and clears the count of tiles."""
+def plan_backward(problem: Problem, q: Tensor, k: Tensor) -> Plan:
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
-    group = n_head // n_kv_head
-    n_tiles = cdiv(seq_q, tile.consumers * ROWS.value)
-    section = section_heads(seq_k, head_dim, mask_kind(problem), group, batch * n_head)
+    width, group = tile_width(head_dim), n_head // n_kv_head
+    n_q_heads, n_kv_heads, n_tiles = batch * n_head, batch * n_kv_head, cdiv(seq_k, BLOCK_N.value)
     n_sm = multiprocessors(q.device)
+    keys = keys_per_query(problem, seq_q, seq_k)
+    # otherwise dq.py computes dq: the same bits in every run, and faster where rows are short
+    sums_dq = not problem.deterministic and sum_pays(
+        width, mask_kind(problem), keys, memory_bandwidth(q.device)
+    )
+    # dq.py writes lse and delta in whole blocks: of 128 rows for lists, of 64 for intervals
+    rows = PREPARE_ROWS if sums_dq or problem.blocks else ROWS.value
+    padded = cdiv(seq_q, rows) * rows
+    section = backward_section_heads(seq_q, width, group, n_kv_heads)
+    rounded_sections, n_sums = 0, n_q_heads
+    # sums.py rounds only rows of 64 channels
+    if sums_dq and head_dim == 64 and turns_pay(n_tiles * n_q_heads, n_sm, keys):
+        section = turn_heads(n_tiles, n_kv_heads, n_sm)
+        rounded_sections = cdiv(n_kv_heads, section) - 1
+        n_sums = min(SLOTS.value * section * group, n_sums)
+    n_sections = cdiv(n_kv_heads, section)
+    return Plan(
+        batch, seq_q, seq_k, n_head, n_kv_head, head_dim, width, group, n_q_heads, n_kv_heads, n_tiles, n_sm,
+        sums_dq, padded, section, n_sections, rounded_sections, n_sums,
+    )  # fmt: skip
+
+
+def launch_prepare(problem: Problem, plan: Plan, tensors: Tensors) -> None:
+    """Writes minus_lse and minus_delta, and clears the counts and the first sums of dq."""
+    out, dout, lse, dlse = tensors.out, tensors.dout, tensors.lse, tensors.dlse
+    launch(
+        prepare_kernel,
+        (plan.padded // PREPARE_ROWS, plan.n_q_heads),
+        out,
+        dout,
+        lse,
+        lse if dlse is None else dlse,
+        tensors.minus_lse,
+        tensors.minus_delta,
+        tensors.dq_sum,
+        tensors.counts,
+        *out.stride()[:3],
+        *dout.stride()[:3],
+        plan.n_head,
+        plan.seq_q,
+        plan.padded,
+        plan.n_sums,
+        plan.n_sections,
+        problem.softmax_scale,
+        1.0 / problem.keep_scale,
+        HEAD_DIM=plan.head_dim,
+        WIDTH=plan.width,
+        BLOCK_M=PREPARE_ROWS,
+        COUNTS=COUNTS.value,
+        HAS_DLSE=dlse is not None,
+        num_warps=4,
+    )
+
+
+def launch_dq(problem: Problem, plan: Plan, tensors: Tensors) -> None:
+    """Writes dq, minus_lse and minus_delta, and clears the count of tiles."""
+    lse, dlse, minus_lse = tensors.lse, tensors.dlse, tensors.minus_lse
+    tile = dq_tile(plan.width, mask_kind(problem), problem.dropout_p > 0.0)
+    n_tiles = cdiv(plan.seq_q, tile.consumers * ROWS.value)
+    section = section_heads(plan.seq_k, plan.head_dim, mask_kind(problem), plan.group, plan.n_q_heads)
     launch(
         dq_kernel,
-        (min(batch * n_head * n_tiles, n_sm),),
-        head_descriptor(q, ROWS.value),
-        head_descriptor(dout, ROWS.value),
-        head_descriptor(out, ROWS.value),
-        head_descriptor(k, tile.block_n),
-        head_descriptor(v, tile.block_n),
-        head_descriptor(dq, ROWS.value),
+        (min(plan.n_q_heads * n_tiles, plan.n_sm),),
+        head_descriptor(tensors.q, ROWS.value),
+        head_descriptor(tensors.dout, ROWS.value),
+        head_descriptor(tensors.out, ROWS.value),
+        head_descriptor(tensors.k, tile.block_n),
+        head_descriptor(tensors.v, tile.block_n),
+        head_descriptor(tensors.dq, ROWS.value),
         lse,
         lse if dlse is None else dlse,
         minus_lse,
-        minus_delta,
-        counts,
+        tensors.minus_delta,
+        tensors.counts,
         minus_lse if problem.key_bounds is None else problem.key_bounds,
         *list_arguments(problem.row_lists, minus_lse),
         *dropout_arguments(problem, minus_lse),
-        batch * n_head,
+        plan.n_q_heads,
         n_tiles,
-        n_head,
-        group,
-        seq_q,
-        seq_k,
+        plan.n_head,
+        plan.group,
+        plan.seq_q,
+        plan.seq_k,
         problem.window or 0,
-        *order_arguments(batch * n_head, n_tiles, section),
-        division(n_head),
-        minus_lse.shape[0] // (batch * n_head),
+        *order_arguments(plan.n_q_heads, n_tiles, section),
+        division(plan.n_head),
+        plan.padded,
         problem.softmax_scale * LOG2E,
         problem.softmax_scale,
         MASK=mask_kind(problem),
         DROPOUT=problem.dropout_p > 0.0,
         HAS_DLSE=dlse is not None,
         BLOCK_N=tile.block_n,
-        HEAD_DIM=tile_width(head_dim),
+        HEAD_DIM=plan.width,
         CONSUMERS=tile.consumers,
         Q_STAGES=tile.q_stages,
         STAGES=tile.stages,
@@ -417,3 +388,96 @@ def launch_dq(
         num_warps=4,
         maxnreg=registers(tile.consumers),
     )
+
+
+def launch_gradients(problem: Problem, plan: Plan, tensors: Tensors) -> None:
+    """Writes dk and dv and, where dq is summed, its sums and dq of the rounded sections."""
+    width, lse, dq = plan.width, tensors.lse, tensors.dq
+    tile = backward_tile(width, plan.sums_dq)
+    side = BACKWARD_ROWS.value
+    squares = tensors.dq_sum.view(-1, side)
+    # for heads of 128, dk and dv leave through the buffers of k and v
+    rows_out = side if width == 64 else BLOCK_N.value
+    arguments = (
+        head_descriptor(tensors.q, side),
+        head_descriptor(tensors.dout, side),
+        head_descriptor(tensors.k, BLOCK_N.value),
+        head_descriptor(tensors.v, BLOCK_N.value),
+        float32_descriptor(tensors.minus_lse, (side,)),
+        float32_descriptor(tensors.minus_delta, (side,)),
+        float32_descriptor(squares, (side, side)),
+        head_descriptor(tensors.dk, rows_out),
+        head_descriptor(tensors.dv, rows_out),
+        lse if problem.query_bounds is None else problem.query_bounds,
+        *list_arguments(problem.transposed_column_lists, lse),
+        *dropout_arguments(problem, lse),
+        tensors.counts,
+    )
+    if width == 64:
+        kernel, sizes = backward_64_kernel, {"DQ_STAGES": tile.dq_stages}
+        arguments += (
+            float32_descriptor(squares, (PART.value, side)),
+            dq,
+            *bulk_strides(dq),
+            plan.rounded_sections,
+        )
+    else:
+        kernel, sizes = backward_128_kernel, {}
+    launch(
+        kernel,
+        (min(plan.n_kv_heads * plan.n_tiles, plan.n_sm),),
+        *arguments,
+        plan.group,
+        plan.seq_q,
+        plan.seq_k,
+        problem.window or 0,
+        plan.padded,
+        plan.n_kv_heads,
+        plan.n_tiles,
+        plan.n_kv_head,
+        *order_arguments(plan.n_kv_heads, plan.n_tiles, plan.section),
+        division(plan.n_kv_head),
+        problem.softmax_scale * LOG2E,
+        gradient_scale(problem),
+        MASK=mask_kind(problem),
+        DROPOUT=problem.dropout_p > 0.0,
+        SUMS_DQ=plan.sums_dq,
+        KV_STAGES=tile.kv_stages,
+        STAGES=tile.stages,
+        DS_STAGES=tile.ds_stages,
+        CONSUMER_REGISTERS=tile.consumer_registers,
+        REDUCER_REGISTERS=tile.reducer_registers,
+        PRODUCER_REGISTERS=tile.producer_registers,
+        num_warps=4,
+        maxnreg=registers(CONSUMERS.value + plan.sums_dq),
+        **sizes,
+    )
+
+
+def launch_round(problem: Problem, plan: Plan, tensors: Tensors) -> None:
+    """Writes dq of the heads whose sums are not rounded yet."""
+    heads_of_section = plan.section * plan.group
+    rounded_heads = plan.rounded_sections * heads_of_section
+    launch(
+        round_kernel,
+        (plan.padded // PREPARE_ROWS, plan.n_q_heads - rounded_heads),
+        tensors.dq_sum,
+        tensors.dq,
+        *tensors.dq.stride()[:3],
+        plan.n_head,
+        rounded_heads,
+        # where the last section's slot begins
+        rounded_heads % (SLOTS.value * heads_of_section),
+        plan.seq_q,
+        plan.padded,
+        gradient_scale(problem),
+        HEAD_DIM=plan.head_dim,
+        WIDTH=plan.width,
+        BLOCK_M=PREPARE_ROWS,
+        num_warps=4,
+    )
+
+
+def gradient_scale(problem: Problem) -> float:
+    """What sums over kept scores are multiplied by to give dq and dk, see dropout.gradient."""
+    return problem.softmax_scale * problem.keep_scale

@@ -84,7 +84,7 @@ class Launch:
         # autograd has its own threads, and the driver is called without the GIL
         self.lock = threading.Lock()
 
-    def begins(self, device: int, addresses: list[int]) -> bool:
+    def try_launch(self, device: int, addresses: list[int]) -> bool:
         """Launches with tensors at these addresses, on the current stream; False if the driver refuses."""
         cuda = driver()
         stream = torch._C._cuda_getCurrentRawStream(device)
@@ -118,7 +118,7 @@ def launch(kernel, grid: tuple[int, ...], *arguments, **constants) -> None:
     device = torch.cuda.current_device()
     kind, addresses = kind_of(kernel, grid, arguments, constants, device)
     known = launches.get(kind)
-    if isinstance(known, Launch) and not is_watched() and known.begins(device, addresses):
+    if isinstance(known, Launch) and not is_watched() and known.try_launch(device, addresses):
         return
     # Triton also reports what is wrong
     compiled = kernel[grid](*map(for_triton, arguments), **constants)

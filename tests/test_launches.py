@@ -54,7 +54,7 @@ def test_nothing_is_launched_with_an_address_that_a_tensor_map_cannot_have(monke
     ready = object.__new__(launches.Launch)
     # where a tensor map lies
     ready.places, ready.lock = [64], threading.Lock()
-    assert not ready.begins(0, [8])
+    assert not ready.try_launch(0, [8])
     assert not launched
 
 

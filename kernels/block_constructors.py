@@ -42,8 +42,13 @@ def from_intervals(
     check_sizes(block_size, n_batch=n_batch, seq_q=seq_q, seq_k=seq_k)
     check_integers("(Tq,) or (B, Tq)", (1, 2), first=first, end=end)
     for name, bound in (("first", first), ("end", end)):
-        if bool((bound.diff() < 0).any()):
-            raise ValueError(f"{name} must not decrease from one query to the next: use from_dense or |")
+        decreases = bound.diff() < 0
+        if bool(decreases.any()):
+            query = int(decreases.nonzero()[0, -1])
+            raise ValueError(
+                f"{name} must not decrease from one query to the next, got less behind query {query}: use "
+                "from_dense or |"
+            )
         lowest, highest = int(bound.min()), int(bound.max())
         if not 0 <= lowest <= highest <= seq_k:
             raise ValueError(f"{name} must be from 0 to seq_k, {seq_k}, got {lowest} to {highest}: clamp it")

@@ -168,7 +168,7 @@ class BlockMask:
             return self
         for name, have, want in (("n_batch", self.n_batch, n_batch), ("n_head", self.n_head, n_head)):
             if have not in (1, want):
-                raise ValueError(f"{name} of a block mask must be 1 or {want}, got {have}")
+                raise ValueError(f"{name} of a block mask must be 1 or {want}, got {have}: one serves all")
         batch = torch.arange(n_batch, device=self.keys.device) % self.n_batch
         source = batch[:, None] * self.n_head + torch.arange(n_head, device=self.keys.device) % self.n_head
         head, block = (source.view(-1, 1) == self.coordinates()[0]).nonzero(as_tuple=True)

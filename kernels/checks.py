@@ -31,6 +31,9 @@ SCALES = 1e-30, 1e20
 # the kernels add a window to a position in 32 bits
 MOST_TOKENS = 2**30
 
+# the way out where lengths were passed in place of their sums
+SUMMED = "F.pad(lengths.cumsum(0), (1, 0)).int() gives it"
+
 # tensor -> the version whose values were checked, for how many tokens, and what was found: a mask is read
 # once, not in every layer
 CHECKED = WeakIdKeyDictionary()
@@ -226,13 +229,22 @@ def check_document_ids(document_ids: Tensor, q: Tensor, k: Tensor) -> float | No
 def check_document_lengths(seq_q: int, seq_k: int) -> None:
     """Checks that every query has a document: queries are the last seq_q of the seq_k tokens."""
     if seq_q > seq_k:
-        raise ValueError(f"document_ids need Tq <= Tk, got Tq {seq_q} and Tk {seq_k}")
+        raise ValueError(
+            f"document_ids need Tq <= Tk, got Tq {seq_q} and Tk {seq_k}: the queries are the last Tq tokens, "
+            "pass their keys too"
+        )
 
 
 def check_order(document_ids: Tensor) -> None:
     """Checks that documents (B, T) are numbered in their order; reads the values."""
-    if bool((document_ids[:, 1:] < document_ids[:, :-1]).any()):
-        raise ValueError("document_ids must not decrease along a row: number the documents in their order")
+    decreases = document_ids[:, 1:] < document_ids[:, :-1]
+    if bool(decreases.any()):
+        row, place = decreases.nonzero()[0].tolist()
+        before, after = document_ids[row, place : place + 2].tolist()
+        raise ValueError(
+            f"document_ids must not decrease along a row, got {before} before {after} in row {row}: number "
+            "the documents in their order"
+        )
 
 
 def check_is_block_mask(block_mask: BlockMask) -> None:
@@ -281,11 +293,12 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, x: Tensor) -> float | None:
     def read() -> float:
         starts = cu_seqlens.tolist()
         if starts[0] != 0:
-            raise ValueError(f"{name} must start at 0, got {starts[0]}")
+            raise ValueError(f"{name} must start at 0, got {starts[0]}: {SUMMED}")
         if starts[-1] != x.shape[0]:
             raise ValueError(f"{name} must end at the total number of tokens, {x.shape[0]}, got {starts[-1]}")
-        if any(a > b for a, b in pairwise(starts)):
-            raise ValueError(f"{name} must not decrease, got {starts if len(starts) < 20 else '...'}")
+        for before, after in pairwise(starts):
+            if before > after:
+                raise ValueError(f"{name} must not decrease, got {before} before {after}: {SUMMED}")
         return sum((b - a) ** 2 for a, b in pairwise(starts)) / max(1, x.shape[0])
 
     return read_once(cu_seqlens, x.shape[0], read)

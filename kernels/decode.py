@@ -146,7 +146,7 @@ def _check_turn(turn: tuple[Tensor, Tensor], qkv: Tensor) -> None:
                 f"strides {x.stride()}"
             )
         if x.device != qkv.device:
-            raise ValueError(f"turn's {name} must be on {qkv.device} as qkv, got {x.device}")
+            raise ValueError(f"turn's {name} must be on {qkv.device}, as qkv, got {x.device}: move it")
 
 
 def _check(
@@ -162,26 +162,38 @@ def _check(
     batch, n_query, n_head, _ = q.shape
     for name, x in {**given, "k": k, "v": v}.items():
         if x.stride(3) != 1:
-            raise ValueError(f"{name} must have contiguous channels, got strides {x.stride()}")
+            raise ValueError(
+                f"{name} must have contiguous channels, got strides {x.stride()}: call {name}.contiguous()"
+            )
     if n_query * (n_head // k.shape[2]) > MAX_ROWS:
         raise ValueError(
             f"q has {n_query} queries for each of {n_head // k.shape[2]} heads that share keys, at most "
             f"{MAX_ROWS} together: use flash_attention for so many"
         )
     if batch * k.shape[2] > MOST_HEADS:
-        raise ValueError(f"k must have at most {MOST_HEADS} heads over all batches, got {batch * k.shape[2]}")
+        raise ValueError(
+            f"k must have at most {MOST_HEADS} heads over all batches, got {batch * k.shape[2]}: split the "
+            "batch"
+        )
     if lengths.shape != (batch,) or lengths.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"lengths must be ({batch},) int32 or int64, got {tuple(lengths.shape)} {lengths.dtype}"
         )
     for name, x in (("lengths", lengths), ("block_mask", None if block_mask is None else block_mask.bits)):
         if x is not None and x.device != q.device:
-            raise ValueError(f"{name} must be on {q.device}, got {x.device}")
+            raise ValueError(f"{name} must be on {q.device}, as q, got {x.device}: move it or build it there")
     if block_mask is None:
         return
-    sizes = block_mask.seq_q, block_mask.seq_k, block_mask.n_batch, block_mask.n_head
-    if sizes != (k.shape[1], k.shape[1], 1, 1) or n_query != 1:
+    capacity = k.shape[1]
+    if (block_mask.seq_q, block_mask.seq_k) != (capacity, capacity):
         raise ValueError(
-            f"block_mask must be of {k.shape[1]} queries and keys, one for all batches and heads, and q of "
-            f"one query, got {sizes} and {n_query}"
+            f"block_mask must be of {capacity} queries and keys, the capacity of k, got {block_mask.seq_q} "
+            f"and {block_mask.seq_k}: build it for {capacity}"
         )
+    if (block_mask.n_batch, block_mask.n_head) != (1, 1):
+        raise ValueError(
+            f"block_mask must be one for all batches and heads, got {block_mask.n_batch} batches and "
+            f"{block_mask.n_head} heads: build one for all"
+        )
+    if n_query != 1:
+        raise ValueError(f"q must have one query with block_mask, got {n_query}: pass one token at a time")

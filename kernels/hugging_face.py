@@ -177,8 +177,13 @@ def of_mask(attention_mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
         raise ValueError(f"attention_mask must have shape (B, Tk) = {expected}, got {shape}")
     mask = attention_mask.bool()
     ids = (mask[:, 1:] != mask[:, :-1]).cumsum(1)
-    if may_read(ids) and bool((ids + mask[:, :1] > 2).any()):
-        raise ValueError("attention_mask must keep one unbroken run of tokens in each row")
+    resumes = ids + mask[:, :1] > 2
+    if may_read(ids) and bool(resumes.any()):
+        row = int(resumes.nonzero()[0, 0])
+        raise ValueError(
+            f"attention_mask must keep one unbroken run of tokens in each row, got several in row {row}: use "
+            "attn_implementation='eager'"
+        )
     return torch.nn.functional.pad(ids, (1, 0)).int()
 
 

@@ -186,10 +186,13 @@ class Ring:
         if (block_mask.seq_q, block_mask.seq_k) != (self.seq_len,) * 2 or self.seq_len % unit:
             raise ValueError(
                 f"block_mask must be of the {self.seq_len} tokens of the whole sequence, a multiple of 2 * "
-                f"{self.size} ranks * {block_mask.block_size} = {unit}, got {block_mask.seq_q}"
+                f"{self.size} ranks * {block_mask.block_size} = {unit}, got {block_mask.seq_q} queries and "
+                f"{block_mask.seq_k} keys: build it for the sequence, or pad both"
             )
-        if not block_mask.causal or window is not None:
-            raise ValueError("block_mask must be causal and without window: add & causal(), & window(n)")
+        if not block_mask.causal:
+            raise ValueError("block_mask must be causal, got one that sees later keys: add & causal()")
+        if window is not None:
+            raise ValueError(f"window must be None with a block_mask, got {window}: add & window({window})")
 
 
 def zigzag_positions(seq_len: int, rank: int, size: int) -> Tensor:

@@ -59,7 +59,7 @@ def ring_attention(
         if x.shape[1] != ring.seq_len // ring.size:
             raise ValueError(
                 f"{name} must hold this rank's {ring.seq_len // ring.size} of {ring.seq_len} tokens, got "
-                f"{x.shape[1]}"
+                f"{x.shape[1]}: ring.split(x) gives them"
             )
     checks.check_options(q, True, softmax_scale, window, 0.0, None)
     if block_mask is not None:

@@ -74,7 +74,7 @@ X = torch.zeros(2, 8, 4, 16, device=DEVICE)
         ({"document_ids": torch.zeros(2, 8, device=DEVICE)}, "document_ids must be int32, got torch.float32"),
         (
             {"document_ids": torch.tensor([[0, 1, 0, 1] * 2] * 2).int().to(DEVICE)},
-            "document_ids must not decrease",
+            "document_ids must not decrease along a row, got 1 before 0 in row 0: number the documents",
         ),
     ],
 )
@@ -194,9 +194,9 @@ def test_autocast_hides_no_wrong_dtype(dtype):
 @pytest.mark.parametrize(
     ("cu_seqlens", "cu_seqlens_k", "message"),
     [
-        ([1, 8], None, "cu_seqlens must start at 0, got 1"),
+        ([1, 8], None, r"cu_seqlens must start at 0, got 1: F.pad\(lengths.cumsum"),
         ([0, 7], None, "cu_seqlens must end at the total number of tokens, 8, got 7"),
-        ([0, 5, 4, 8], None, "cu_seqlens must not decrease"),
+        ([0, 5, 4, 8], None, "cu_seqlens must not decrease, got 5 before 4: "),
         ([0], None, r"cu_seqlens must have shape"),
         ([0, 8], [0, 4, 8], "cu_seqlens_k must be as long as cu_seqlens, 2, got 3"),
         ([0, 8], [0, 9], "cu_seqlens_k must end at the total number of tokens, 8, got 9"),

@@ -73,7 +73,10 @@ REFUSED = {
         lambda: blocks([[0, 1]], [[0, 1]]),
         r"row and column must be .* \(n,\), got .*\(1, 2\)",
     ),
-    "first that decreases": (lambda: intervals([1, 0], [2, 2], 2), "first must not decrease"),
+    "first that decreases": (
+        lambda: intervals([0, 1, 0], [2, 2, 2], 2),
+        "first must not decrease .* got less behind query 1: use from_dense",
+    ),
     "an end beyond the keys": (
         lambda: intervals([0, 0], [1, 300], 2),
         "end must be from 0 to seq_k, 2, got 1 to 300",
@@ -122,11 +125,11 @@ REFUSED = {
     ),
     "masks of other heads": (
         lambda: dense(1, 2, 70, 70) | dense(1, 3, 70, 70),
-        "n_head of a block mask must be 1 or 3, got 2",
+        "n_head of a block mask must be 1 or 3, got 2: one serves all",
     ),
     "heads twice": (
         lambda: block_masks.causal(100).expand(1, 2).expand(1, 3),
-        "n_head of a block mask must be 1 or 3, got 2",
+        "n_head of a block mask must be 1 or 3, got 2: one serves all",
     ),
     "a stack of none": (lambda: BlockMask.stack([]), "stack needs a mask for each head, got none"),
     "a stack of two heads": (

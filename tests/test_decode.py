@@ -194,8 +194,11 @@ def test_there_are_splits_enough_for_the_gpu_and_never_more_than_tiles():
         ({"q": torch.zeros(1, 1, 3, 64)}, "3 heads of q must be a multiple of those of k and v, got 2"),
         ({"q": torch.zeros(1, 1, 2, 64).half()}, "one dtype, got q torch.float16 and k torch.float32"),
         ({"q": torch.zeros(1, 2, 64)}, "q must have 4 dimensions"),
-        ({"q": torch.zeros(1, 1, 64, 2).mT}, "contiguous channels, got strides"),
-        ({"lengths": torch.zeros(1, dtype=torch.int32, device="meta")}, "lengths must be on .*, got meta"),
+        ({"q": torch.zeros(1, 1, 64, 2).mT}, r"q must have contiguous channels, .*: call q.contiguous\(\)"),
+        (
+            {"lengths": torch.zeros(1, dtype=torch.int32, device="meta")},
+            "lengths must be on .*, got meta: move",
+        ),
         ({"lengths": torch.zeros(1)}, r"int32 or int64, got \(1,\) torch.float32"),
         ({"q": torch.zeros(1, 129, 2, 64)}, "129 queries for each of 1 heads.*use flash_attention"),
         ({"lengths": torch.zeros(2, dtype=torch.int32)}, r"lengths must be \(1,\) int32 or int64"),
@@ -271,8 +274,18 @@ def moved(x, device):
     return x.to(device) if isinstance(x, torch.Tensor) and not x.is_meta else x
 
 
-def test_a_block_mask_of_another_length_is_refused(device):
-    q, k, v = random_cache(1, 1, 2, 2, 64, torch.float32, device)
-    mask = block_masks.causal(100, device=device)
-    with pytest.raises(ValueError, match="block_mask must be of 200 queries and keys"):
+@pytest.mark.parametrize(
+    ("n_query", "capacity", "n_head", "message"),
+    [
+        (1, 100, 1, "block_mask must be of 200 queries and keys, .* got 100 and 100: build it for 200"),
+        (1, 200, 2, "block_mask must be one for all .* got 1 batches and 2 heads"),
+        (2, 200, 1, "q must have one query with block_mask, got 2: pass one token"),
+    ],
+)
+def test_a_block_mask_of_another_length_or_for_heads_or_queries_is_refused(
+    n_query, capacity, n_head, message, device
+):
+    q, k, v = random_cache(1, n_query, 2, 2, 64, torch.float32, device)
+    mask = block_masks.causal(capacity, device=device).expand(1, n_head)
+    with pytest.raises(ValueError, match=message):
         decode_attention(q, k, v, torch.tensor([5], device=device), block_mask=mask)

@@ -109,10 +109,16 @@ def test_a_sparse_pattern_sends_little():
     # the block before each of its chunks, and what its own chunks are to the next
     assert Ring(NoGroup(1, 4), 4096).tokens_sent(block_mask=window) == 2 * 64
     assert Ring(NoGroup(1, 4), 4096).tokens_sent(block_mask=strided) <= dense
-    with pytest.raises(ValueError, match=r"multiple of 2 \* 4 ranks \* 64 = 512, got 4096"):
+    with pytest.raises(
+        ValueError, match=r"multiple of 2 \* 4 ranks \* 64 = 512, got 4096 queries and 4096 keys"
+    ):
         Ring(NoGroup(1, 4), 4160).tokens_sent(block_mask=window)
-    with pytest.raises(ValueError, match="must be causal and without window"):
+    with pytest.raises(
+        ValueError, match=r"window must be None with a block_mask, got 10: add & window\(10\)"
+    ):
         Ring(NoGroup(1, 4), 4096).steps(10, window)
+    with pytest.raises(ValueError, match="block_mask must be causal, .*: add & causal"):
+        Ring(NoGroup(1, 4), 4096).steps(None, block_masks.from_blocks(*torch.zeros(2, 1).int(), 4096, 4096))
 
 
 def test_a_default_device_changes_no_step():
@@ -223,7 +229,7 @@ ELSEWHERE.bits = MASK.bits.to("meta")
     [
         ({"k": None}, "k must be a tensor, got NoneType"),
         ({"q": Q[0]}, r"q must have 4 dimensions.*\(128, 4, 16\)"),
-        ({"q": Q[:, :64]}, "q must hold this rank's 128 of 256 tokens, got 64"),
+        ({"q": Q[:, :64]}, "q must hold this rank's 128 of 256 tokens, got 64: ring.split"),
         ({"k": Q[:, :64], "v": Q[:, :64]}, "k must hold this rank's 128 of 256 tokens, got 64"),
         ({"k": Q[:, :, :3], "v": Q[:, :, :3]}, "4 heads of q must be a multiple of those of k and v, got 3"),
         ({"k": Q[:1], "v": Q[:1]}, "k must have the batch of q, 3, got 1"),

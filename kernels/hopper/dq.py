@@ -184,7 +184,7 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
     for nth in range(tiles.order.n_dealt()):
         batch, head, row, begin, whole_begin, whole_end, end = locate(tiles, tiles.order.dealt(nth))
         own_end = end
-        # as in forward.py, but only under a causal mask: the warpgroups take turns at the rows that see most
+        # as in forward.py, but only under a causal mask: in the next tile another warpgroup has the last rows
         part = (INDEX + nth) % tiles.CONSUMERS if KIND == "causal" else INDEX
         row += part * ROWS
         if KIND == "causal":

@@ -152,7 +152,7 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
     while i < tiles.order.total():
         batch, head, row, begin, whole_begin, whole_end, end = locate(tiles, i)
         own_end = end
-        # the last rows of a tile see most under a causal mask: the warpgroups take turns at them
+        # the last rows of a tile see most under a causal mask: in the next tile another warpgroup has them
         part = (INDEX + nth) % tiles.CONSUMERS if KIND != "full" else INDEX
         row += part * ROWS
         if KIND == "causal":

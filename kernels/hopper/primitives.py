@@ -213,7 +213,7 @@ def record(cls):
 
 @record
 class Ring:
-    """The full and empty barriers of STAGES buffers, used in turn: use i has buffer i % STAGES."""
+    """The full and empty barriers of STAGES buffers in a ring: use i has buffer i % STAGES."""
 
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
@@ -262,6 +262,7 @@ def announced(number, WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def make_ring(STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PRODUCERS: gl.constexpr = 1):
+    """A ring, each buffer of which PRODUCERS partitions fill together, and CONSUMERS release."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):

@@ -1,4 +1,7 @@
-"""Which tile a thread block computes next, and which blocks of keys or queries that tile visits."""
+"""Which tile a thread block computes next, and which blocks of keys or queries that tile visits.
+
+`nth` counts the tiles that a thread block has had: its first is tile 0.
+"""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon

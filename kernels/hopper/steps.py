@@ -27,6 +27,7 @@ from kernels.hopper.schedule import quotient
 from kernels.hopper.softmax import LOWERED_BY, hide, rounded_sum, softmax
 
 LN2 = gl.constexpr(0.6931471805599453)
+# the first of the hardware's named barriers by which warpgroups take turns, one for each
 TURN_BARRIER = gl.constexpr(9)
 
 
@@ -42,6 +43,7 @@ def take_turn(token, INDEX: gl.constexpr):
 
 @gluon.jit
 def pass_turn(token, INDEX: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Lets the next warpgroup issue its products, see take_turn."""
     named_barrier_arrive(token, TURN_BARRIER + (INDEX + 1) % CONSUMERS, 256)
 
 

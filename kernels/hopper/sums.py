@@ -5,8 +5,8 @@ their section. Once all tiles of a section have been added, two warps of every t
 stretch of queries at a time, and leave zeros for the section that uses the slot next, if there is one. Tiles
 of that section wait for the zeros. They seldom have to: a section is one tile for each multiprocessor, and
 the slot's previous user is three sections back. The last section is rounded by a kernel of its own
-(prepare_and_round.py), at the speed of memory. Where turns do not pay (tiles.turns_pay), every section has
-sums of its own, and that kernel rounds them all.
+(prepare_and_round.py), at the speed of memory. Where it does not pay that sections take turns at the slots
+(tiles.turns_pay), every section has sums of its own, and that kernel rounds them all.
 
 There is no deadlock. Tiles and stretches are taken from counters by whoever is free, so none belongs to a
 thread block that is not running yet. The first tile that is not counted yet is in progress. All that it may

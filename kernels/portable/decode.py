@@ -45,7 +45,10 @@ def wait_and_let_the_next_start():
 
 @triton.jit
 def load_turned(row_ptrs, channels, mask, cos, sin, TURNS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Rows in their dtype, channels i and i + D / 2 rotated as a pair; sin has the sign of its channel."""
+    """Rows in their dtype; with TURNS, by rotary embedding: channels i and i + D / 2 are rotated as a pair.
+
+    sin has the sign of its channel.
+    """
     x = tl.load(row_ptrs + channels, mask=mask, other=0.0)
     if TURNS:
         other_of_pair = (channels + HEAD_DIM // 2) % HEAD_DIM

@@ -4,13 +4,13 @@ import errno
 import json
 import os
 import secrets
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from train.strict_json import from_json, to_json
+from train.terminal import warn
 from train.whole_file import write_whole
 
 WANDB_MODES = ("offline", "online", "disabled")
@@ -84,7 +84,7 @@ class RunLogger:
             self._file.close()
         if self._unwritten:
             lost = counted(self._unwritten.count(b"\n"), "line")
-            _warn(f"{self._file.name} lacks its last {lost}, which did not fit on the disk")
+            warn(f"{self._file.name} lacks its last {lost}, which did not fit on the disk")
         with self._wandb_may_fail():
             if self._wandb:
                 self._wandb.finish()
@@ -103,7 +103,7 @@ class RunLogger:
             with suppress(OSError):
                 self._file.truncate(self._size)
             if is_first_failure:
-                _warn(f"metrics.jsonl cannot be written ({error}): its lines are kept for later")
+                warn(f"metrics.jsonl cannot be written ({error}): its lines are kept for later")
             return
         self._size += len(self._unwritten)
         self._unwritten = b""
@@ -115,7 +115,7 @@ class RunLogger:
         # whatever wandb's client raises, the run is worth more than its mirror
         except Exception as error:
             self._wandb = None
-            _warn(f"wandb failed ({type(error).__name__}: {error}): going on with metrics.jsonl alone")
+            warn(f"wandb failed ({type(error).__name__}: {error}): going on with metrics.jsonl alone")
 
     def progress(self, metrics: dict, seconds_left: float) -> None:
         """Prints one line of progress."""
@@ -173,10 +173,6 @@ def _read_wandb_id(path: Path) -> tuple[str, str]:
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     known, _, origin = text.partition("\n")
     return known.strip(), origin.removesuffix("\n")
-
-
-def _warn(message: str) -> None:
-    print(f"WARNING: {message}", file=sys.stderr, flush=True)
 
 
 def read_metrics(path: Path) -> list[dict]:

@@ -35,6 +35,7 @@ from train.distributed import Processes
 from train.free_name import first_free
 from train.page_locked import lock_pages, unlock_pages
 from train.strict_json import to_json
+from train.terminal import warn
 
 # names of dtypes in safetensors headers
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
@@ -110,7 +111,7 @@ class CheckpointSaver:
                 name: torch.empty_like(tensor.detach(), device="cpu") for name, tensor in missing.items()
             }
         except RuntimeError as error:
-            _warn(f"rank {self._processes.rank}: no copies for checkpoints, to be tried again ({error})")
+            warn(f"rank {self._processes.rank}: no copies for checkpoints, to be tried again ({error})")
             return False
         if missing and self._processes.device.type == "cuda":
             try:
@@ -118,7 +119,7 @@ class CheckpointSaver:
                 with torch.cuda.device(self._processes.device), torch.no_grad():
                     self._locked += lock_pages([_local(copy) for copy in copies.values()])
             except (RuntimeError, OSError) as error:
-                _warn(
+                warn(
                     f"rank {self._processes.rank}: host memory for checkpoints is not locked ({error}), and "
                     "each save will stop training for longer; ulimit -l may be the limit"
                 )
@@ -161,14 +162,14 @@ class CheckpointSaver:
                     (old / MARKER).unlink()
                     shutil.rmtree(old)
                 except OSError as error:
-                    _warn(f"{old} was not removed ({error})")
+                    warn(f"{old} was not removed ({error})")
         return True
 
     def _report(self, step: int, reasons: str) -> None:
         """Warns, on rank 0, that a checkpoint was not written."""
         if self._processes.is_main:
             kept = [found.name for found in list_checkpoints(self._folder)]
-            _warn(
+            warn(
                 f"the checkpoint of step {step} was not written ({reasons}); training goes on, "
                 f"{f'the newest checkpoint is {kept[-1]}' if kept else 'there is none yet'}"
             )
@@ -312,10 +313,6 @@ def _own_share(tensors: dict[str, Tensor], processes: Processes) -> dict[str, Te
 def _local(tensor: Tensor) -> Tensor:
     """This process's piece of a sharded tensor; any other as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _warn(message: str) -> None:
-    print(f"WARNING: {message}", file=sys.stderr, flush=True)
 
 
 def _write(file, data, checksum: int) -> int:

@@ -7,6 +7,11 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 
+def warn(message: str) -> None:
+    """Tells of a fault that ends nothing."""
+    print(f"WARNING: {message}", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def words_may_fail() -> Iterator[None]:
     """While entered, failed output is lost but ends nothing; characters that an encoding lacks are escaped.

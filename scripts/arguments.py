@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
@@ -80,32 +80,14 @@ def run_script(
         answer_ctrl_c()
         if any(word in ("-h", "--help") for word in sys.argv[1:]):
             print_help(arguments, description)
-            sys.stdout.flush()
-            return
-        bare = [word for word in sys.argv[1:] if "=" not in word]
-        if bare and words is None:
-            raise ValueError(f"arguments are key=value, got {bare[0]!r}: --help lists them")
-        own = [word for word in sys.argv[1:] if "=" in word]
-        foreign = []
-        if others:
-            names = [item.name for item in fields(arguments)]
-            foreign = [word for word in own if word.split("=")[0] not in names]
-        # YAML would turn "def f(x):" into a mapping, and "# a comment" into nothing
-        texts = {item.name for item in fields(arguments) if item.type is str}
-        typed = dict(word.split("=", 1) for word in own if word.split("=")[0] in texts)
-        if foreign:
-            typed[others] = foreign
-        if bare:
-            typed[words] = bare
-        given = OmegaConf.from_cli(
-            [word for word in own if word not in foreign and word.split("=")[0] not in texts]
-        )
-        # OmegaConf would interpret ??? and ${...} in text: merge empty values, and set the text afterwards
-        empty = {name: type(value)() for name, value in typed.items()}
-        merged = OmegaConf.merge(OmegaConf.structured(arguments), given, empty)
-        complete = without_tildes(replace(OmegaConf.to_object(merged), **typed))
-        check_results(complete)
-        main(complete)
+        else:
+            given, texts = read_words(arguments, words, others)
+            # OmegaConf would interpret ??? and ${...} in text: merge empty values, set it afterwards
+            empty = {name: type(value)() for name, value in texts.items()}
+            merged = OmegaConf.merge(OmegaConf.structured(arguments), given, empty)
+            complete = without_tildes(replace(OmegaConf.to_object(merged), **texts))
+            check_results(complete)
+            main(complete)
         # only this may show that the reader of a pipe has gone
         sys.stdout.flush()
     except ConfigKeyError as error:
@@ -120,6 +102,30 @@ def run_script(
         refuse(error)
     except KeyboardInterrupt:
         stop("stopped by Ctrl-C")
+
+
+def read_words(arguments: type, words: str | None, others: str | None) -> tuple[DictConfig, dict]:
+    """The command line's values: those that are YAML, and by name those that are text, as typed.
+
+    words, others: as for run_script. Raises ValueError for a word without a key that none collects.
+    """
+    bare = [word for word in sys.argv[1:] if "=" not in word]
+    if bare and words is None:
+        raise ValueError(f"arguments are key=value, got {bare[0]!r}: --help lists them")
+    own = [word for word in sys.argv[1:] if "=" in word]
+    foreign = []
+    if others:
+        names = [item.name for item in fields(arguments)]
+        foreign = [word for word in own if word.split("=")[0] not in names]
+    # YAML would turn "def f(x):" into a mapping, and "# a comment" into nothing
+    names = {item.name for item in fields(arguments) if item.type is str}
+    texts = dict(word.split("=", 1) for word in own if word.split("=")[0] in names)
+    if foreign:
+        texts[others] = foreign
+    if bare:
+        texts[words] = bare
+    given = [word for word in own if word not in foreign and word.split("=")[0] not in names]
+    return OmegaConf.from_cli(given), texts
 
 
 def print_help(arguments: type, description: str) -> None:

@@ -16,15 +16,14 @@ row is GPT-2's own shape: B 32, H 12, D 64, T 1024, packed qkv.
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import create_block_mask
 
 from kernels.flash_attention import flash_attention
@@ -34,6 +33,7 @@ from model.flops import window_pairs
 from scripts.arguments import OVERWRITE, argument, check_least, check_some, result_file, run_script
 from scripts.flash_attn_4 import flash_attn_4, leave_out_if_missing
 from scripts.flex import compiled_flex
+from scripts.sdpa import sdpa
 from scripts.timing import capture, median_ms
 from train.results import machine, write_result
 
@@ -208,14 +208,7 @@ def build(name: str, causal: bool, window: int | None, dropout_p: float, seq_len
         return flash_attn_4(causal, window)
     if name not in BACKENDS:
         raise ValueError(f"implementations must be of {' '.join(NAMES)}, got {name}")
-
-    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads_first = (x.transpose(1, 2) for x in (q, k, v))
-        with sdpa_kernel(BACKENDS[name]):
-            out = F.scaled_dot_product_attention(*heads_first, is_causal=causal, dropout_p=dropout_p)
-        return out.transpose(1, 2)
-
-    return sdpa
+    return partial(sdpa, backend=BACKENDS[name], is_causal=causal, dropout_p=dropout_p)
 
 
 @cache

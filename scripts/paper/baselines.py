@@ -8,15 +8,15 @@ from collections.abc import Callable
 from functools import cache, partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import create_block_mask
 
 from kernels.flash_attention import flash_attention
 from scripts.flex import compiled_flex
 from scripts.paper.fused_softmax import fused_softmax
 from scripts.paper.sparsity import two_blocks
+from scripts.sdpa import sdpa
 
 # the paper's dtype
 DTYPE = torch.float16
@@ -119,17 +119,6 @@ def megatron(
     return (dropout(probabilities, dropout_p) @ values).transpose(1, 2)
 
 
-def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend, visible: Tensor | None, dropout_p: float
-) -> Tensor:
-    """One backend of scaled_dot_product_attention; raises RuntimeError if it cannot run the problem."""
-    with sdpa_kernel(backend):
-        out = F.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=visible, dropout_p=dropout_p
-        )
-    return out.transpose(1, 2)
-
-
 def linformer(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> Tensor:
     """Attention to a few projections of keys and values (Wang et al., arXiv:2006.04768); not exact."""
     seq_len = k.shape[1]
@@ -189,7 +178,7 @@ def build(
     if name == "linformer":
         return partial(linformer, mask=mask, dropout_p=dropout_p)
     if name in SDPA:
-        return partial(sdpa, backend=SDPA[name], visible=visible, dropout_p=dropout_p)
+        return partial(sdpa, backend=SDPA[name], attn_mask=visible, dropout_p=dropout_p)
     if name == "flex":
         if dropout_p > 0.0:
             raise ValueError("flex has no dropout")

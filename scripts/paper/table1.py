@@ -15,6 +15,7 @@ from scripts.paper.memory import reason_in
 from scripts.paper.report import rows_table
 from scripts.paper.training import OtherAttention, configure, our_gpt
 from scripts.paper.verdict import Verdict, at_sizes, matching, ratio, value
+from scripts.sdpa import sdpa
 from scripts.timing import median_ms
 from train.step import autocast_context
 
@@ -78,14 +79,9 @@ class MaskedModel(nn.Module):
         return F.cross_entropy(logits.float(), targets)
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
-    heads_first = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(*heads_first, dropout_p=dropout_p).transpose(1, 2)
-
-
 ATTENTIONS = {
     EAGER: partial(baselines.eager, mask=None),
-    SDPA: fused,
+    SDPA: sdpa,
     OURS: partial(flash_attention, causal=False),
 }
 

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import sdpa_kernel
 
 from kernels.flash_attention import flash_attention
 from scripts.paper import baselines
 from scripts.paper.memory import reason_in
 from scripts.paper.report import rows_table
 from scripts.paper.verdict import Verdict, least, matching, only_total, ratio, total
+from scripts.sdpa import sdpa
 from scripts.timing import forward_backward_ms
 
 TITLE = "Table 7 and Appendix E.5: short sequences and other heads"
@@ -64,14 +63,7 @@ def attention(name: str, shape: Shape, seq_len: int, device: torch.device):
     if name == "eager":
         mask = baselines.causal_mask(seq_len, device)
         return partial(baselines.eager, mask=mask, dropout_p=shape.dropout_p)
-
-    def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        heads_first = (x.transpose(1, 2) for x in (q, k, v))
-        with sdpa_kernel(baselines.SDPA[name]):
-            out = F.scaled_dot_product_attention(*heads_first, is_causal=True, dropout_p=shape.dropout_p)
-        return out.transpose(1, 2)
-
-    return fused
+    return partial(sdpa, backend=baselines.SDPA[name], is_causal=True, dropout_p=shape.dropout_p)
 
 
 def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:

@@ -30,6 +30,7 @@ import model.gpt
 import train.distributed
 import train.loop
 import train.saving
+import train.state
 from tests import garbage
 from train.checkpoint import list_checkpoints, read_checkpoint
 from train.config import Config, parse
@@ -404,7 +405,7 @@ def poison(
 def watch_weights(rank: int, fault) -> None:
     """Calls fault(rank); when the run builds its weights again, prints whether the old ones are gone."""
     fault(rank)
-    build, before = train.loop.build_weights, []
+    build, before = train.state.build_weights, []
 
     def watched(*given):
         if before:
@@ -413,7 +414,7 @@ def watch_weights(rank: int, fault) -> None:
         before.append(weakref.ref(weights))
         return weights
 
-    train.loop.build_weights = watched
+    train.state.build_weights = watched
 
 
 def slow_evaluation(rank: int, seconds: float, fault) -> None:
@@ -431,13 +432,13 @@ def slow_evaluation(rank: int, seconds: float, fault) -> None:
 def slow_rollbacks(rank: int, fault) -> None:
     """Calls fault(rank); each new start of a run, after a rollback, takes longer."""
     fault(rank)
-    build = train.loop.build_weights
+    build = train.state.build_weights
 
     def slowly(*given):
         time.sleep(0.5)
         return build(*given)
 
-    train.loop.build_weights = slowly
+    train.state.build_weights = slowly
 
 
 def _at_each_batch(function) -> None:

@@ -96,13 +96,12 @@ def train(
     overflow: in this step one gradient of the second shard, on every process that holds it, is infinite.
     """
     weights = small(config.recompute)
-    is_sharded = config.distributed == "fsdp" and processes.world_size > 1
-    if is_sharded:
+    if config.distributed == "fsdp" and processes.world_size > 1:
         reshards = config.reshard_after_forward
         shard(weights, processes, config.shard_processes, compiled=False, reshard_after_forward=reshards)
     optimizer = build_optimizer(weights, config.optim)
     context = ContextGroups(1, processes.rank, processes.world_size, None)
-    model = build_step_model(weights, config, processes, context, is_sharded=is_sharded)
+    model = build_step_model(weights, config, processes, context)
     passes = Passes(model, 2, nullcontext, scaler)
     text = torch.randint(100, (8, 9), generator=torch.Generator().manual_seed(1))
     text = text.unflatten(0, (2, processes.world_size, -1))[:, processes.rank].flatten(0, 1)
@@ -203,7 +202,7 @@ def a_graph_is_cut_for_traveling_gradients(rank: int) -> None:
         config = parse(composed("device=cpu", "tokens_per_microbatch=1024", tokens_per_step, "seq_len=1024"))
         with patch.object(torch, "compile", partial(torch.compile, backend=count)):
             # more than the megabyte of DDP's first bucket
-            model = build_step_model(small(n_embd=256), config, together, context, is_sharded=False)
+            model = build_step_model(small(n_embd=256), config, together, context)
             model(tokens, tokens).backward()
         assert len(graphs) == n_graphs, accumulation
 

@@ -40,7 +40,7 @@ class Training:
         self.processes = Processes(rank, world_size, torch.device("cuda", rank), None, None)
         self.weights = build_weights(config, self.processes.device)
         context = ContextGroups(1, rank, world_size, None)
-        self.model = build_step_model(self.weights, config, self.processes, context, is_sharded=False)
+        self.model = build_step_model(self.weights, config, self.processes, context)
         self.optimizer = build_optimizer(self.weights, config.optim)
         self.scaler = torch.amp.GradScaler("cuda", enabled=config.precision == "fp16")
         self.autocast = partial(autocast_context, "cuda", config.precision)

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 
 import train.loop
 import train.plot
+import train.state
 from data.loader import TokenLoader
 from model import GPT, AttentionConfig
 from scripts import sample
@@ -890,7 +891,7 @@ def test_metrics_are_on_the_disk_before_the_checkpoint_that_they_lead_to(corpus,
 
 
 def test_memory_that_a_cpu_lacks_ends_a_run_with_what_takes_less(corpus, monkeypatch):
-    monkeypatch.setattr(train.loop, "build_weights", lambda *given: torch.empty(2**50))
+    monkeypatch.setattr(train.state, "build_weights", lambda *given: torch.empty(2**50))
     with pytest.raises(
         MemoryError, match="^out of memory on rank 0: tokens_per_microbatch=256 with recompute="
     ):
@@ -898,7 +899,7 @@ def test_memory_that_a_cpu_lacks_ends_a_run_with_what_takes_less(corpus, monkeyp
 
 
 def test_errors_that_are_not_of_memory_keep_their_words(corpus, monkeypatch):
-    monkeypatch.setattr(train.loop, "build_weights", lambda *given: torch.ones(2) @ torch.ones(3))
+    monkeypatch.setattr(train.state, "build_weights", lambda *given: torch.ones(2) @ torch.ones(3))
     with pytest.raises(RuntimeError, match="inconsistent tensor size"):
         run()
 

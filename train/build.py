@@ -19,6 +19,7 @@ from train.context_parallel import ContextGroups, SharedSequences
 from train.distributed import Processes
 from train.documents import SeparateDocuments
 from train.lora import add_adapters
+from train.parallel import is_sharded
 from train.passes import GraphedPasses, Passes, has_cuda, on_capture_stream
 from train.skipped_positions import SkippedPositions
 from train.weights import load_start
@@ -77,21 +78,20 @@ def build_weights(config: Config, device: torch.device, start: str | None = None
     return weights.to(device)
 
 
-def build_step_model(
-    weights: GPT, config: Config, processes: Processes, context: ContextGroups, *, is_sharded: bool
-) -> nn.Module:
+def build_step_model(weights: GPT, config: Config, processes: Processes, context: ContextGroups) -> nn.Module:
     """The module that maps this rank's tokens, targets (B, T) to the loss: compiled, averaging gradients.
 
-    is_sharded: train.parallel.shard has already compiled the blocks, and FSDP exchanges gradients.
+    Of sharded weights the blocks are compiled already (train.parallel.shard), and FSDP exchanges gradients.
     """
-    model = torch.compile(weights) if config.compile and not is_sharded else weights
+    shares_weights = is_sharded(weights)
+    model = torch.compile(weights) if config.compile and not shares_weights else weights
     if context.group is not None:
         model = SharedSequences(model, context.group)
     if config.pose_seq_len is not None:
         model = SkippedPositions(model, config.pose_seq_len)
     if config.separate_documents:
         model = SeparateDocuments(model, load_tokenizer(config.data.tokenizer).end_of_text)
-    if processes.world_size > 1 and not is_sharded:
+    if processes.world_size > 1 and not shares_weights:
         # a compiled graph split at DDP's buckets exchanges gradients during the backward pass, but every
         # micro-batch pays for the splits, and only the last one exchanges gradients
         torch._dynamo.config.optimize_ddp = config.accumulation(processes.world_size) == 1

@@ -14,15 +14,9 @@ from data.manifest import corpus_digest
 from data.prepare import prepare
 from data.tokenizer import load_tokenizer, shard_mark
 from train.agreement import refuse_other_code, refuse_other_settings
-from train.bad_steps import RollBack, Rollbacks, StepGuard, take_over_left_out, write_left_out
-from train.build import build_passes, build_step_model, build_weights, open_text, set_arithmetic
-from train.checkpoint import (
-    check_fits,
-    load_tensors,
-    read_checkpoint,
-    refuse_other_run,
-    run_tensors,
-)
+from train.bad_steps import RollBack, Rollbacks, write_left_out
+from train.build import build_passes, build_step_model, build_weights, open_text
+from train.checkpoint import refuse_other_run
 from train.collector import Collector
 from train.config import Config, check_machine
 from train.context_parallel import ContextGroups, join_context_groups
@@ -32,18 +26,18 @@ from train.export import refuse_to_replace
 from train.interruption import Interrupted, Interruption
 from train.logger import counted
 from train.lora import merge_adapters
-from train.optim import build_optimizer, learning_rate
+from train.optim import learning_rate
 from train.out_of_memory import end_out_of_memory, is_out_of_memory
-from train.parallel import gather, shard
+from train.parallel import gather
 from train.passes import Passes
 from train.profiler import Profiler
-from train.report import finish_run, open_run, run_flops, set_aside, step_metrics, tell_other_steps
+from train.report import finish_run, open_run, run_flops, set_aside, step_metrics
 from train.run_lock import lock_run
 from train.saving import CheckpointSaver, remove_unfinished, take_checkpoint
+from train.state import build_state
 from train.step import autocast_context, forward_backward, update
 from train.throughput import RunClock, StepTimer, begin_launch
 from train.watchdog import Watchdog
-from train.weights import locate
 
 
 def train(config: Config) -> float:
@@ -134,55 +128,24 @@ def _train(
     checkpoint. clock: shared by all attempts.
     """
     device, is_main = processes.device, processes.is_main
-    corpus, tokenizer = corpus_digest(text), shard_mark(config.data.tokenizer)
-    end_of_text = load_tokenizer(config.data.tokenizer).end_of_text
+    corpus = corpus_digest(text)
     checkpoints = folder / "checkpoints"
-    saved_path = processes.from_main(lambda: take_checkpoint(checkpoints, resume))
-
+    saved = processes.from_main(lambda: take_checkpoint(checkpoints, resume))
     if is_main and processes.step:
         # only the rollback after a spike starts an attempt at a later step than 0
-        print(f"goes back to {saved_path or 'the start: no checkpoint was saved yet'}", flush=True)
+        print(f"goes back to {saved or 'the start: no checkpoint was saved yet'}", flush=True)
     train_data, val_data, val_sequences = open_text(config, text, context.data_rank, context.data_size)
-    set_arithmetic(config)
-    start = None
-    if config.start.weights and not saved_path:
-        start = processes.from_main(lambda: str(locate(config.start.weights)))
-    weights = build_weights(config, device, start)
-    is_sharded = config.distributed == "fsdp" and processes.world_size > 1
-    if is_sharded:
-        shard(
-            weights,
-            processes,
-            config.shard_processes,
-            compiled=config.compile,
-            reshard_after_forward=config.reshard_after_forward,
-        )
-    optimizer = build_optimizer(weights, config.optim)
-    scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-    first_step, info = 0, read_checkpoint(saved_path) if saved_path else None
-    if info:
-        check_fits(info, saved_path, asdict(config), same_run=resume == "auto", corpus=corpus)
-        # step * tokens_per_step are the tokens trained: a run counts all its steps in one size
-        first_step = config.step_after(info["step"], info["config"]["tokens_per_step"])
-        # resolved: checkpoint.resume may name the run's own checkpoint by an absolute path
-        config.check_first_step(first_step, is_own=saved_path.resolve().parent == checkpoints.resolve())
-    if left_out is None:
-        left_out = processes.from_main(
-            lambda: take_over_left_out(folder, saved_path, info, asdict(config), corpus) if info else []
-        )
-    guard = StepGuard(
-        config.on_bad_step,
-        config.spikes,
-        has_scaler=scaler.is_enabled(),
-        left_out=left_out,
-        rank=processes.rank,
-    )
-    if info:
-        _restore(saved_path, info, weights, optimizer, scaler, guard)
-        processes.step = first_step
-        if is_main:
-            tell_other_steps(config, info, first_step, corpus)
-    model = build_step_model(weights, config, processes, context, is_sharded=is_sharded)
+    state = build_state(config, processes, saved, resume, left_out, corpus)
+    optimizer, scaler, guard, first_step = state.optimizer, state.scaler, state.guard, state.first_step
+    # what each checkpoint of this attempt says of where it comes from
+    origin = {
+        "resume": resume,
+        "config": asdict(config),
+        "corpus": corpus,
+        "tokenizer": shard_mark(config.data.tokenizer),
+        "end_of_text": load_tokenizer(config.data.tokenizer).end_of_text,
+    }
+    model = build_step_model(state.weights, config, processes, context)
     autocast = partial(autocast_context, device.type, config.precision)
     passes = build_passes(model, config, processes, autocast, scaler)
     timer, flops = StepTimer(device), run_flops(config, train_data)
@@ -194,7 +157,7 @@ def _train(
     saver = CheckpointSaver(checkpoints, config.checkpoint, processes)
     logger = None
     if is_main:
-        logger = open_run(config, folder, first_step, processes, weights, train_data, val_data)
+        logger = open_run(config, folder, first_step, processes, state.weights, train_data, val_data)
     measure = partial(step_metrics, config, processes, timer, flops)
     val_loss = validate()
     if is_main:
@@ -231,7 +194,7 @@ def _train(
             done = processes.step = step + 1
             if done == first_step + 1:
                 # the first step has created the optimizer's state
-                saver.prepare(run_tensors(weights, optimizer))
+                saver.prepare(state.tensors())
             is_last = done == config.steps
             val_loss = validate() if is_last or _is_due(done, config.evaluation.every_steps) else None
             # checked after the evaluation, during which the signal may have come
@@ -248,30 +211,22 @@ def _train(
                     if is_logged:
                         logger.log(metrics)
             if is_last or interrupted or _is_due(done, config.checkpoint.every_steps):
-                state = {"scaler": scaler.state_dict(), "guard": guard.state()}
-                info = {"step": done, "val_loss": val_loss, "resume": resume, "config": asdict(config)}
-                info |= {"corpus": corpus, "tokenizer": tokenizer, "end_of_text": end_of_text}
-                info |= {"left_out": guard.left_out}
                 with clock.counting("checkpoint_seconds"):
                     if is_main:
                         logger.sync()
-                    saver.save(run_tensors(weights, optimizer), info | state)
+                    info = {"step": done, "val_loss": val_loss} | origin | state.rest()
+                    saver.save(state.tensors(), info)
             profiler.step()
             clock.finish_step()
             if interrupted and not is_last:
                 _check_saved(saver, done)
                 raise Interrupted(f"stopped after step {done}; the same command goes on from there")
 
-    if not math.isfinite(val_loss):
-        raise FloatingPointError(
-            f"the validation loss is {val_loss} after {counted(config.steps, 'step')}: no summary and no "
-            "sample are made of it. Lower optim.learning_rate, or use precision=bf16 or fp32, and start "
-            "over, or from an earlier checkpoint with checkpoint.resume=FOLDER, under another name="
-        )
+    _check_finite(val_loss, config.steps)
     # already saved, and gathering the whole weights may need its memory
     optimizer.state.clear()
     del passes
-    weights = gather(weights, lambda: build_weights(config, device), is_main=is_main)
+    weights = gather(state.weights, lambda: build_weights(config, device), is_main=is_main)
     if is_main:
         if config.lora.rank:
             merge_adapters(weights)
@@ -280,18 +235,6 @@ def _train(
     processes.barrier()
     _check_saved(saver, config.steps)
     return val_loss
-
-
-def _restore(path: Path, info: dict, weights, optimizer, scaler, guard: StepGuard) -> None:
-    """Restores everything that a step changes from a checkpoint.
-
-    info: what read_checkpoint returned for it.
-    """
-    load_tensors(path, weights, optimizer)
-    if info["scaler"]:
-        # empty if the checkpoint's precision needed no loss scale
-        scaler.load_state_dict(info["scaler"])
-    guard.load_state(info["guard"])
 
 
 def _settle_buckets(model, config: Config, processes: Processes, autocast, scaler, optimizer) -> None:
@@ -307,6 +250,15 @@ def _settle_buckets(model, config: Config, processes: Processes, autocast, scale
 def _check_saved(saver: CheckpointSaver, step: int) -> None:
     if not saver.wait():
         raise OSError(f"the checkpoint of the last step, {step}, was not written: see above")
+
+
+def _check_finite(val_loss: float, steps: int) -> None:
+    if not math.isfinite(val_loss):
+        raise FloatingPointError(
+            f"the validation loss is {val_loss} after {counted(steps, 'step')}: no summary and no "
+            "sample are made of it. Lower optim.learning_rate, or use precision=bf16 or fp32, and start "
+            "over, or from an earlier checkpoint with checkpoint.resume=FOLDER, under another name="
+        )
 
 
 def seed_of(seed: int, step: int, rank: int) -> int:

@@ -44,10 +44,11 @@ def from_intervals(
     for name, bound in (("first", first), ("end", end)):
         decreases = bound.diff() < 0
         if bool(decreases.any()):
-            query = int(decreases.nonzero()[0, -1])
+            *batch, query = decreases.nonzero()[0].tolist()
+            before, after = bound[(*batch, slice(query, query + 2))].tolist()
             raise ValueError(
-                f"{name} must not decrease from one query to the next, got less behind query {query}: use "
-                "from_dense or |"
+                f"{name} must not decrease from one query to the next, got {after} after {before} at query "
+                f"{query + 1}: use from_dense or |"
             )
         lowest, highest = int(bound.min()), int(bound.max())
         if not 0 <= lowest <= highest <= seq_k:

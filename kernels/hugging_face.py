@@ -177,8 +177,7 @@ def of_mask(attention_mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
         raise ValueError(f"attention_mask must have shape (B, Tk) = {expected}, got {shape}")
     mask = attention_mask.bool()
     ids = (mask[:, 1:] != mask[:, :-1]).cumsum(1)
-    resumes = ids + mask[:, :1] > 2
-    if may_read(ids) and bool(resumes.any()):
+    if may_read(ids) and bool((resumes := ids + mask[:, :1] > 2).any()):
         row = int(resumes.nonzero()[0, 0])
         raise ValueError(
             f"attention_mask must keep one unbroken run of tokens in each row, got several in row {row}: use "

@@ -75,7 +75,11 @@ REFUSED = {
     ),
     "first that decreases": (
         lambda: intervals([0, 1, 0], [2, 2, 2], 2),
-        "first must not decrease .* got less behind query 1: use from_dense",
+        "first must not decrease .*, got 0 after 1 at query 2: use from_dense",
+    ),
+    "end that decreases in one batch": (
+        lambda: intervals([[0] * 3, [0] * 3], [[1, 2, 3], [1, 3, 2]], 3),
+        "end must not decrease .*, got 2 after 3 at query 2: use from_dense",
     ),
     "an end beyond the keys": (
         lambda: intervals([0, 0], [1, 300], 2),

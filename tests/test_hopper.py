@@ -117,6 +117,13 @@ def test_an_amd_gpu_of_version_nine_is_no_hopper(monkeypatch):
     hopper.is_hopper.cache_clear()
 
 
+def test_leaves_more_rows_than_it_numbers_to_the_portable_kernels(monkeypatch):
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
+    q = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16).expand(2, 2**28, 2, 64)
+    expected = f"1 to {2**30} rows over all heads, each head padded by 128, not 4 heads of {2**28} queries"
+    assert expected in hopper.refusal(problem(), q, q, q)
+
+
 def test_leaves_more_heads_than_a_grid_has_to_the_portable_kernels(monkeypatch):
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
     monkeypatch.setattr(hopper, "build_error", lambda: None)

@@ -37,7 +37,8 @@ def refusal(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if problem.softmax_scale < 1e-20:
         return f"divides by softmax_scale, which is {problem.softmax_scale}"
     if min(batch, seq_q, k.shape[1]) == 0 or batch * n_head * (max(seq_q, k.shape[1]) + 128) > MOST_ROWS:
-        return f"takes 1 to {MOST_ROWS} rows over all heads"
+        heads = f"{batch * n_head} heads of {seq_q} queries and {k.shape[1]} keys"
+        return f"takes 1 to {MOST_ROWS} rows over all heads, each head padded by 128, not {heads}"
     if batch * n_head > MOST_HEADS:
         return f"takes at most {MOST_HEADS} heads over all batches, not {batch * n_head}"
     return build_error()

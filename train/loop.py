@@ -65,15 +65,7 @@ def train(config: Config) -> float:
         refuse_other_run(folder / "checkpoints", resume, asdict(config))
         if config.export:
             refuse_to_replace(folder)
-        text = processes.main_first(lambda: prepare(config.data))
-        corpus = corpus_digest(text)
-        # hosts without a shared disk each prepare their own copy, from files that may differ
-        if processes.any(corpus != processes.from_main(lambda: corpus)):
-            raise ValueError(
-                f"{text} holds other tokens on some hosts: copy rank 0's folder there, or share it"
-            )
-        # reports too little text before the run has a folder
-        open_text(config, text)
+        text = _prepare_text(config, processes)
         with (
             lock_run(folder, processes),
             Interruption() as interruption,
@@ -109,6 +101,18 @@ def train(config: Config) -> float:
                         ) from None
                 # FSDP's modules form reference cycles: free the old weights before new ones are built
                 gc.collect()
+
+
+def _prepare_text(config: Config, processes: Processes) -> Path:
+    """The folder of the prepared text. Raises ValueError for too little text, or other text on some hosts."""
+    text = processes.main_first(lambda: prepare(config.data))
+    corpus = corpus_digest(text)
+    # hosts without a shared disk each prepare their own copy, from files that may differ
+    if processes.any(corpus != processes.from_main(lambda: corpus)):
+        raise ValueError(f"{text} holds other tokens on some hosts: copy rank 0's folder there, or share it")
+    # reports too little text before the run has a folder
+    open_text(config, text)
+    return text
 
 
 def _train(

@@ -32,7 +32,7 @@ from train.distributed import join_processes
 from train.logger import readable
 from train.optim import OptimConfig, build_optimizer
 from train.out_of_memory import is_out_of_memory
-from train.passes import EAGER_STEPS, GraphedPasses, Passes, has_cuda
+from train.passes import EAGER_STEPS, GraphedPasses, Passes, supports_graphs
 from train.plot import draw_bars
 from train.results import write_result
 from train.step import autocast_context, forward_backward, update
@@ -325,7 +325,7 @@ def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
         optimizer = build_optimizer(weights, OPTIM)
         scaler = torch.amp.GradScaler(device.type, enabled=step.precision == "fp16")
         autocast = partial(autocast_context, device.type, step.precision)
-        kind = GraphedPasses if step.cuda_graphs and has_cuda(device) else Passes
+        kind = GraphedPasses if step.cuda_graphs and supports_graphs(device) else Passes
         passes = kind(model, tokens_per_step // tokens_per_microbatch, autocast, scaler)
         inputs, targets = text[:, :-1], text[:, 1:]
         first, watch = Stopwatch(device), Stopwatch(device)

@@ -20,7 +20,7 @@ from train.distributed import Processes
 from train.documents import SeparateDocuments
 from train.lora import add_adapters
 from train.parallel import is_sharded
-from train.passes import GraphedPasses, Passes, has_cuda, on_capture_stream
+from train.passes import GraphedPasses, Passes, on_capture_stream, supports_graphs
 from train.skipped_positions import SkippedPositions
 from train.weights import load_start
 
@@ -109,7 +109,7 @@ def build_passes(model: nn.Module, config: Config, processes: Processes, autocas
 def has_graphs(config: Config, processes: Processes) -> bool:
     """Whether micro-batches are replayed as CUDA graphs: those in which processes exchange nothing."""
     # a profile names operators and their allocations, which a graph hides
-    if not config.cuda_graphs or config.profile or not has_cuda(processes.device):
+    if not config.cuda_graphs or config.profile or not supports_graphs(processes.device):
         return False
     # recomputed layers set the generator back to where the forward pass began, which a graph of a backward
     # pass alone does not do; and the reference reads its seed on the host

@@ -152,7 +152,7 @@ def ran_out_of_memory(error: BaseException | None) -> bool:
     return error is not None
 
 
-def has_cuda(device: torch.device) -> bool:
+def supports_graphs(device: torch.device) -> bool:
     """Whether CUDA graphs may be used: on AMD GPUs, which PyTorch also calls cuda, none has run yet."""
     return device.type == "cuda" and torch.version.hip is None
 

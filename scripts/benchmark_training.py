@@ -13,6 +13,7 @@ written beside the JSON file.
 
 import gc
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import product
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from model import GPT, AttentionConfig
+from model import GPT, AttentionConfig, ModelConfig
 from model.attention import IMPLEMENTATIONS
 from model.flops import flops_ledger
 from model.gpt import has_fused_gelu
@@ -303,45 +304,29 @@ def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
     }
     with join_processes(arguments.device) as processes:
         device = processes.device
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        torch.compiler.reset()
+        forget_earlier_rows(device)
         torch.manual_seed(0)
         torch.set_float32_matmul_precision("high")
         text = torch.randint(config.vocab_size, (tokens_per_step // seq_len, seq_len + 1), device=device)
-        weights = GPT(
-            config,
-            AttentionConfig(implementation=step.implementation),
-            fused_loss=step.fused_loss,
-            fused_gelu=step.fused_gelu and has_fused_gelu(device),
-            low_precision_residual=step.low_precision_residual,
-            recompute=step.recompute,
-        ).to(device)
+        weights = build_weights(config, step, device)
         # record what ran, not what was asked for: gated and recomputed layers do not fuse GELU
         row["fused_gelu"] = weights.blocks[0].mlp.fused_gelu and step.precision != "fp32"
-        model = torch.compile(weights) if step.compile else weights
-        optimizer = build_optimizer(weights, OPTIM)
-        scaler = torch.amp.GradScaler(device.type, enabled=step.precision == "fp16")
-        autocast = partial(autocast_context, device.type, step.precision)
-        kind = GraphedPasses if step.cuda_graphs and supports_graphs(device) else Passes
-        passes = kind(model, tokens_per_step // tokens_per_microbatch, autocast, scaler)
+        accumulation = tokens_per_step // tokens_per_microbatch
+        passes, optimizer, scaler = build_training(weights, step, accumulation, device)
         inputs, targets = text[:, :-1], text[:, 1:]
-        first, watch = Stopwatch(device), Stopwatch(device)
+
+        def train_step() -> float:
+            _, loss = forward_backward(passes, inputs, targets, processes)
+            update(optimizer, scaler, OPTIM.learning_rate, OPTIM.gradient_clip, float("inf"))
+            return loss
+
         try:
-            for index in range(arguments.warmup_steps + arguments.steps):
-                if index == arguments.warmup_steps:
-                    watch.start()
-                _, loss = forward_backward(passes, inputs, targets, processes)
-                update(optimizer, scaler, OPTIM.learning_rate, OPTIM.gradient_clip, float("inf"))
-                if index == 0:
-                    first_seconds = first.seconds()
+            times = time_steps(train_step, arguments.warmup_steps, arguments.steps, device)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             return {**row, "tokens_per_second": None}
-        step_seconds = watch.seconds() / arguments.steps
+        step_seconds, first_step_seconds, loss = times
         per_second = tokens_per_step / step_seconds
         flops = flops_ledger(config, weights.attention, seq_len, recompute=step.recompute)
         return {
@@ -354,9 +339,53 @@ def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
             },
             "peak_memory_bytes": peak_memory_bytes(device)[0],
             "step_ms": step_seconds * 1000,
-            "first_step_seconds": first_seconds,
+            "first_step_seconds": first_step_seconds,
             "final_loss": loss,
         }
+
+
+def forget_earlier_rows(device: torch.device) -> None:
+    """Frees the memory of earlier rows, and what torch has compiled for them."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    torch.compiler.reset()
+
+
+def build_weights(config: ModelConfig, step: Step, device: torch.device) -> GPT:
+    return GPT(
+        config,
+        AttentionConfig(implementation=step.implementation),
+        fused_loss=step.fused_loss,
+        fused_gelu=step.fused_gelu and has_fused_gelu(device),
+        low_precision_residual=step.low_precision_residual,
+        recompute=step.recompute,
+    ).to(device)
+
+
+def build_training(weights: GPT, step: Step, accumulation: int, device: torch.device):
+    """(passes of a micro-batch, optimizer, scaler of the loss); accumulation: micro-batches in a step."""
+    model = torch.compile(weights) if step.compile else weights
+    optimizer = build_optimizer(weights, OPTIM)
+    scaler = torch.amp.GradScaler(device.type, enabled=step.precision == "fp16")
+    autocast = partial(autocast_context, device.type, step.precision)
+    kind = GraphedPasses if step.cuda_graphs and supports_graphs(device) else Passes
+    return kind(model, accumulation, autocast, scaler), optimizer, scaler
+
+
+def time_steps(
+    train_step: Callable[[], float], warmup_steps: int, steps: int, device: torch.device
+) -> tuple[float, float, float]:
+    """Mean seconds of the steps after warm-up, seconds of the first step of all, and the last one's loss."""
+    first, watch = Stopwatch(device), Stopwatch(device)
+    for index in range(warmup_steps + steps):
+        if index == warmup_steps:
+            watch.start()
+        loss = train_step()
+        if index == 0:
+            first_seconds = first.seconds()
+    return watch.seconds() / steps, first_seconds, loss
 
 
 def describe(row: dict) -> str:

@@ -1,7 +1,6 @@
 """Exports a trained model as a Hugging Face folder, with its tokenizer if that has files."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import torch
@@ -9,6 +8,7 @@ import torch
 from data.tokenizer import TOKENIZERS, load_tokenizer
 from model import GPT
 from model.pretrained import export_pretrained, weight_files
+from train.terminal import warn
 
 # copied from a tokenizer's folder: its own files, the chat template, and where generation stops
 TOKENIZER_FILES = (
@@ -31,10 +31,9 @@ def export(model: GPT, tokenizer: str, out: Path, dtype: torch.dtype = torch.flo
     export_pretrained.
     """
     if model.attention.sparse:
-        print(
-            f"WARNING: attention.patterns={list(model.attention.patterns)} are no part of a Hugging Face "
-            "folder: read from there, every layer sees every key, as it did not in training",
-            file=sys.stderr,
+        warn(
+            f"attention.patterns={list(model.attention.patterns)} are no part of a Hugging Face "
+            "folder: read from there, every layer sees every key, as it did not in training"
         )
     export_pretrained(model, out, dtype=dtype, token_ids=token_ids(tokenizer))
     if tokenizer in TOKENIZERS:

@@ -4,22 +4,22 @@ import gc
 import math
 from contextlib import nullcontext
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from data.manifest import corpus_digest
 from data.prepare import prepare
-from data.tokenizer import load_tokenizer, shard_mark
 from train.agreement import refuse_other_code, refuse_other_settings
+from train.attempt import Attempt, Launch, begin_attempt
 from train.bad_steps import RollBack, Rollbacks, write_left_out
-from train.build import build_passes, build_step_model, build_weights, open_text
+from train.build import build_weights, open_text
 from train.checkpoint import refuse_other_run
 from train.collector import Collector
 from train.config import Config, check_machine
-from train.context_parallel import ContextGroups, join_context_groups
+from train.context_parallel import join_context_groups
 from train.distributed import Processes, join_processes
 from train.evaluate import evaluate
 from train.export import refuse_to_replace
@@ -31,13 +31,22 @@ from train.out_of_memory import end_out_of_memory, is_out_of_memory
 from train.parallel import gather
 from train.passes import Passes
 from train.profiler import Profiler
-from train.report import finish_run, open_run, run_flops, set_aside, step_metrics
+from train.report import finish_run, set_aside, step_metrics
 from train.run_lock import lock_run
-from train.saving import CheckpointSaver, remove_unfinished, take_checkpoint
-from train.state import build_state
-from train.step import autocast_context, forward_backward, update
-from train.throughput import RunClock, StepTimer, begin_launch
+from train.saving import CheckpointSaver, remove_unfinished
+from train.step import forward_backward, update
+from train.throughput import RunClock, begin_launch
 from train.watchdog import Watchdog
+
+
+class StepResult(NamedTuple):
+    """What is reported of a training step."""
+
+    # the mean over all ranks
+    loss: float
+    learning_rate: float
+    # before clipping, (), on the device
+    grad_norm: torch.Tensor
 
 
 def train(config: Config) -> float:
@@ -54,7 +63,6 @@ def train(config: Config) -> float:
     # --multirun trains several runs in one process, and torch stops compiling after a number of shapes
     torch.compiler.reset()
     folder = config.folder
-    resume = config.checkpoint.resume
     with join_processes(config.device) as processes:
         if processes.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -62,7 +70,7 @@ def train(config: Config) -> float:
         refuse_other_settings(config, processes)
         config.check_processes(processes.world_size)
         config.accumulation(processes.world_size)
-        refuse_other_run(folder / "checkpoints", resume, asdict(config))
+        refuse_other_run(folder / "checkpoints", config.checkpoint.resume, asdict(config))
         if config.export:
             refuse_to_replace(folder)
         text = _prepare_text(config, processes)
@@ -73,34 +81,15 @@ def train(config: Config) -> float:
         ):
             processes.from_main(lambda: remove_unfinished(folder / "checkpoints"))
             processes.from_main(lambda: set_aside(folder))
-            # None: the batches that the checkpoint leaves out
-            left_out = None
-            # created once for all attempts: process groups are never freed
-            context = join_context_groups(processes, config.context_parallel)
-            rollbacks, clock = Rollbacks(), RunClock(processes.device, launched)
-            while True:
-                try:
-                    return _train(
-                        config, processes, context, interruption, folder, text, resume, left_out, clock
-                    )
-                except RuntimeError as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    end_out_of_memory(config, processes)
-                except RollBack as spike:
-                    left_out = spike.left_out
-                    if processes.is_main:
-                        write_left_out(folder, left_out)
-                    # a run that was new may have saved checkpoints by now
-                    resume = "auto" if resume == "never" else resume
-                    rollbacks.add(processes.step)
-                    if processes.any(interruption.requested):
-                        raise Interrupted(
-                            f"stopped on the way back from step {processes.step}; the same command goes on "
-                            "from the last checkpoint"
-                        ) from None
-                # FSDP's modules form reference cycles: free the old weights before new ones are built
-                gc.collect()
+            launch = Launch(
+                config=config,
+                processes=processes,
+                context=join_context_groups(processes, config.context_parallel),
+                interruption=interruption,
+                clock=RunClock(processes.device, launched),
+                text=text,
+            )
+            return _train_with_rollbacks(launch)
 
 
 def _prepare_text(config: Config, processes: Processes) -> Path:
@@ -115,140 +104,189 @@ def _prepare_text(config: Config, processes: Processes) -> Path:
     return text
 
 
-def _train(
-    config: Config,
-    processes: Processes,
-    context: ContextGroups,
-    interruption: Interruption,
-    folder: Path,
-    text: Path,
-    resume: str,
-    left_out: list[int] | None,
-    clock: RunClock,
-) -> float:
-    """One attempt at training, from a checkpoint or the start until the end, Interrupted or RollBack.
+def _train_with_rollbacks(launch: Launch) -> float:
+    """Attempts to train until one gets to the end: after a spike the next one leaves out its batch."""
+    config, processes = launch.config, launch.processes
+    # left_out None: the batches that the checkpoint leaves out
+    resume, left_out, rollbacks = config.checkpoint.resume, None, Rollbacks()
+    while True:
+        try:
+            return _run_attempt(launch, resume, left_out)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            end_out_of_memory(config, processes)
+        except RollBack as spike:
+            left_out = spike.left_out
+            if processes.is_main:
+                write_left_out(config.folder, left_out)
+            # a run that was new may have saved checkpoints by now
+            resume = "auto" if resume == "never" else resume
+            rollbacks.add(processes.step)
+            if processes.any(launch.interruption.requested):
+                raise Interrupted(
+                    f"stopped on the way back from step {processes.step}; the same command goes on "
+                    "from the last checkpoint"
+                ) from None
+        # FSDP's modules form reference cycles: free the old weights before new ones are built
+        gc.collect()
 
-    resume: as checkpoint.resume. left_out: numbers of the batches to leave out; None: those of the
-    checkpoint. clock: shared by all attempts.
+
+def _run_attempt(launch: Launch, resume: str, left_out: list[int] | None) -> float:
+    """Trains from a checkpoint or the start until the end, Interrupted or RollBack.
+
+    resume, left_out: as begin_attempt takes them. Returns the final validation loss.
     """
-    device, is_main = processes.device, processes.is_main
-    corpus = corpus_digest(text)
-    checkpoints = folder / "checkpoints"
-    saved = processes.from_main(lambda: take_checkpoint(checkpoints, resume))
-    if is_main and processes.step:
-        # only the rollback after a spike starts an attempt at a later step than 0
-        print(f"goes back to {saved or 'the start: no checkpoint was saved yet'}", flush=True)
-    train_data, val_data, val_sequences = open_text(config, text, context.data_rank, context.data_size)
-    state = build_state(config, processes, saved, resume, left_out, corpus)
-    optimizer, scaler, guard, first_step = state.optimizer, state.scaler, state.guard, state.first_step
-    # what each checkpoint of this attempt says of where it comes from
-    origin = {
-        "resume": resume,
-        "config": asdict(config),
-        "corpus": corpus,
-        "tokenizer": shard_mark(config.data.tokenizer),
-        "end_of_text": load_tokenizer(config.data.tokenizer).end_of_text,
-    }
-    model = build_step_model(state.weights, config, processes, context)
-    autocast = partial(autocast_context, device.type, config.precision)
-    passes = build_passes(model, config, processes, autocast, scaler)
-    timer, flops = StepTimer(device), run_flops(config, train_data)
-
-    def validate() -> float:
-        with clock.counting("evaluation_seconds"):
-            return evaluate(model, val_data, val_sequences, processes, autocast)
-
-    saver = CheckpointSaver(checkpoints, config.checkpoint, processes)
-    logger = None
-    if is_main:
-        logger = open_run(config, folder, first_step, processes, state.weights, train_data, val_data)
-    measure = partial(step_metrics, config, processes, timer, flops)
-    val_loss = validate()
-    if is_main:
+    config, processes = launch.config, launch.processes
+    attempt = begin_attempt(launch, resume, left_out)
+    first_step, saver = attempt.state.first_step, attempt.saver
+    val_loss = _validate(launch, attempt)
+    if processes.is_main:
         print(f"validation loss {val_loss:.4f} after {counted(first_step, 'step')}", flush=True)
         if first_step == 0:
-            logger.log({"step": 0, "tokens": 0, "val_loss": val_loss})
+            attempt.logger.log({"step": 0, "tokens": 0, "val_loss": val_loss})
 
-    profiler = Profiler(folder, device, enabled=config.profile and is_main)
-    with saver, logger or nullcontext(), profiler, Collector() as collector:
-        if first_step < config.steps and processes.any(interruption.requested):
+    profiler = Profiler(config.folder, processes.device, enabled=config.profile and processes.is_main)
+    with saver, attempt.logger or nullcontext(), profiler, Collector() as collector:
+        if first_step < config.steps and processes.any(launch.interruption.requested):
             # a signal came during the first evaluation, which may take longer than its sender waits: stop now
             if first_step:
                 raise Interrupted(f"stopped after step {first_step}; the same command goes on from there")
             raise Interrupted("stopped before a step was done; the same command starts again")
         if processes.world_size > 1:
-            _settle_buckets(model, config, processes, autocast, scaler, optimizer)
+            _settle_buckets(launch, attempt)
         for step in range(first_step, config.steps):
-            timer.start()
-            # dropout depends only on seed, step and rank: a resumed run draws what it would have drawn
-            torch.manual_seed(seed_of(config.seed, step, processes.rank))
-            # read while the GPU still runs the previous step; the GPU waits 0.1% of its time for it
-            batch = train_data.batch(guard.batch_number(step))
-            tokens, targets = (_to_device(part, device) for part in batch)
-            timer.finish("data")
-            own_loss, loss = forward_backward(passes, tokens, targets, processes)
-            # the backward pass is still running on the GPU: this check does not make the GPU wait
-            limit = guard.norm_limit(step, own_loss, loss)
-            timer.finish("forward_backward")
-            rate = learning_rate(step, config.steps, config.optim)
-            grad_norm = update(optimizer, scaler, rate, config.optim.gradient_clip, limit)
-            guard.add_norm(step, grad_norm, limit)
-            timer.finish("optimizer")
-
+            result = _step(launch, attempt, step)
             done = processes.step = step + 1
             if done == first_step + 1:
                 # the first step has created the optimizer's state
-                saver.prepare(state.tensors())
+                saver.prepare(attempt.state.tensors())
             is_last = done == config.steps
-            val_loss = validate() if is_last or _is_due(done, config.evaluation.every_steps) else None
+            is_evaluated = is_last or _is_due(done, config.evaluation.every_steps)
+            val_loss = _validate(launch, attempt) if is_evaluated else None
             # checked after the evaluation, during which the signal may have come
-            interrupted = processes.any(interruption.requested)
-            is_logged = is_last or done == 1 or val_loss is not None
-            is_logged |= _is_due(done, config.logging.every_steps)
+            interrupted = processes.any(launch.interruption.requested)
+            is_logged = is_evaluated or done == 1 or _is_due(done, config.logging.every_steps)
             # the first step after resuming is only printed: the file stays that of an uninterrupted run
             if is_logged or done == first_step + 1:
                 # while the device is still busy
                 collector.collect()
-                metrics = measure(done, loss, val_loss, rate, grad_norm, guard.skipped_steps)
-                if is_main:
-                    logger.progress(metrics, (config.steps - done) * metrics["step_seconds"])
-                    if is_logged:
-                        logger.log(metrics)
+                _report(launch, attempt, done, result, val_loss, is_logged=is_logged)
             if is_last or interrupted or _is_due(done, config.checkpoint.every_steps):
-                with clock.counting("checkpoint_seconds"):
-                    if is_main:
-                        logger.sync()
-                    info = {"step": done, "val_loss": val_loss} | origin | state.rest()
-                    saver.save(state.tensors(), info)
+                _save(launch, attempt, done, val_loss)
             profiler.step()
-            clock.finish_step()
+            launch.clock.finish_step()
             if interrupted and not is_last:
                 _check_saved(saver, done)
                 raise Interrupted(f"stopped after step {done}; the same command goes on from there")
-
-    _check_finite(val_loss, config.steps)
-    # already saved, and gathering the whole weights may need its memory
-    optimizer.state.clear()
-    del passes
-    weights = gather(state.weights, lambda: build_weights(config, device), is_main=is_main)
-    if is_main:
-        if config.lora.rank:
-            merge_adapters(weights)
-        with autocast():
-            finish_run(config, folder, weights, val_loss, clock, processes, flops, first_step=first_step)
-    processes.barrier()
-    _check_saved(saver, config.steps)
+    _finish(launch, attempt, val_loss)
     return val_loss
 
 
-def _settle_buckets(model, config: Config, processes: Processes, autocast, scaler, optimizer) -> None:
+def _validate(launch: Launch, attempt: Attempt) -> float:
+    with launch.clock.counting("evaluation_seconds"):
+        return evaluate(
+            attempt.model, attempt.val_data, attempt.val_sequences, launch.processes, attempt.autocast
+        )
+
+
+def _step(launch: Launch, attempt: Attempt, step: int) -> StepResult:
+    """One training step: changes the weights unless the guard refuses."""
+    config, processes, state, timer = launch.config, launch.processes, attempt.state, attempt.timer
+    timer.start()
+    # dropout depends only on seed, step and rank: a resumed run draws what it would have drawn
+    torch.manual_seed(seed_of(config.seed, step, processes.rank))
+    # read while the GPU still runs the previous step; the GPU waits 0.1% of its time for it
+    batch = attempt.train_data.batch(state.guard.batch_number(step))
+    tokens, targets = (_to_device(part, processes.device) for part in batch)
+    timer.finish("data")
+    own_loss, loss = forward_backward(attempt.passes, tokens, targets, processes)
+    # the backward pass is still running on the GPU: this check does not make the GPU wait
+    limit = state.guard.norm_limit(step, own_loss, loss)
+    timer.finish("forward_backward")
+    rate = learning_rate(step, config.steps, config.optim)
+    grad_norm = update(state.optimizer, state.scaler, rate, config.optim.gradient_clip, limit)
+    state.guard.add_norm(step, grad_norm, limit)
+    timer.finish("optimizer")
+    return StepResult(loss, rate, grad_norm)
+
+
+def _report(
+    launch: Launch,
+    attempt: Attempt,
+    done: int,
+    result: StepResult,
+    val_loss: float | None,
+    *,
+    is_logged: bool,
+) -> None:
+    """Prints the progress after `done` steps, and logs its metrics if asked to; waits for the device."""
+    config, processes, logger = launch.config, launch.processes, attempt.logger
+    metrics = step_metrics(
+        config,
+        processes,
+        attempt.timer,
+        attempt.flops,
+        done,
+        result.loss,
+        val_loss,
+        result.learning_rate,
+        result.grad_norm,
+        attempt.state.guard.skipped_steps,
+    )
+    if processes.is_main:
+        logger.progress(metrics, (config.steps - done) * metrics["step_seconds"])
+        if is_logged:
+            logger.log(metrics)
+
+
+def _save(launch: Launch, attempt: Attempt, done: int, val_loss: float | None) -> None:
+    """Saves a checkpoint of `done` steps, and the metrics that belong to it."""
+    with launch.clock.counting("checkpoint_seconds"):
+        if launch.processes.is_main:
+            attempt.logger.sync()
+        info = {"step": done, "val_loss": val_loss} | attempt.origin | attempt.state.rest()
+        attempt.saver.save(attempt.state.tensors(), info)
+
+
+def _finish(launch: Launch, attempt: Attempt, val_loss: float) -> None:
+    """Makes summary, pictures and sample of the trained weights; raises for a loss that is not finite."""
+    config, processes = launch.config, launch.processes
+    _check_finite(val_loss, config.steps)
+    # already saved, and gathering the whole weights may need its memory
+    attempt.state.optimizer.state.clear()
+    del attempt.passes
+    weights = gather(
+        attempt.state.weights, lambda: build_weights(config, processes.device), is_main=processes.is_main
+    )
+    if processes.is_main:
+        if config.lora.rank:
+            merge_adapters(weights)
+        with attempt.autocast():
+            finish_run(
+                config,
+                config.folder,
+                weights,
+                val_loss,
+                launch.clock,
+                processes,
+                attempt.flops,
+                first_step=attempt.state.first_step,
+            )
+    processes.barrier()
+    _check_saved(attempt.saver, config.steps)
+
+
+def _settle_buckets(launch: Launch, attempt: Attempt) -> None:
     """Runs a backward pass on dummy tokens before the first step of every launch, new or resumed.
 
     DDP reorders its buckets after its first backward pass, which changes the order of sums.
     """
-    nothing = torch.zeros((config.microbatch, config.seq_len), dtype=torch.int64, device=processes.device)
-    forward_backward(Passes(model, 1, autocast, scaler), nothing, nothing, processes)
-    optimizer.zero_grad(set_to_none=True)
+    shape = launch.config.microbatch, launch.config.seq_len
+    nothing = torch.zeros(shape, dtype=torch.int64, device=launch.processes.device)
+    passes = Passes(attempt.model, 1, attempt.autocast, attempt.state.scaler)
+    forward_backward(passes, nothing, nothing, launch.processes)
+    attempt.state.optimizer.zero_grad(set_to_none=True)
 
 
 def _check_saved(saver: CheckpointSaver, step: int) -> None:

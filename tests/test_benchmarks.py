@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend
 
 from kernels import block_masks
 from kernels.reference import attention_reference
@@ -22,6 +23,7 @@ from scripts import (
     benchmark_ring,
     benchmark_training,
 )
+from scripts.sdpa import sdpa
 from scripts.sizes import read_model
 from train import results
 from train.plot import draw_bars
@@ -208,6 +210,14 @@ def test_a_token_reads_all_weights_but_tables_of_which_it_takes_a_row(name):
     # a tied table is the head as well
     read = set(model.parameters()) - tables | {model.head_weight}
     assert benchmark_generate.weight_bytes(model) == sum(x.nbytes for x in read)
+
+
+@pytest.mark.parametrize("backend", [None, SDPBackend.MATH])
+def test_pytorchs_attention_takes_and_gives_tensors_laid_out_as_ours(backend):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 9, 3, 8, dtype=torch.float64) for _ in range(3))
+    expected = attention_reference(q, k, v, causal=True)
+    torch.testing.assert_close(sdpa(q, k, v, backend, is_causal=True), expected)
 
 
 def test_the_hosts_time_is_of_one_call_and_without_the_turn_that_compiles(timed, monkeypatch):

@@ -28,7 +28,7 @@ from train.checkpoint import newest_checkpoint, read_checkpoint
 from train.config import Config
 from train.context import LEAST_LENGTH
 from train.logger import read_metrics
-from train.overrides import CONF, checked
+from train.overrides import CONF, checked, key_of
 from train.plot_context import draw_comparison, draw_needles
 from train.results import write_result
 
@@ -193,7 +193,7 @@ def check_overrides(name: str, overrides: list[str]) -> None:
         asked = OmegaConf.create(asdict(checked(compose("config", overrides), Config)))
     path = Path("runs", name, "config.yaml")
     had = OmegaConf.load(path)
-    keys = ["total_tokens", *(word.lstrip("+~").partition("=")[0] for word in overrides)]
+    keys = ["total_tokens", *map(key_of, overrides)]
     for key in dict.fromkeys(keys):
         # a configuration does not hold experiment=..., only the values that it changes
         then, now = (OmegaConf.select(config, key) for config in (had, asked))

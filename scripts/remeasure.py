@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from scripts.arguments import argument, run_script
 from scripts.side_by_side import places, run_side_by_side
+from train.overrides import key_of
 
 LAUNCHER = ["-m", "torch.distributed.run", "--standalone"]
 
@@ -126,11 +127,6 @@ def repetition(old: Path, new: Path, changes: Sequence[str] = ()) -> Repetition:
         given = [word for word in given if word not in named] + [f"out={place}"]
     launcher = ["-m"] if n_gpus == 1 else [*LAUNCHER, f"--nproc-per-node={n_gpus}", "-m"]
     return Repetition(old, left, new, [sys.executable, *launcher, module, *given], n_gpus)
-
-
-def key_of(word: str) -> str:
-    """The key of an argument, also of one that Hydra adds (+key=value) or removes (~key)."""
-    return word.split("=")[0].lstrip("+~")
 
 
 def usual_out(module: str, old: Path) -> str:

@@ -82,7 +82,7 @@ def unknown_key(key: str, schema: type) -> str:
 def refuse_model_overrides(words: list[str], weights: str | None) -> None:
     """Raises ValueError for KEY=VALUE of the model that has no effect because of start.weights."""
     for word in words if weights is not None else []:
-        key = _key(word)
+        key = key_of(word)
         if key == "model" or (key.startswith("model.") and key != "model.dropout"):
             raise ValueError(
                 f"{word} has no effect with start.weights={weights}, whose model is taken: leave it out"
@@ -111,7 +111,7 @@ def refuse_idle_overrides(
         idle["optim.momentum"] = f"optim.algorithm={algorithm}: add optim=muon"
     for word in words:
         for begin, reason in idle.items():
-            if _key(word).startswith(begin) and _key(word) != _key(reason):
+            if key_of(word).startswith(begin) and key_of(word) != key_of(reason):
                 raise ValueError(f"{word} has no effect with {reason}, or leave it out")
 
 
@@ -124,7 +124,7 @@ def refuse_numbers_for_texts(words: list[str], schema: type) -> None:
     parser = OverridesParser.create()
     for word in words:
         key, _, value = word.partition("=")
-        if _key(word) not in texts:
+        if key_of(word) not in texts:
             continue
         for text in TEXT.finditer(value):
             typed = text[0].strip()
@@ -156,7 +156,7 @@ def wrong_value(error: OmegaConfBaseException, given: DictConfig) -> str:
     return f"{key}: {reason}"
 
 
-def _key(word: str) -> str:
+def key_of(word: str) -> str:
     """The key that KEY=VALUE changes, +KEY=VALUE adds or ~KEY removes."""
     return word.lstrip("+~").partition("=")[0]
 

@@ -112,19 +112,21 @@ def read_words(arguments: type, words: str | None, others: str | None) -> tuple[
     bare = [word for word in sys.argv[1:] if "=" not in word]
     if bare and words is None:
         raise ValueError(f"arguments are key=value, got {bare[0]!r}: --help lists them")
-    own = [word for word in sys.argv[1:] if "=" in word]
-    foreign = []
-    if others:
-        names = [item.name for item in fields(arguments)]
-        foreign = [word for word in own if word.split("=")[0] not in names]
-    # YAML would turn "def f(x):" into a mapping, and "# a comment" into nothing
-    names = {item.name for item in fields(arguments) if item.type is str}
-    texts = dict(word.split("=", 1) for word in own if word.split("=")[0] in names)
+    kinds = {item.name: item.type for item in fields(arguments)}
+    given, texts, foreign = [], {}, []
+    for word in sys.argv[1:]:
+        name, is_pair, value = word.partition("=")
+        if is_pair and others and name not in kinds:
+            foreign.append(word)
+        elif is_pair and kinds.get(name) is str:
+            # YAML would turn "def f(x):" into a mapping, and "# a comment" into nothing
+            texts[name] = value
+        elif is_pair:
+            given.append(word)
     if foreign:
         texts[others] = foreign
     if bare:
         texts[words] = bare
-    given = [word for word in own if word not in foreign and word.split("=")[0] not in names]
     return OmegaConf.from_cli(given), texts
 
 

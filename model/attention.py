@@ -103,20 +103,51 @@ class SelfAttention(nn.Module):
         document_ids: Tensor | None = None,
         cache: LayerCache | None = None,
         rotation: tuple[Tensor, Tensor] | None = None,
-        ring: Ring | None = None,
         block_mask: BlockMask | None = None,
     ) -> Tensor:
-        """Attention of x. rotation: cos and sin for queries and keys; ring: x is part of longer sequences."""
+        """Attention of x. rotation: cos and sin for queries and keys."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         dropout_p = self.dropout if self.training else 0.0
-        dense = ring is None and block_mask is None
-        as_it_is = dense and cache is None and rotation is None and dropout_p == 0.0
+        as_it_is = block_mask is None and cache is None and rotation is None and dropout_p == 0.0
         if self.takes_packed and as_it_is:
             deterministic = torch.are_deterministic_algorithms_enabled()
             out = flash_attention_packed(
                 qkv.unflatten(2, (3, -1)), document_ids=document_ids, deterministic=deterministic
             )
-            return self.projection(out.flatten(2))
+            return self.project(out)
+        q, k, v = self._parts(qkv)
+        if cache is not None and x.shape[1] == 1:
+            if self.qk_norm:
+                qkv = torch.cat((q, k, v), dim=2)
+            out = cache.attend(qkv, self.implementation, rotation)
+            return self.project(out)
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        if cache is not None:
+            cache.fill(k, v)
+        options = {"document_ids": document_ids, "block_mask": block_mask, "dropout_p": dropout_p}
+        return self.project(attend(q, k, v, self.implementation, **options))
+
+    def queries_keys_values(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+        """q (B, T, H, D), k and v (B, T, Hkv, D) of x; rotation as in forward."""
+        q, k, v = self._parts(self.qkv(x).unflatten(-1, (-1, self.head_dim)))
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        return q, k, v
+
+    def attend_over_ring(
+        self, q: Tensor, k: Tensor, v: Tensor, ring: Ring, block_mask: BlockMask | None
+    ) -> Tensor:
+        """Attention to the tokens of all processes of the ring; what queries_keys_values gave is their part."""
+        if self.training and self.dropout > 0.0:
+            raise ValueError(f"model.dropout={self.dropout}: there is none over several processes, set it 0")
+        return ring_attention(q, k, v, ring, self.implementation, block_mask=block_mask)
+
+    def project(self, out: Tensor) -> Tensor:
+        """What attention adds to the residual stream (B, T, C), of its heads' outputs (B, T, H, D)."""
+        return self.residual_dropout(self.projection(out.flatten(2)))
+
+    def _parts(self, qkv: Tensor) -> tuple[Tensor, ...]:
         # views of the packed product: no copy is made for the kernel
         q, k, v = qkv.split(self.n_heads, dim=2)  # (B, T, H, D), twice (B, T, Hkv, D)
         if self.qk_norm:
@@ -124,23 +155,7 @@ class SelfAttention(nn.Module):
             q, k = (
                 norm(x.to(norm.weight.dtype)).to(v.dtype) for norm, x in ((self.q_norm, q), (self.k_norm, k))
             )
-        if cache is not None and x.shape[1] == 1:
-            if self.qk_norm:
-                qkv = torch.cat((q, k, v), dim=2)
-            out = cache.attend(qkv, self.implementation, rotation)
-            return self.residual_dropout(self.projection(out.flatten(2)))
-        if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
-        if cache is not None:
-            cache.fill(k, v)
-        if ring is not None:
-            if dropout_p > 0.0:
-                raise ValueError(f"model.dropout={dropout_p}: there is none over several processes, set it 0")
-            out = ring_attention(q, k, v, ring, self.implementation, block_mask=block_mask)
-        else:
-            options = {"document_ids": document_ids, "block_mask": block_mask, "dropout_p": dropout_p}
-            out = attend(q, k, v, self.implementation, **options)
-        return self.residual_dropout(self.projection(out.flatten(2)))
+        return q, k, v
 
 
 def attend(

@@ -5,6 +5,8 @@ Learners", 2019); other values make it Llama (arXiv:2407.21783) or Qwen (arXiv:2
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -99,11 +101,32 @@ class Block(nn.Module):
         # with recomputation, the products would be repeated too
         self.mlp = MLP(config, fused_gelu and recompute == "none")
 
-    def forward(self, x: Tensor, **attention_inputs) -> Tensor:
-        return recomputed(self._layer, self.recompute)(x, **attention_inputs)
+    def forward(self, x: Tensor, *, ring: Ring | None = None, **attention_inputs) -> Tensor:
+        """The stream behind this layer. ring: processes share the sequences, and x is this one's part."""
+        if ring is None:
+            return recomputed(self._layer, self.recompute)(x, **attention_inputs)
+        inputs = x, ring, attention_inputs["rotation"], attention_inputs["block_mask"]
+        if self.recompute == "full":
+            # a compiler gives up what repeats an exchange of processes, so it is given the parts around it
+            part = torch.compile if torch.compiler.is_compiling() else partial(recomputed, kind="none")
+            return recomputed(self._layer_of_ring, "full")(*inputs, part)
+        return self._layer_of_ring(*inputs, partial(recomputed, kind=self.recompute))
 
     def _layer(self, x: Tensor, **attention_inputs) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), **attention_inputs)
+        return self._add(x, self.attention(self.attention_norm(x), **attention_inputs))
+
+    def _layer_of_ring(self, x: Tensor, ring: Ring, rotation, block_mask, part: Callable) -> Tensor:
+        parts = part(self._queries_keys_values)(x, rotation)
+        return part(self._add_heads)(x, self.attention.attend_over_ring(*parts, ring, block_mask))
+
+    def _queries_keys_values(self, x: Tensor, rotation) -> tuple[Tensor, ...]:
+        return self.attention.queries_keys_values(self.attention_norm(x), rotation)
+
+    def _add_heads(self, x: Tensor, out: Tensor) -> Tensor:
+        return self._add(x, self.attention.project(out))
+
+    def _add(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + attended
         return x + self.mlp(self.mlp_norm(x))
 
 

@@ -85,6 +85,8 @@ class RingAttention(torch.autograd.Function):
         batch, n_query, n_head, _ = q.shape
         accurate = torch.promote_types(q.dtype, torch.float32)
         kv = torch.stack((k, v))  # (2, B, T / n, Hkv, D)
+        # kept for the backward pass: a view of the qkv product would keep all of it, k and v a second time
+        q = q.contiguous()
         visiting, following = kv[:, :, steps[0].keys], iter([*steps[1:], None, None])
         # an exchange must have started before an attention kernel does, whose thread blocks keep all
         # multiprocessors until it ends: otherwise the exchange waits for them, and the neighbours' ends of it

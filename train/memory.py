@@ -98,7 +98,9 @@ def kept_bytes(config: Config, small: int, stream: int) -> float:
     if config.recompute == "selective":
         # the output of the projection after attention, from which the stream is recomputed
         return products + small * channels
-    rotated = small * (width + model.n_kv_head * model.head_dim) if model.rotary is not None else 0
+    # over several processes attention keeps copies in place of the product, rotated or not
+    is_rotated = model.rotary is not None and config.context_parallel == 1
+    rotated = small * (width + model.n_kv_head * model.head_dim) if is_rotated else 0
     statistics = 16 if model.norm == "layer" else 8
     # the stream between attention and MLP, both norms' outputs, the activation's output
     return products + stream * channels + small * (2 * channels + model.mlp_width) + statistics + rotated

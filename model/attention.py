@@ -138,7 +138,7 @@ class SelfAttention(nn.Module):
     def attend_over_ring(
         self, q: Tensor, k: Tensor, v: Tensor, ring: Ring, block_mask: BlockMask | None
     ) -> Tensor:
-        """Attention to the tokens of all processes of the ring; what queries_keys_values gave is their part."""
+        """Attention to the tokens of all processes of the ring; q, k, v: what queries_keys_values gives."""
         if self.training and self.dropout > 0.0:
             raise ValueError(f"model.dropout={self.dropout}: there is none over several processes, set it 0")
         return ring_attention(q, k, v, ring, self.implementation, block_mask=block_mask)

@@ -14,10 +14,14 @@ import torch
 
 import model.gpt
 from model import GPT, AttentionConfig
+from model.recompute import RECOMPUTE
+from model.rope import RotaryConfig
 from scripts import plan
 from scripts.plan import Arguments, choose_rates, compare, measured
 from tests.test_config import composed
+from tests.test_context_parallel import NoGroup
 from train.config import Config, parse
+from train.context_parallel import SharedSequences
 from train.logger import readable
 from train.lora import LoraConfig
 from train.memory import count_weights, kept_bytes, largest_microbatch, microbatches, peak_bytes
@@ -315,6 +319,44 @@ def test_memory_of_shards_on_four_gpus_is_predicted_within_five_percent():
         "tokens_per_step=524288",
     )  # fmt: skip
     assert abs(peak_bytes(xl, measured["n_gpus"]) / measured["rows"][0]["peak_memory_bytes"] - 1) < 0.05
+
+
+def test_memory_of_a_sequence_that_four_gpus_share_is_predicted_within_five_percent():
+    measured = json.loads((RESULTS / "training_1048576.json").read_text())
+    million = config(
+        "+model.rotary.base=500000", "context_parallel=4", "seq_len=1048576", "tokens_per_microbatch=262144",
+        "tokens_per_step=1048576",
+    )  # fmt: skip
+    # as many rows of logits as were held at the time
+    predicted = peak_bytes(million, measured["n_gpus"], chunk=16384)
+    assert abs(predicted / measured["rows"][0]["peak_memory_bytes"] - 1) < 0.05
+
+
+@pytest.mark.parametrize("rotary", [None, RotaryConfig(base=100.0)], ids=["learned", "rotary"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_layers_of_shared_sequences_keep_what_is_planned(recompute, rotary, monkeypatch):
+    # the partition of graphs that decides what is kept, without the minute that C++ takes
+    compiled = partial(torch.compile, backend="aot_eager_decomp_partition")
+    monkeypatch.setattr(torch, "compile", compiled)
+    given = config("context_parallel=2", "precision=fp32", f"recompute={recompute}")
+    tokens, kept = torch.zeros(1, 256, dtype=torch.int64), []
+    for n_layer in (2, 4):
+        torch._dynamo.reset()
+        shape = replace(given.model, n_layer=n_layer, n_embd=64, n_head=2, n_kv_head=2, rotary=rotary)
+        gpt = GPT(shape, AttentionConfig(implementation="reference"), recompute=recompute)
+        weights = {parameter.untyped_storage()._cdata for parameter in gpt.parameters()}
+        shared, storages = SharedSequences(torch.compile(gpt), NoGroup(1)), {}
+
+        def keep(x, storages=storages):
+            storages[x.untyped_storage()._cdata] = x.untyped_storage()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            loss = shared(tokens, tokens)
+        kept.append(sum(x.nbytes() for key, x in storages.items() if key not in weights))
+        loss.backward()
+    planned = kept_bytes(replace(given, model=shape), 4, 4)
+    assert (kept[1] - kept[0]) / 2 / tokens.numel() == pytest.approx(planned, rel=0.01)
 
 
 def test_a_line_of_a_plan_tells_the_speed_of_whole_steps_on_all_gpus():

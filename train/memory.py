@@ -55,10 +55,7 @@ def peak_bytes(config: Config, world_size: int = 1, chunk: int = LOGIT_ROWS) -> 
         gathered -= 4 * (layers - 2) * matrices
 
     kept_layer, casts = kept_bytes(config, small, stream), small * layers * matrices if small < 4 else 0
-    one_layer = 0
-    if config.recompute != "none":
-        # what a layer recomputes comes on top of what it has kept
-        one_layer = kept_bytes(replace(config, recompute="none"), small, stream) - kept_layer
+    backward = n * backward_bytes(config, small, stream)
     if config.recompute == "full":
         casts /= layers
     activations = n * layers * kept_layer + casts
@@ -69,8 +66,6 @@ def peak_bytes(config: Config, world_size: int = 1, chunk: int = LOGIT_ROWS) -> 
     else:
         head = n * model.padded_vocab_size * small
     head += small * table
-    # gradients on both sides of the MLP's activation, and of the stream
-    backward = n * (2 * small * model.mlp_width + 3 * small * channels + one_layer)
     return int(
         persistent
         + gathered
@@ -104,6 +99,26 @@ def kept_bytes(config: Config, small: int, stream: int) -> float:
     statistics = 16 if model.norm == "layer" else 8
     # the stream between attention and MLP, both norms' outputs, the activation's output
     return products + stream * channels + small * (2 * channels + model.mlp_width) + statistics + rotated
+
+
+def backward_bytes(config: Config, small: int, stream: int) -> float:
+    """Bytes per token that a layer's backward pass takes beside what all layers keep.
+
+    small, stream: as in kept_bytes.
+    """
+    model = config.model
+    activation = small * model.mlp_width
+    # of both sides of the MLP's activation, and of the stream
+    gradients = 2 * activation + 3 * small * model.n_embd
+    everything = kept_bytes(replace(config, recompute="none"), small, stream)
+    recomputed = everything - kept_bytes(config, small, stream)
+    if config.context_parallel == 1:
+        return gradients + recomputed
+    # what is behind the exchange of keys is a graph of its own. It needs one of the activation's gradients at
+    # a time, and of what selective recomputation makes again only the activation
+    if config.recompute == "selective":
+        recomputed = activation
+    return gradients - activation + recomputed
 
 
 def count_weights(model: ModelConfig) -> int:

@@ -2,8 +2,9 @@
 
 Supported are padding masks, (B, Tk) or over the filled slots of a static cache, packed position_ids or
 cu_seq_lens, sliding windows, grouped heads, dropout and the learned sinks of GPT-OSS. What these kernels do
-not compute (soft caps, attention weights, windows that look ahead) is refused, and so are models for which
-transformers supports no flash attention. Only `register` imports transformers.
+not compute (soft caps, attention weights, windows that look ahead, images that see all of themselves) is
+refused, and so are models for which transformers supports no flash attention. Only `register` imports
+transformers.
 """
 
 from collections.abc import Callable
@@ -14,8 +15,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from kernels.checks import may_read
 from kernels.flash_attention import flash_attention, flash_attention_varlen
+from kernels.hugging_face_masks import read_rules, window_of
 
 NAME = "nanoflash"
+# of a mask that holds the numbers of packed sequences: nobody's padding has it
+DOCUMENTS = torch.uint32
 # mask or positions -> the version and sizes for which they were read, the last layer that asked, the result
 READ = WeakIdKeyDictionary()
 
@@ -32,8 +36,17 @@ def register() -> None:
 
     if NAME in AttentionInterface():
         return
+
+    def mask_or_documents(*, mask_function, kv_length, use_vmap=False, **kwargs):
+        documents = read_rules(mask_function, kv_length, is_own=use_vmap)
+        # transformers packs where there is no padding. Some models give their layers no position_ids, but all
+        # give them the mask
+        if documents is not None:
+            return documents.int().view(DOCUMENTS)
+        return flash_attention_mask(mask_function=mask_function, kv_length=kv_length, **kwargs)
+
     AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, flash_attention_mask)
+    AttentionMaskInterface.register(NAME, mask_or_documents)
 
     # transformers takes every name that contains "flash" for one of its packages, and loads the functions of
     # that package before it looks at what is registered: give it functions under our name
@@ -81,7 +94,6 @@ def attention_forward(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     is_causal: bool | None = None,
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
@@ -100,8 +112,9 @@ def attention_forward(
         given, missing = ("q", "k") if cu_seq_lens_k is None else ("k", "q")
         raise ValueError(f"cu_seq_lens_{missing} must be given with cu_seq_lens_{given}, got None: pass both")
     causal = module.is_causal if is_causal is None else is_causal
-    # a window at least as long as the keys hides nothing
-    window = sliding_window if sliding_window and sliding_window < key.shape[2] else None
+    window = kwargs["sliding_window"] if "sliding_window" in kwargs else window_of(module)
+    # as long as the keys, it hides nothing
+    window = window if window and window < key.shape[2] else None
     if window is not None and not causal:
         raise ValueError(
             f"sliding_window looks back only, got {window} without a causal mask: use "
@@ -120,7 +133,9 @@ def attention_forward(
     if attention_mask is not None and attention_mask.dim() == 2 and causal:
         # a static cache's slots beyond the mask are empty
         k, v = (x[:, : attention_mask.shape[1]] for x in (k, v))
-    if attention_mask is not None and causal:
+    if attention_mask is not None and attention_mask.dtype == DOCUMENTS:
+        ids = once(module, attention_mask, of_documents, q, k)
+    elif attention_mask is not None and causal:
         ids = once(module, attention_mask, of_mask, q, k)
     elif attention_mask is not None:
         starts = once(module, attention_mask, of_text, q, k)
@@ -184,6 +199,11 @@ def of_mask(attention_mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
             "attn_implementation='eager'"
         )
     return torch.nn.functional.pad(ids, (1, 0)).int()
+
+
+def of_documents(documents: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Documents (B, T) int32 of a mask that holds their numbers."""
+    return documents.view(torch.int32)
 
 
 def of_text(attention_mask: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

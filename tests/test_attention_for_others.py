@@ -1,5 +1,8 @@
 """Other people's code on these kernels: Hugging Face models, and F.scaled_dot_product_attention."""
 
+from copy import deepcopy
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +15,7 @@ from torch.nn.attention import (
 
 import kernels.sdpa
 from kernels import hugging_face
+from kernels.hugging_face_masks import read_rules
 from kernels.reference import attention_reference
 from tests.accuracy import assert_as_accurate_as_torch, assert_within_rule, random_qkv
 
@@ -144,9 +148,14 @@ def test_hugging_face_masks_with_holes_or_of_other_lengths_are_refused(find):
 def test_hugging_face_masks_are_read_once_for_all_layers(given, device, monkeypatch):
     """Each reading waits for the GPU."""
     hugging_face.register()
-    readings, name = [], {"position_ids": "of_causal_positions", "attention_mask": "of_mask"}[given]
-    find = getattr(hugging_face, name)
-    monkeypatch.setattr(hugging_face, name, lambda *of: readings.append(find(*of)) or readings[-1])
+    readings, names = (
+        [],
+        {"position_ids": ("of_causal_positions", "of_documents"), "attention_mask": ("of_mask",)},
+    )
+    for name in names[given]:
+        find = getattr(hugging_face, name)
+        read = partial(lambda find, *of: readings.append(find(*of)) or readings[-1], find)
+        monkeypatch.setattr(hugging_face, name, read)
     config = transformers.LlamaConfig(**SMALL | {"num_hidden_layers": 3}, **HEADS)
     config._attn_implementation = "nanoflash"
     model = transformers.AutoModelForCausalLM.from_config(config).to(device)
@@ -262,6 +271,133 @@ def test_hugging_face_windows_that_look_ahead_are_refused(device):
     with pytest.raises(ValueError, match="sliding_window looks back only, got 4"):
         hugging_face.attention_forward(module, x, x, x, None, is_causal=False, sliding_window=4)
     hugging_face.attention_forward(module, x, x, x, None, is_causal=False, sliding_window=8)
+
+
+TWO_EXPERTS = {"num_experts_per_tok": 1, "experts_implementation": "eager", "head_dim": 16}
+LEFT_TO_THE_MASK = {
+    "phimoe": lambda: transformers.PhimoeConfig(
+        **SMALL, **HEADS | TWO_EXPERTS, num_local_experts=2, sliding_window=9
+    ),
+    # the first layer sees all
+    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(
+        **SMALL | {"num_hidden_layers": 2},
+        **HEADS | TWO_EXPERTS,
+        num_experts=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        use_sliding_window=True,
+        sliding_window=9,
+        layer_types=["full_attention", "sliding_attention"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_TO_THE_MASK)
+def test_windows_that_hugging_face_layers_leave_to_the_mask_are_kept(name, device):
+    tokens = torch.randint(32, (2, 24), generator=torch.Generator().manual_seed(0)).to(device)
+    ours, eager = (
+        hugging_face_model(LEFT_TO_THE_MASK[name](), implementation).to(device)
+        for implementation in ("nanoflash", "eager")
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens).logits, eager(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_packed_texts_are_kept_apart_where_layers_are_given_no_positions(device):
+    ctrl = hugging_face_model(
+        transformers.CTRLConfig(vocab_size=32, n_positions=32, n_embd=64, dff=64, n_layer=1, n_head=4),
+        "nanoflash",
+    ).to(device)
+    tokens = torch.randint(32, (2, 24), generator=torch.Generator().manual_seed(0)).to(device)
+    positions = torch.cat([torch.arange(10), torch.arange(14)])[None].to(device)
+    with torch.no_grad():
+        packed = ctrl(tokens, position_ids=positions, use_cache=False).logits
+        alone = ctrl(tokens[:, 10:], use_cache=False).logits
+    torch.testing.assert_close(packed[:, 10:], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_images_that_see_all_of_themselves_are_refused_and_text_without_any_is_not(device):
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config={**SMALL, **HEADS, "sliding_window": 9, "layer_types": ["sliding_attention"]},
+        vision_config={**vision, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4, image_token_index=31, boi_token_index=29, eoi_token_index=30,
+    )  # fmt: skip
+    models = [
+        hugging_face_model(config, implementation, transformers.AutoModelForImageTextToText).to(device)
+        for implementation in ("nanoflash", "eager")
+    ]
+    tokens = torch.randint(28, (2, 24), generator=torch.Generator().manual_seed(0)).to(device)
+    is_image = torch.zeros_like(tokens)
+    with torch.no_grad():
+        ours, eager = (model(tokens, token_type_ids=is_image).logits for model in models)
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
+        is_image[:, 4:8] = 1
+        with pytest.raises(ValueError, match="follows blockwise_overlay, which nanoflash does not compute"):
+            models[0](tokens, token_type_ids=is_image)
+
+
+def hugging_face_model(config, implementation: str, kind=None):
+    """A model with the same random weights for every implementation."""
+    hugging_face.register()
+    torch.manual_seed(0)
+    kind = transformers.AutoModelForCausalLM if kind is None else kind
+    return kind.from_config(deepcopy(config), attn_implementation=implementation).eval()
+
+
+def test_rules_of_masks_that_hide_nothing_are_let_through_and_others_named():
+    from transformers import masking_utils as masks
+
+    causal, numbers = masks.causal_mask_function, torch.tensor([[0, 0, 1, 1]])
+    packed = masks.packed_sequence_mask_function(numbers)
+    for rule, is_own in (
+        (causal, False),
+        (masks.bidirectional_mask_function, False),
+        (masks.sliding_window_causal_mask_function(2), False),
+        (masks.or_masks(causal, masks.blockwise_overlay(numbers - 2)), True),
+        (masks.and_masks(causal, masks.packed_sequence_mask_function(numbers * 0)), True),
+        # four keys are at most three apart
+        (masks.sliding_window_bidirectional_mask_function(3), False),
+    ):
+        assert read_rules(rule, 4, is_own=is_own) is None
+    positions = torch.tensor([[0, 1, 0, 1]])
+    for rule, is_own in (
+        (causal, False),
+        (masks.or_masks(causal, masks.blockwise_overlay(numbers - 2)), True),
+    ):
+        both = masks.packed_sequence_compatibility_function(rule, positions, numbers)
+        assert read_rules(both, 4, is_own=is_own) is numbers
+    for rule, name in (
+        (masks.or_masks(causal, masks.blockwise_overlay(numbers - 1)), "blockwise_overlay"),
+        (masks.and_masks(causal, packed), "packed_sequence_mask_function"),
+        (masks.sliding_window_bidirectional_mask_function(2), "sliding_window_bidirectional_overlay"),
+        (masks.and_masks(causal, lambda batch, head, q, k: k >= 0), "test_rules_of_masks"),
+        (partial(causal), "partial"),
+    ):
+        with pytest.raises(ValueError, match=f"^the mask of this model follows {name}.* use attn_impl"):
+            read_rules(rule, 4, is_own=True)
+
+
+def test_rules_that_a_compiler_cannot_look_at_are_refused_there():
+    from transformers import masking_utils as masks
+
+    blocks = torch.tensor([[0, 0, 1, 1]])
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def masked(x, kind):
+        rule = masks.causal_mask_function
+        if kind == "window":
+            rule = masks.sliding_window_causal_mask_function(2)
+        elif kind == "images":
+            rule = masks.or_masks(rule, masks.blockwise_overlay(blocks))
+        assert read_rules(rule, 4, is_own=kind == "own") is None
+        return x + 1
+
+    for kind in ("causal", "window"):
+        assert masked(torch.zeros(1), kind) == 1
+    for kind in ("images", "own"):
+        with pytest.raises(Exception, match="follows rules that cannot be looked at inside torch.compile"):
+            masked(torch.zeros(1), kind)
 
 
 @pytest.mark.parametrize("heads_first", [True, False])

@@ -18,6 +18,8 @@ from kernels.flash_attention import flash_attention, flash_attention_varlen
 from kernels.hugging_face_masks import read_rules, window_of
 
 NAME = "nanoflash"
+# models of transformers whose decoders leave causality to a mask that flash attention is not given
+NOT_CALLED_CAUSAL = ("pegasus_x",)
 # of a mask that holds the numbers of packed sequences: nobody's padding has it
 DOCUMENTS = torch.uint32
 # mask or positions -> the version and sizes for which they were read, the last layer that asked, the result
@@ -76,6 +78,11 @@ def register() -> None:
     choose = PreTrainedModel.get_correct_attn_implementation
 
     def choose_if_taken(self, implementation, *args, **kwargs):
+        if implementation == NAME and self.config.model_type in NOT_CALLED_CAUSAL:
+            raise ValueError(
+                f"{type(self).__name__} tells flash attention that its decoder is not causal: use "
+                f"attn_implementation='eager', got {NAME!r}"
+            )
         if implementation == NAME and not self._supports_flash_attn:
             raise ValueError(
                 f"{type(self).__name__} does not support flash attention (_supports_flash_attn is False): "

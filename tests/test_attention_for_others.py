@@ -266,6 +266,18 @@ def test_hugging_face_models_that_take_no_flash_attention_are_refused():
         transformers.XGLMForCausalLM(config)
 
 
+def test_hugging_face_decoders_that_do_not_say_that_they_are_causal_are_refused():
+    hugging_face.register()
+    config = transformers.PegasusXConfig(
+        d_model=32, vocab_size=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, attn_implementation="nanoflash",
+    )  # fmt: skip
+    with pytest.raises(
+        ValueError, match="PegasusXForCond.* its decoder is not causal: use attn_impl.*'eager'"
+    ):
+        transformers.PegasusXForConditionalGeneration(config)
+
+
 def test_hugging_face_windows_that_look_ahead_are_refused(device):
     module, x = torch.nn.Module(), torch.zeros(1, 1, 8, 16, device=device)
     with pytest.raises(ValueError, match="sliding_window looks back only, got 4"):

@@ -18,6 +18,8 @@ from kernels.flash_attention import flash_attention, flash_attention_varlen
 from kernels.hugging_face_masks import read_rules, window_of
 
 NAME = "nanoflash"
+# version of transformers; before, functions of flash attention were loaded in another way
+OLDEST = (5, 4)
 # models of transformers whose decoders leave causality to a mask that flash attention is not given
 NOT_CALLED_CAUSAL = ("pegasus_x",)
 # of a mask that holds the numbers of packed sequences: nobody's padding has it
@@ -27,7 +29,15 @@ READ = WeakIdKeyDictionary()
 
 
 def register() -> None:
-    """Makes "nanoflash" an attention implementation of transformers; a second call changes nothing."""
+    """Makes "nanoflash" an attention implementation of transformers; a second call changes nothing.
+
+    Raises ImportError if transformers is too old.
+    """
+    from transformers import __version__ as found
+
+    if tuple(map(int, found.split(".")[:2])) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ImportError(f"nanoflash needs transformers {oldest} or newer, got {found}: upgrade it")
     from transformers import (
         AttentionInterface,
         AttentionMaskInterface,
@@ -66,7 +76,7 @@ def register() -> None:
     check = PreTrainedModel._check_and_adjust_attn_implementation
 
     def check_with_ours(self, implementation, *args, **kwargs):
-        listed = self._compatible_flash_implementations or ()
+        listed = getattr(self, "_compatible_flash_implementations", None) or ()
         if implementation == NAME and "flash_attention_4" in listed and NAME not in listed:
             self._compatible_flash_implementations = [*listed, NAME]
         return check(self, implementation, *args, **kwargs)

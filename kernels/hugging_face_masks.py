@@ -14,14 +14,11 @@ from torch import Tensor, nn
 
 from kernels.checks import may_read
 
-# functions of transformers.masking_utils, and the closures that its other functions return
+# functions of transformers, and the closures that its other functions return
+BOTH, EITHER = "and_masks.<locals>.and_mask", "or_masks.<locals>.or_mask"
+# the same mask within each packed sequence
 REMAPPED = "remap_positions_for_packed_sequence.<locals>.inner_mask"
-EITHER = "or_masks.<locals>.or_mask"
-COMPOSED = {
-    "and_masks.<locals>.and_mask": "mask_functions",
-    EITHER: "mask_functions",
-    REMAPPED: "mask_function",
-}
+PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
 KNOWN = {
     "causal_mask_function",
     "bidirectional_mask_function",
@@ -30,9 +27,12 @@ KNOWN = {
     # transformers refuses lengths at which it would hide anything
     "chunked_overlay.<locals>.inner_mask",
 }
-PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
-BLOCKS = "blockwise_overlay.<locals>.inner_mask"
 LOOKS_AHEAD = "sliding_window_bidirectional_overlay.<locals>.inner_mask"
+# under which name they have captured the numbers of images, -1 for text
+IMAGES = {
+    "blockwise_overlay.<locals>.inner_mask": "block_sequence_ids",
+    "token_type_ids_mask_function.<locals>.inner_mask": "group_ids",
+}
 
 
 def read_rules(mask_function: Callable, kv_length: int, *, is_own: bool) -> Tensor | None:
@@ -42,30 +42,15 @@ def read_rules(mask_function: Callable, kv_length: int, *, is_own: bool) -> Tens
     its own (transformers' use_vmap). Inside torch.compile the answer is None: there position_ids tell, if the
     layers are given them. Raises ValueError for a rule that would be lost.
     """
-    if torch.compiler.is_compiling():
-        # a compiler does not see what closures have captured
-        if is_own or mask_function.__qualname__ == EITHER:
-            raise ValueError(
-                "the mask of this model follows rules that cannot be looked at inside torch.compile: leave "
-                "torch.compile out, or use attn_implementation='eager'"
-            )
-        return None
-    rules, documents = take_apart(mask_function)
-    for rule in rules:
-        name, numbers = name_of(rule), captured(rule)
-        if name in KNOWN:
-            continue
-        if name == LOOKS_AHEAD and kv_length <= numbers["sliding_window"] + 1:
-            continue
-        if name == BLOCKS and holds(numbers["block_sequence_ids"], lambda ids: ids < 0):
-            continue
-        if name == PACKED and holds(numbers["packed_sequence_mask"], lambda ids: ids == ids[:, :1]):
-            continue
+    if not torch.compiler.is_compiling():
+        return _read(mask_function, kv_length)
+    # a compiler does not see what closures have captured
+    if is_own or mask_function.__qualname__ == EITHER:
         raise ValueError(
-            f"the mask of this model follows {name.split('.')[0]}, which nanoflash does not compute: use "
-            "attn_implementation='eager'"
+            "the mask of this model follows rules that cannot be looked at inside torch.compile: leave "
+            "torch.compile out, or use attn_implementation='eager'"
         )
-    return documents
+    return None
 
 
 def window_of(layer: nn.Module) -> int | None:
@@ -81,29 +66,44 @@ def window_of(layer: nn.Module) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
-def take_apart(mask_function: Callable) -> tuple[list[Callable], Tensor | None]:
-    """The rules of which a mask is composed, and the numbers of the sequences that its position_ids pack."""
-    name = name_of(mask_function)
-    if name not in COMPOSED:
-        return [mask_function], None
-    parts = captured(mask_function)[COMPOSED[name]]
-    parts = parts if isinstance(parts, tuple) else (parts,)
-    documents, rules = None, []
-    if [name_of(part) for part in parts] == [PACKED, REMAPPED]:
-        documents = captured(parts[0])["packed_sequence_mask"]
-        parts = parts[1:]
-    for part in parts:
-        more, found = take_apart(part)
-        rules += more
-        documents = found if documents is None else documents
-    return rules, documents
+def _read(rule: Callable, kv_length: int) -> Tensor | None:
+    name, numbers = _name(rule), _captured(rule)
+    if name == EITHER:
+        shown = [part for part in numbers["mask_functions"] if not _shows_nothing(part)]
+        if len(shown) == 1:
+            return _read(shown[0], kv_length)
+        rule = shown[-1]
+    elif name == BOTH:
+        read = [_read(part, kv_length) for part in numbers["mask_functions"]]
+        packed = [documents for documents in read if documents is not None]
+        if len(packed) < 2:
+            return packed[0] if packed else None
+    elif name == REMAPPED:
+        return _read(numbers["mask_function"], kv_length)
+    elif name == PACKED:
+        documents = numbers["packed_sequence_mask"]
+        if _holds(documents[:, 1:] >= documents[:, :-1]):
+            return documents
+    elif name in KNOWN or (name == LOOKS_AHEAD and kv_length <= numbers["sliding_window"] + 1):
+        return None
+    raise ValueError(
+        f"the mask of this model follows {_name(rule).split('.')[0]}, which nanoflash does not compute: use "
+        "attn_implementation='eager'"
+    )
 
 
-def name_of(rule: Callable) -> str:
+def _shows_nothing(rule: Callable) -> bool:
+    """Whether a rule that adds to what is seen is that of images, and there are none."""
+    name = _name(rule)
+    images = _captured(rule).get(IMAGES.get(name))
+    return images is not None and _holds(images < 0)
+
+
+def _name(rule: Callable) -> str:
     return getattr(rule, "__qualname__", type(rule).__name__)
 
 
-def captured(rule: Callable) -> dict[str, Any]:
+def _captured(rule: Callable) -> dict[str, Any]:
     """What a closure has captured, by name."""
     if getattr(rule, "__closure__", None) is None:
         return {}
@@ -111,6 +111,5 @@ def captured(rule: Callable) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in cells}
 
 
-def holds(numbers: Tensor, condition: Callable[[Tensor], Tensor]) -> bool:
-    """Whether all numbers can be read and fulfil the condition."""
-    return may_read(numbers) and bool(condition(numbers).all())
+def _holds(condition: Tensor) -> bool:
+    return may_read(condition) and bool(condition.all())

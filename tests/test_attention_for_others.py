@@ -1,5 +1,6 @@
 """Other people's code on these kernels: Hugging Face models, and F.scaled_dot_product_attention."""
 
+import sys
 from copy import deepcopy
 from functools import partial
 
@@ -266,6 +267,12 @@ def test_hugging_face_models_that_take_no_flash_attention_are_refused():
         transformers.XGLMForCausalLM(config)
 
 
+def test_a_transformers_that_is_too_old_is_refused(monkeypatch):
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.3.0")
+    with pytest.raises(ImportError, match="needs transformers 5.4 or newer, got 5.3.0: upgrade it"):
+        hugging_face.register()
+
+
 def test_hugging_face_decoders_that_do_not_say_that_they_are_causal_are_refused():
     hugging_face.register()
     config = transformers.PegasusXConfig(
@@ -357,37 +364,34 @@ def hugging_face_model(config, implementation: str, kind=None):
     return kind.from_config(deepcopy(config), attn_implementation=implementation).eval()
 
 
-def test_rules_of_masks_that_hide_nothing_are_let_through_and_others_named():
+def test_rules_of_masks_are_read_or_named():
     from transformers import masking_utils as masks
 
     causal, numbers = masks.causal_mask_function, torch.tensor([[0, 0, 1, 1]])
     packed = masks.packed_sequence_mask_function(numbers)
-    for rule, is_own in (
-        (causal, False),
-        (masks.bidirectional_mask_function, False),
-        (masks.sliding_window_causal_mask_function(2), False),
-        (masks.or_masks(causal, masks.blockwise_overlay(numbers - 2)), True),
-        (masks.and_masks(causal, masks.packed_sequence_mask_function(numbers * 0)), True),
+    no_images, images = masks.blockwise_overlay(numbers - 2), masks.blockwise_overlay(numbers - 1)
+    for rule, documents in (
+        (causal, None),
+        (masks.bidirectional_mask_function, None),
+        (masks.sliding_window_causal_mask_function(2), None),
+        (masks.or_masks(causal, no_images), None),
         # four keys are at most three apart
-        (masks.sliding_window_bidirectional_mask_function(3), False),
+        (masks.sliding_window_bidirectional_mask_function(3), None),
+        (masks.and_masks(causal, packed), numbers),
+        (masks.or_masks(masks.and_masks(packed, causal), no_images), numbers),
     ):
-        assert read_rules(rule, 4, is_own=is_own) is None
-    positions = torch.tensor([[0, 1, 0, 1]])
-    for rule, is_own in (
-        (causal, False),
-        (masks.or_masks(causal, masks.blockwise_overlay(numbers - 2)), True),
-    ):
-        both = masks.packed_sequence_compatibility_function(rule, positions, numbers)
-        assert read_rules(both, 4, is_own=is_own) is numbers
+        assert read_rules(rule, 4, is_own=False) is documents
     for rule, name in (
-        (masks.or_masks(causal, masks.blockwise_overlay(numbers - 1)), "blockwise_overlay"),
-        (masks.and_masks(causal, packed), "packed_sequence_mask_function"),
+        (masks.or_masks(causal, images), "blockwise_overlay"),
+        (masks.or_masks(causal, packed), "packed_sequence_mask_function"),
+        (masks.and_masks(packed, packed), "and_masks"),
+        (masks.packed_sequence_mask_function(-numbers), "packed_sequence_mask_function"),
         (masks.sliding_window_bidirectional_mask_function(2), "sliding_window_bidirectional_overlay"),
         (masks.and_masks(causal, lambda batch, head, q, k: k >= 0), "test_rules_of_masks"),
         (partial(causal), "partial"),
     ):
         with pytest.raises(ValueError, match=f"^the mask of this model follows {name}.* use attn_impl"):
-            read_rules(rule, 4, is_own=True)
+            read_rules(rule, 4, is_own=False)
 
 
 def test_rules_that_a_compiler_cannot_look_at_are_refused_there():

@@ -20,8 +20,8 @@ from kernels.hugging_face_masks import read_rules, window_of
 NAME = "nanoflash"
 # version of transformers; before, functions of flash attention were loaded in another way
 OLDEST = (5, 4)
-# models of transformers whose decoders leave causality to a mask that flash attention is not given
-NOT_CALLED_CAUSAL = ("pegasus_x",)
+# models of transformers that are causal by a mask which flash attention is not given
+NOT_CALLED_CAUSAL = ("pegasus_x", "aimv2_text_model")
 # of a mask that holds the numbers of packed sequences: nobody's padding has it
 DOCUMENTS = torch.uint32
 # mask or positions -> the version and sizes for which they were read, the last layer that asked, the result
@@ -90,7 +90,7 @@ def register() -> None:
     def choose_if_taken(self, implementation, *args, **kwargs):
         if implementation == NAME and self.config.model_type in NOT_CALLED_CAUSAL:
             raise ValueError(
-                f"{type(self).__name__} tells flash attention that its decoder is not causal: use "
+                f"{type(self).__name__} tells flash attention that it is not causal, which it is: use "
                 f"attn_implementation='eager', got {NAME!r}"
             )
         if implementation == NAME and not self._supports_flash_attn:

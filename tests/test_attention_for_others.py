@@ -273,16 +273,22 @@ def test_a_transformers_that_is_too_old_is_refused(monkeypatch):
         hugging_face.register()
 
 
-def test_hugging_face_decoders_that_do_not_say_that_they_are_causal_are_refused():
+def test_hugging_face_models_that_do_not_say_that_they_are_causal_are_refused():
     hugging_face.register()
-    config = transformers.PegasusXConfig(
+    pegasus = transformers.PegasusXConfig(
         d_model=32, vocab_size=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, attn_implementation="nanoflash",
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
     )  # fmt: skip
-    with pytest.raises(
-        ValueError, match="PegasusXForCond.* its decoder is not causal: use attn_impl.*'eager'"
+    aimv2 = transformers.Aimv2TextConfig(**SMALL, num_attention_heads=2)
+    for kind, config in (
+        (transformers.PegasusXForConditionalGeneration, pegasus),
+        (transformers.Aimv2TextModel, aimv2),
     ):
-        transformers.PegasusXForConditionalGeneration(config)
+        config._attn_implementation = "nanoflash"
+        with pytest.raises(
+            ValueError, match=f"{kind.__name__} tells .* it is not causal, which it is: use attn"
+        ):
+            kind(config)
 
 
 def test_hugging_face_windows_that_look_ahead_are_refused(device):

@@ -49,13 +49,21 @@ def register() -> None:
     if NAME in AttentionInterface():
         return
 
-    def mask_or_documents(*, mask_function, kv_length, use_vmap=False, **kwargs):
-        documents = read_rules(mask_function, kv_length, is_own=use_vmap)
-        # transformers packs where there is no padding. Some models give their layers no position_ids, but all
-        # give them the mask
-        if documents is not None:
-            return documents.int().view(DOCUMENTS)
-        return flash_attention_mask(mask_function=mask_function, kv_length=kv_length, **kwargs)
+    def mask_or_documents(*, mask_function, kv_length, config=None, use_vmap=False, **kwargs):
+        # as Gemma's layers read it; other values leave text causal
+        are_causal = getattr(config, "use_bidirectional_attention", None) not in (True, "all")
+        documents = read_rules(mask_function, kv_length, are_causal=are_causal, is_own=use_vmap)
+        padding = flash_attention_mask(mask_function=mask_function, kv_length=kv_length, **kwargs)
+        if documents is None:
+            return padding
+        # transformers itself packs only where there is no padding
+        if padding is not None:
+            raise ValueError(
+                "the mask of this model has padding beside packed sequences, which nanoflash does not "
+                "compute: use attn_implementation='eager'"
+            )
+        # not all models give their layers position_ids, but all give them the mask
+        return documents.int().view(DOCUMENTS)
 
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, mask_or_documents)

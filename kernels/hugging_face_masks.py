@@ -15,19 +15,24 @@ from torch import Tensor, nn
 from kernels.checks import may_read
 
 # functions of transformers, and the closures that its other functions return
+BIDIRECTIONAL = "bidirectional_mask_function"
 BOTH, EITHER = "and_masks.<locals>.and_mask", "or_masks.<locals>.or_mask"
 # the same mask within each packed sequence
 REMAPPED = "remap_positions_for_packed_sequence.<locals>.inner_mask"
 PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
 KNOWN = {
     "causal_mask_function",
-    "bidirectional_mask_function",
+    BIDIRECTIONAL,
     # layers are given the window too, or window_of finds it
     "sliding_window_overlay.<locals>.inner_mask",
     # transformers refuses lengths at which it would hide anything
     "chunked_overlay.<locals>.inner_mask",
 }
-LOOKS_AHEAD = "sliding_window_bidirectional_overlay.<locals>.inner_mask"
+# windows to both sides, and the greatest distance that they show beyond their own number
+LOOKS_AHEAD = {
+    "sliding_window_bidirectional_overlay.<locals>.inner_mask": 0,
+    "_bidirectional_window_overlay.<locals>.inner_mask": -1,
+}
 # under which name they have captured the numbers of images, -1 for text
 IMAGES = {
     "blockwise_overlay.<locals>.inner_mask": "block_sequence_ids",
@@ -35,14 +40,18 @@ IMAGES = {
 }
 
 
-def read_rules(mask_function: Callable, kv_length: int, *, is_own: bool) -> Tensor | None:
+def read_rules(mask_function: Callable, kv_length: int, *, are_causal: bool, is_own: bool) -> Tensor | None:
     """The number of the packed sequence of each token, (B, T) int64 ascending; None if none are packed.
 
-    mask_function: what transformers passes to a mask interface. is_own: whether the model has added rules of
-    its own (transformers' use_vmap). Inside torch.compile the answer is None: there position_ids tell, if the
-    layers are given them. Raises ValueError for a rule that would be lost.
+    mask_function: what transformers passes to a mask interface. are_causal: whether layers hide what follows
+    if the mask does. is_own: whether the model has added rules of its own (transformers' use_vmap). Inside
+    torch.compile the answer is None: there position_ids tell, if the layers are given them. Raises ValueError
+    for a rule that would be lost.
     """
     if not torch.compiler.is_compiling():
+        # layers hide what follows, or none of it
+        if not are_causal and _shows_all(mask_function, kv_length):
+            return None
         return _read(mask_function, kv_length)
     # a compiler does not see what closures have captured
     if is_own or mask_function.__qualname__ == EITHER:
@@ -84,12 +93,31 @@ def _read(rule: Callable, kv_length: int) -> Tensor | None:
         documents = numbers["packed_sequence_mask"]
         if _holds(documents[:, 1:] >= documents[:, :-1]):
             return documents
-    elif name in KNOWN or (name == LOOKS_AHEAD and kv_length <= numbers["sliding_window"] + 1):
+    elif name in KNOWN or (name in LOOKS_AHEAD and _shows_all(rule, kv_length)):
         return None
     raise ValueError(
         f"the mask of this model follows {_name(rule).split('.')[0]}, which nanoflash does not compute: use "
         "attn_implementation='eager'"
     )
+
+
+def _shows_all(rule: Callable, kv_length: int) -> bool:
+    """Whether every query sees every key."""
+    name, numbers = _name(rule), _captured(rule)
+    if name in (BOTH, EITHER):
+        shown = [_shows_all(part, kv_length) for part in numbers["mask_functions"]]
+        return all(shown) if name == BOTH else any(shown)
+    if name in LOOKS_AHEAD:
+        return kv_length - 1 <= numbers["sliding_window"] + LOOKS_AHEAD[name]
+    if name in IMAGES:
+        images = numbers.get(IMAGES[name])
+        return images is not None and _holds((images >= 0) & (images == images[:, :1]))
+    if name.endswith(".<lambda>"):
+        # what has no dimension does not depend on which queries and keys are asked
+        index = torch.arange(2)
+        answer = rule(index, index, index, index)
+        return answer.dim() == 0 and bool(answer)
+    return name == BIDIRECTIONAL
 
 
 def _shows_nothing(rule: Callable) -> bool:

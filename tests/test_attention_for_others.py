@@ -341,6 +341,29 @@ def test_packed_texts_are_kept_apart_where_layers_are_given_no_positions(device)
     torch.testing.assert_close(packed[:, 10:], alone, rtol=1e-4, atol=1e-5)
 
 
+def test_a_models_own_packed_sequences_are_kept_apart_and_padding_beside_them_is_refused():
+    from transformers import masking_utils as masks
+
+    hugging_face.register()
+    config = transformers.LlamaConfig(**SMALL, **HEADS, attn_implementation="nanoflash")
+    numbers = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])
+
+    def mask_of(padding):
+        return masks.create_bidirectional_mask(
+            config,
+            torch.zeros(2, 4, 64),
+            padding,
+            and_mask_function=masks.packed_sequence_mask_function(numbers),
+        )
+
+    for nothing in (None, torch.ones(2, 4, dtype=torch.int64)):
+        assert torch.equal(hugging_face.of_documents(mask_of(nothing), None, None), numbers.int())
+    with pytest.raises(
+        ValueError, match="has padding beside packed sequences.*use attn_implementation='eager'"
+    ):
+        mask_of(torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]))
+
+
 def test_images_that_see_all_of_themselves_are_refused_and_text_without_any_is_not(device):
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.Gemma3Config(
@@ -360,6 +383,41 @@ def test_images_that_see_all_of_themselves_are_refused_and_text_without_any_is_n
         is_image[:, 4:8] = 1
         with pytest.raises(ValueError, match="follows blockwise_overlay, which nanoflash does not compute"):
             models[0](tokens, token_type_ids=is_image)
+
+
+def test_models_that_see_both_ways_are_as_accurate_as_eager_or_refused(device):
+    tokens = torch.randint(3, 28, (2, 24), generator=torch.Generator().manual_seed(0)).to(device)
+
+    def both(config, kind, **inputs):
+        models = [
+            hugging_face_model(config, implementation, kind).to(device)
+            for implementation in ("nanoflash", "eager")
+        ]
+        with torch.no_grad():
+            return [model(tokens, **inputs)[0] for model in models]
+
+    # as EmbeddingGemma
+    two_layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    embedding = transformers.Gemma3TextConfig(
+        **SMALL | two_layers, **HEADS, use_bidirectional_attention=True, sliding_window=100
+    )
+    torch.testing.assert_close(*both(embedding, transformers.AutoModel), rtol=1e-4, atol=1e-5)
+    embedding.sliding_window = 9
+    with pytest.raises(ValueError, match="follows _bidirectional_window_overlay"):
+        both(embedding, transformers.AutoModel)
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    paligemma = transformers.PaliGemmaConfig(
+        text_config={"model_type": "gemma", **SMALL, **HEADS},
+        vision_config={"model_type": "siglip_vision_model", **vision, "image_size": 28, "patch_size": 14},
+        image_token_index=31, projection_dim=64,
+    )  # fmt: skip
+    kind = transformers.AutoModelForImageTextToText
+    prefix = torch.zeros_like(tokens)
+    torch.testing.assert_close(*both(paligemma, kind, token_type_ids=prefix), rtol=1e-4, atol=1e-5)
+    suffix = prefix.clone()
+    suffix[:, 8:] = 1
+    with pytest.raises(ValueError, match="the mask of this model follows blockwise_overlay, which nanoflash"):
+        both(paligemma, kind, token_type_ids=suffix)
 
 
 def hugging_face_model(config, implementation: str, kind=None):
@@ -386,7 +444,7 @@ def test_rules_of_masks_are_read_or_named():
         (masks.and_masks(causal, packed), numbers),
         (masks.or_masks(masks.and_masks(packed, causal), no_images), numbers),
     ):
-        assert read_rules(rule, 4, is_own=False) is documents
+        assert read_rules(rule, 4, are_causal=True, is_own=False) is documents
     for rule, name in (
         (masks.or_masks(causal, images), "blockwise_overlay"),
         (masks.or_masks(causal, packed), "packed_sequence_mask_function"),
@@ -397,7 +455,7 @@ def test_rules_of_masks_are_read_or_named():
         (partial(causal), "partial"),
     ):
         with pytest.raises(ValueError, match=f"^the mask of this model follows {name}.* use attn_impl"):
-            read_rules(rule, 4, is_own=False)
+            read_rules(rule, 4, are_causal=True, is_own=False)
 
 
 def test_rules_that_a_compiler_cannot_look_at_are_refused_there():
@@ -412,7 +470,7 @@ def test_rules_that_a_compiler_cannot_look_at_are_refused_there():
             rule = masks.sliding_window_causal_mask_function(2)
         elif kind == "images":
             rule = masks.or_masks(rule, masks.blockwise_overlay(blocks))
-        assert read_rules(rule, 4, is_own=kind == "own") is None
+        assert read_rules(rule, 4, are_causal=True, is_own=kind == "own") is None
         return x + 1
 
     for kind in ("causal", "window"):

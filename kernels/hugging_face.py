@@ -84,7 +84,7 @@ def register() -> None:
     check = PreTrainedModel._check_and_adjust_attn_implementation
 
     def check_with_ours(self, implementation, *args, **kwargs):
-        listed = getattr(self, "_compatible_flash_implementations", None) or ()
+        listed = self._compatible_flash_implementations or ()
         if implementation == NAME and "flash_attention_4" in listed and NAME not in listed:
             self._compatible_flash_implementations = [*listed, NAME]
         return check(self, implementation, *args, **kwargs)

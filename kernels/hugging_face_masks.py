@@ -109,9 +109,8 @@ def _shows_all(rule: Callable, kv_length: int) -> bool:
         return all(shown) if name == BOTH else any(shown)
     if name in LOOKS_AHEAD:
         return kv_length - 1 <= numbers["sliding_window"] + LOOKS_AHEAD[name]
-    if name in IMAGES:
-        images = numbers.get(IMAGES[name])
-        return images is not None and _holds((images >= 0) & (images == images[:, :1]))
+    if (images := _images(rule)) is not None:
+        return _holds((images >= 0) & (images == images[:, :1]))
     if name.endswith(".<lambda>"):
         # what has no dimension does not depend on which queries and keys are asked
         index = torch.arange(2)
@@ -122,9 +121,13 @@ def _shows_all(rule: Callable, kv_length: int) -> bool:
 
 def _shows_nothing(rule: Callable) -> bool:
     """Whether a rule that adds to what is seen is that of images, and there are none."""
-    name = _name(rule)
-    images = _captured(rule).get(IMAGES.get(name))
+    images = _images(rule)
     return images is not None and _holds(images < 0)
+
+
+def _images(rule: Callable) -> Tensor | None:
+    """The numbers of images that a rule tells apart, (B, T); None if it is another rule."""
+    return _captured(rule).get(IMAGES.get(_name(rule)))
 
 
 def _name(rule: Callable) -> str:

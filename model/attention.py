@@ -115,14 +115,14 @@ class SelfAttention(nn.Module):
                 qkv.unflatten(2, (3, -1)), document_ids=document_ids, deterministic=deterministic
             )
             return self.project(out)
-        q, k, v = self._parts(qkv)
-        if cache is not None and x.shape[1] == 1:
+        is_one_token = cache is not None and x.shape[1] == 1
+        # a cache rotates a single token itself
+        q, k, v = self._parts(qkv, None if is_one_token else rotation)
+        if is_one_token:
             if self.qk_norm:
                 qkv = torch.cat((q, k, v), dim=2)
             out = cache.attend(qkv, self.implementation, rotation)
             return self.project(out)
-        if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
         if cache is not None:
             cache.fill(k, v)
         options = {"document_ids": document_ids, "block_mask": block_mask, "dropout_p": dropout_p}
@@ -130,10 +130,7 @@ class SelfAttention(nn.Module):
 
     def queries_keys_values(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
         """q (B, T, H, D), k and v (B, T, Hkv, D) of x; rotation as in forward."""
-        q, k, v = self._parts(self.qkv(x).unflatten(-1, (-1, self.head_dim)))
-        if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
-        return q, k, v
+        return self._parts(self.qkv(x).unflatten(-1, (-1, self.head_dim)), rotation)
 
     def attend_over_ring(
         self, q: Tensor, k: Tensor, v: Tensor, ring: Ring, block_mask: BlockMask | None
@@ -147,7 +144,7 @@ class SelfAttention(nn.Module):
         """What attention adds to the residual stream (B, T, C), of its heads' outputs (B, T, H, D)."""
         return self.residual_dropout(self.projection(out.flatten(2)))
 
-    def _parts(self, qkv: Tensor) -> tuple[Tensor, ...]:
+    def _parts(self, qkv: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
         # views of the packed product: no copy is made for the kernel
         q, k, v = qkv.split(self.n_heads, dim=2)  # (B, T, H, D), twice (B, T, Hkv, D)
         if self.qk_norm:
@@ -155,6 +152,8 @@ class SelfAttention(nn.Module):
             q, k = (
                 norm(x.to(norm.weight.dtype)).to(v.dtype) for norm, x in ((self.q_norm, q), (self.k_norm, k))
             )
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
         return q, k, v
 
 

@@ -463,6 +463,8 @@ def test_rules_that_a_compiler_cannot_look_at_are_refused_there():
 
     blocks = torch.tensor([[0, 0, 1, 1]])
 
+    # caught inside: after an error that leaves a compiled function, torch 2.13 looks at every call of
+    # Python's until the process ends
     @torch.compile(backend="eager", fullgraph=True)
     def masked(x, kind):
         rule = masks.causal_mask_function
@@ -470,14 +472,17 @@ def test_rules_that_a_compiler_cannot_look_at_are_refused_there():
             rule = masks.sliding_window_causal_mask_function(2)
         elif kind == "images":
             rule = masks.or_masks(rule, masks.blockwise_overlay(blocks))
-        assert read_rules(rule, 4, are_causal=True, is_own=kind == "own") is None
-        return x + 1
+        try:
+            assert read_rules(rule, 4, are_causal=True, is_own=kind == "own") is None
+        except ValueError as error:
+            return x, str(error)
+        return x, ""
 
     for kind in ("causal", "window"):
-        assert masked(torch.zeros(1), kind) == 1
+        assert masked(torch.zeros(1), kind)[1] == ""
     for kind in ("images", "own"):
-        with pytest.raises(Exception, match="follows rules that cannot be looked at inside torch.compile"):
-            masked(torch.zeros(1), kind)
+        error = masked(torch.zeros(1), kind)[1]
+        assert "follows rules that cannot be looked at inside torch.compile" in error
 
 
 @pytest.mark.parametrize("heads_first", [True, False])

@@ -177,8 +177,16 @@ def package(name: str):
 
 
 def choose_implementation(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, str]:
-    """The name of the implementation that runs a problem, "hopper" or "portable", and the reason."""
+    """The name of the implementation that runs a problem, "hopper" or "portable", and the reason.
+
+    Raises ValueError if use_implementation asks for one that refuses the problem.
+    """
     if forced is not None:
+        refusal = None if forced == IMPLEMENTATIONS[-1] else package(forced).refusal(problem, q, k, v)
+        if refusal is not None:
+            raise ValueError(
+                f"kernels/{forced} does not take this problem: it {refusal}. Use kernels/portable"
+            )
         return forced, "asked for by use_implementation"
     refusals = []
     for name in IMPLEMENTATIONS[:-1]:

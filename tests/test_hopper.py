@@ -103,8 +103,8 @@ def test_refuses_what_it_does_not_cover_and_says_why():
     q = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)
     reason = hopper.refusal(problem(), q, q, q)
     assert "compute capability 9.0" in reason
-    with pytest.raises(ValueError, match="does not take this problem"):
-        hopper.attention_forward(problem(), q, q, q)
+    with use_implementation("hopper"), pytest.raises(ValueError, match="hopper does not take this problem"):
+        flash_attention(q.half(), q.half(), q.half())
 
 
 def test_an_amd_gpu_of_version_nine_is_no_hopper(monkeypatch):
@@ -243,10 +243,10 @@ def test_dq_of_long_rows_is_summed_and_of_short_ones_made_in_order(mask, width):
 
 
 def test_says_once_that_the_installed_triton_cannot_build_it(monkeypatch):
-    def import_module(name):
+    def launcher():
         raise ImportError("cannot import name 'warpgroup_mma'")
 
-    monkeypatch.setattr(hopper, "import_module", import_module)
+    monkeypatch.setattr(hopper, "launcher", launcher)
     monkeypatch.setattr(hopper, "failures", [])
     with pytest.warns(UserWarning, match="kernels/portable does"):
         reason = hopper.build_error()
@@ -272,7 +272,7 @@ def test_a_kernel_that_does_not_compile_is_said_once_and_left_to_the_portable_on
     )
     setattr(launch, failing, does_not_compile)
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
-    monkeypatch.setattr(hopper, "import_module", lambda name: launch)
+    monkeypatch.setattr(hopper, "launcher", lambda: launch)
     monkeypatch.setattr(hopper, "failures", [])
     q, k, v = random_qkv(1, 8, 8, 1, 1, 64, torch.float16, "cpu")
     with pytest.warns(UserWarning, match="kernels/portable does: the installed Triton does not compile it"):
@@ -293,7 +293,7 @@ def test_what_fails_on_a_card_is_no_failure_to_compile(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
-    monkeypatch.setattr(hopper, "import_module", lambda name: SimpleNamespace(attention_forward=runs_out))
+    monkeypatch.setattr(hopper, "launcher", lambda: SimpleNamespace(attention_forward=runs_out))
     q, k, v = random_qkv(1, 8, 8, 1, 1, 64, torch.float16, "cpu")
     with pytest.raises(torch.OutOfMemoryError):
         flash_attention(q, k, v)

@@ -58,10 +58,16 @@ def build_error() -> str | None:
     """Why the installed Triton cannot build the kernels, or None if it can."""
     if not failures:
         try:
-            import_module("kernels.hopper.launch")
+            launcher()
         except (ImportError, AttributeError) as error:
             note_failure(f"Gluon of the installed Triton lacks what they use: {error}")
     return failures[0] if failures else None
+
+
+# Gluon is imported only where it is used; cached, because importing by name takes longer than choosing
+@cache
+def launcher():
+    return import_module("kernels.hopper.launch")
 
 
 def note_failure(reason: str) -> None:
@@ -85,11 +91,9 @@ def building() -> Iterator[None]:
 
 
 def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out (B, Tq, H, D) in q's dtype, lse (B, H, Tq) float32. Raises ValueError where `refusal` refuses."""
-    check(problem, q, k, v)
-    launch = import_module("kernels.hopper.launch")
+    """out (B, Tq, H, D) in q's dtype, lse (B, H, Tq) float32, of what `refusal` does not refuse."""
     with building():
-        return launch.attention_forward(problem, *map(bulk_readable, (q, k, v)))
+        return launcher().attention_forward(problem, *map(bulk_readable, (q, k, v)))
 
 
 def attention_backward(
@@ -103,15 +107,7 @@ def attention_backward(
     lse: Tensor,
     gradients: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, contiguous or in `gradients`. Raises ValueError where `refusal` refuses."""
-    check(problem, q, k, v)
+    """dq, dk, dv, contiguous or in `gradients`, of what `refusal` does not refuse."""
     dout, q, k, v, out = map(bulk_readable, (dout, q, k, v, out))
-    launch = import_module("kernels.hopper.launch")
     with building():
-        return launch.attention_backward(problem, dout, dlse, q, k, v, out, lse, gradients=gradients)
-
-
-def check(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> None:
-    reason = refusal(problem, q, k, v)
-    if reason is not None:
-        raise ValueError(f"kernels/hopper does not take this problem: it {reason}. Use kernels/portable")
+        return launcher().attention_backward(problem, dout, dlse, q, k, v, out, lse, gradients=gradients)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from triton import JITFunction, knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 # kinds that are kept, with some 10 KB for each prepared launch; when there are more, all are forgotten
 MOST_KINDS = 1024
@@ -35,21 +36,23 @@ PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)[^,)]*?(?:\[
 
 
 class Descriptor(NamedTuple):
-    """Blocks of a tensor for bulk copies: what Gluon's TensorDescriptor checks and holds."""
+    """Blocks of a tensor for bulk copies: what Triton's TensorDescriptor, or Gluon's, checks and holds."""
 
     tensor: Tensor
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     block: tuple[int, ...]
-    # the same object in every launch: kinds are told apart by its id
-    layout: Any
+    # Gluon's, the same object in every launch: kinds are told apart by its id. None: plain Triton chooses
+    layout: Any = None
 
     def for_triton(self):
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
         enter_context(self.tensor)
         shape, strides, block = map(list, self[1:4])
-        return TensorDescriptor(self.tensor, shape, strides, block, self.layout)
+        if self.layout is None:
+            return TensorDescriptor(self.tensor, shape, strides, block)
+        from triton.experimental.gluon.nvidia import hopper
+
+        return hopper.TensorDescriptor(self.tensor, shape, strides, block, self.layout)
 
 
 class Launch:
@@ -108,12 +111,12 @@ launches: dict[tuple, Launch | str] = {}
 def launch(kernel, grid: tuple[int, ...], *arguments, **constants) -> None:
     """kernel[grid](*arguments, **constants) on the current GPU and stream.
 
-    arguments: tensors, Descriptors, ints and floats, each of the same type in every launch of a kernel;
-    constants: its constexprs, which are its last arguments, and options of the compiler. Raises what Triton
-    raises. In Triton's interpreter a kernel runs as usual.
+    arguments: tensors, Descriptors, ints and floats, each of the same type in every launch of a kernel, or
+    None; constants: its constexprs, which are its last arguments, and options of the compiler. Raises what
+    Triton raises. In Triton's interpreter a kernel runs as usual.
     """
     if not isinstance(kernel, JITFunction):
-        kernel[grid](*arguments, **constants)
+        kernel[grid](*map(for_triton, arguments), **constants)
         return
     device = torch.cuda.current_device()
     kind, addresses = kind_of(kernel, grid, arguments, constants, device)
@@ -138,7 +141,7 @@ def kind_of(
     addresses = []
     for argument in arguments:
         what = type(argument)
-        if what is int or what is float:
+        if what is int or what is float or argument is None:
             kind.append(argument)
         elif what is Descriptor:
             tensor, shape, strides, block, layout = argument
@@ -198,7 +201,7 @@ def packed(arguments: tuple, types: list, maps) -> list:
     """
     parameters = []
     for argument, kind in zip(arguments, types, strict=False):
-        # such as an int of 1
+        # such as None, or an int of 1
         if kind == "constexpr":
             continue
         if isinstance(argument, Tensor):

@@ -20,11 +20,12 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.runtime import driver
 
-from kernels import block_masks, hopper, launches, operators
+from kernels import block_masks, hopper, launches, operators, portable
 from kernels.hopper import cut_lists, launch
 from kernels.launches import Descriptor
 from kernels.operators import use_implementation
 from kernels.problem import Problem
+from kernels.tiles import find_tile
 
 
 class TensorMap(NamedTuple):
@@ -135,6 +136,11 @@ def read(cuda: Cuda, parameters: list) -> list:
     ]
 
 
+def hopper_tile(kernel, head_dim, dtype, device, variant="", block_size=0):
+    """tiles.choose_tile on an H100."""
+    return find_tile("sm_90", kernel, head_dim, dtype.itemsize, variant).within(block_size)
+
+
 def elsewhere(argument):
     """The argument, at another address."""
     if isinstance(argument, Descriptor):
@@ -183,14 +189,22 @@ def launch_all(passes: list[str]) -> None:
         wide_q, wide_k = (torch.zeros(2, 1000, n, 128, dtype=torch.float16) for n in (4, 2))
         problem, dlse = Problem(softmax_scale=0.1, causal=False), torch.zeros_like(lse)
         launch.attention_backward(problem, wide_q.clone(), dlse, wide_q, wide_k, wide_k, wide_q.clone(), lse)
+    blocks = tuple(block_masks.strided(1000, 2, block_size=128).tensors())
     if "cut_lists" in passes:
-        blocks = tuple(block_masks.strided(1000, 2, block_size=128).tensors())
         problem = Problem(**plain, window=300, blocks=blocks)
         launch.attention_forward(problem, q, k, k)
         launch.attention_backward(problem, dout, None, q, k, k, out, lse)
+    seed = torch.zeros(1, dtype=torch.int64)
     if "dropout" in passes:
-        seed = torch.zeros(1, dtype=torch.int64)
         launch.attention_forward(Problem(**plain, dropout_p=0.1, dropout_seed=seed), q, k, k)
+    if "portable" in passes:
+        portable.attention_forward(Problem(**plain), q, k, k)
+        portable.attention_backward(Problem(**plain), dout, None, q, k, k, out, lse)
+    if "portable_float32" in passes:
+        problem = Problem(**plain, window=300, blocks=blocks, dropout_p=0.1, dropout_seed=seed)
+        q, k, dout, out = (x.float() for x in (q, k, dout, out))
+        portable.attention_forward(problem, q, k[:, :, :2], k[:, :, :2])
+        portable.attention_backward(problem, dout, lse, q, k[:, :, :2], k[:, :, :2], out, lse)
 
 
 def main(arguments: list[str]) -> None:
@@ -206,6 +220,10 @@ def main(arguments: list[str]) -> None:
         patch.object(launch, "memory_bandwidth", lambda device: 4917),
         patch.object(launch, "launch", compare),
         patch.object(cut_lists, "launch", compare),
+        patch("kernels.portable.forward.launch", compare),
+        patch("kernels.portable.backward.launch", compare),
+        patch("kernels.portable.forward.choose_tile", hopper_tile),
+        patch("kernels.portable.backward.choose_tile", hopper_tile),
         patch.object(hopper, "is_hopper", lambda device: True),
         use_implementation("hopper"),
         # the assembler may print something

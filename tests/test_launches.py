@@ -12,31 +12,32 @@ from kernels import launches
 from kernels.flash_attention import flash_attention
 from tests.compile_apart import compile_apart, each_triton
 
-# by what tests/launched.py calls a pass
+# the kernels of what tests/launched.py calls a pass, and the descriptors by which each copies
+FORWARD, CUT, PREPARE, ROUND = ("forward", 4), ("cut", 0), ("prepare", 0), ("round", 0)
 KERNELS = {
-    "forward": ["forward"],
-    "backward": ["prepare", "backward_64", "round"],
-    "heads_of_128": ["prepare", "backward_128", "round"],
+    "forward": [FORWARD],
+    "backward": [PREPARE, ("backward_64", 10), ROUND],
+    "heads_of_128": [PREPARE, ("backward_128", 9), ROUND],
     # dk and dv beside a dq of their own
-    "cut_lists": ["cut", "forward", "cut", "cut", "dq", "backward_64"],
-    "dropout": ["forward"],
+    "cut_lists": [CUT, FORWARD, CUT, CUT, ("dq", 6), ("backward_64", 10)],
+    "dropout": [FORWARD],
+    "portable": [("forward", 3), ("preprocess", 0), ("dkdv", 4), ("dq", 4)],
+    "portable_float32": [("forward", 0), ("preprocess", 0), ("dkdv", 0), ("dq", 0)],
 }
-MAPS = {"forward": 4, "backward_64": 10, "backward_128": 9, "dq": 6}
 
 
 @each_triton
 def test_a_prepared_launch_gives_the_driver_what_triton_would_for_other_tensors(version):
     # of the older Triton a GPU runs all of them
-    passes = KERNELS if version == "pinned" else ["forward"]
+    passes = KERNELS if version == "pinned" else ["forward", "portable"]
     rows = compile_apart("tests.launched", version, *(f"pass={name}" for name in passes))
-    names = [row["kernel"].removesuffix("_kernel") for row in rows]
-    assert names == [name for kernels in passes for name in KERNELS[kernels]]
+    expected = [kernel for name in passes for kernel in KERNELS[name]]
+    # of each descriptor: type, sizes, strides, box and swizzle are compared too
+    assert [(row["kernel"].removesuffix("_kernel"), row["n_maps"]) for row in rows] == expected
     for row in rows:
         assert row["same_parameters"], row
         assert row["same_launch"], row
         assert row["n_parameters"] > 10
-        # of each descriptor that a kernel copies by: type, sizes, strides, box and swizzle are compared too
-        assert row["n_maps"] == MAPS.get(row["kernel"].removesuffix("_kernel"), 0), row
 
 
 def test_an_int_is_a_scale_of_every_kernel():
@@ -91,7 +92,8 @@ def assert_same(results, expected):
 @pytest.mark.parametrize(
     "options", [{}, {"causal": False}, {"window": 70}, {"dropout_p": 0.2, "dropout_seed": 3}], ids=str
 )
-@pytest.mark.parametrize("head_dim", [64, 128])
+# the last is the portable kernels'
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_the_second_launch_of_a_kind_and_all_behind_it_are_of_their_own_tensors(head_dim, options):
     shape = (2, 300, 4, head_dim)
     sets = [some(shape) for _ in range(4)]
@@ -164,15 +166,16 @@ def test_attention_can_be_the_first_gpu_work_of_a_thread(head_dim):
 
 
 @pytest.mark.gpu
-def test_a_graph_captures_prepared_launches():
-    q, k, v = some(n=3)
+@pytest.mark.parametrize("head_dim", [64, 256], ids=["hopper", "portable"])
+def test_a_graph_captures_prepared_launches(head_dim):
+    q, k, v = some((2, 300, 4, head_dim), n=3)
     for _ in range(3):
         flash_attention(q, k, v)
     assert n_ready() == 1
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = flash_attention(q, k, v)
-    other = some(n=3)
+    other = some((2, 300, 4, head_dim), n=3)
     for mine, theirs in zip((q, k, v), other, strict=True):
         mine.copy_(theirs)
     # which changes the parameters that lie ready

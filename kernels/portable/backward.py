@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.launches import Descriptor, launch
 from kernels.layouts import bulk_readable
 from kernels.portable.block_lists import n_programs
 from kernels.portable.dkdv import dkdv_kernel
@@ -138,7 +138,9 @@ def preprocess(
     """delta, and lse in base 2: (B, H, seq_padded) float32."""
     batch, seq_q, n_head, head_dim = out.shape
     delta, lse_log2 = (lse.new_empty(batch, n_head, seq_padded) for _ in range(2))
-    preprocess_kernel[seq_padded // PREPROCESS_BLOCK_M * batch * n_head,](
+    launch(
+        preprocess_kernel,
+        (seq_padded // PREPROCESS_BLOCK_M * batch * n_head,),
         out, dout, lse, None if dlse is None else dlse.contiguous(), delta, lse_log2,
         *out.stride(), *dout.stride(), seq_q, seq_padded, n_head,
         HEAD_DIM=head_dim, BLOCK_M=PREPROCESS_BLOCK_M, BLOCK_D=padded_head_dim(head_dim),
@@ -180,7 +182,9 @@ def compute_dkdv(problem: Problem, inputs: Inputs, tile: Tile, dk: Tensor, dv: T
     parts = (dk, dv)
     if group_size > 1:
         parts = torch.empty(2, batch, seq_k, n_head, head_dim, dtype=dk.dtype, device=dk.device).unbind()
-    dkdv_kernel[n_programs(seq_k, problem.block_size, tile.block_n) * batch * n_head,](
+    launch(
+        dkdv_kernel,
+        (n_programs(seq_k, problem.block_size, tile.block_n) * batch * n_head,),
         *sources(inputs, tile), inputs.lse_log2, inputs.delta, *parts,
         problem.query_bounds, problem.key_bounds, problem.dropout_seed, *lists,
         *inputs.strides, *parts[0].stride()[:3], *list_strides(lists), *inputs.sizes, *inputs.scalars,
@@ -195,7 +199,9 @@ def compute_dq(problem: Problem, inputs: Inputs, tile: Tile, dq: Tensor) -> None
     """Writes dq."""
     batch, seq_q, n_head, _ = dq.shape
     lists = problem.row_lists
-    dq_kernel[n_programs(seq_q, problem.block_size, tile.block_m) * batch * n_head,](
+    launch(
+        dq_kernel,
+        (n_programs(seq_q, problem.block_size, tile.block_m) * batch * n_head,),
         *sources(inputs, tile), inputs.lse_log2, inputs.delta, dq,
         problem.key_bounds, problem.dropout_seed, *lists,
         *inputs.strides, *dq.stride()[:3], *list_strides(lists), *inputs.sizes, *inputs.scalars,
@@ -203,7 +209,7 @@ def compute_dq(problem: Problem, inputs: Inputs, tile: Tile, dq: Tensor) -> None
     )  # fmt: skip
 
 
-def sources(inputs: Inputs, tile: Tile) -> tuple[Tensor | TensorDescriptor, ...]:
+def sources(inputs: Inputs, tile: Tile) -> tuple[Tensor | Descriptor, ...]:
     """q, k, v and dout as the kernels read them."""
     tensors = inputs[:4]
     if not tile.tma:

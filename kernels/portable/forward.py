@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launches import launch
 from kernels.layouts import bulk_readable
 from kernels.portable.block_lists import (
     find_span,
@@ -196,7 +197,9 @@ def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tupl
         q, k, v = map(bulk_readable, (q, k, v))
         rows, block_d = (tile.block_m, tile.block_n, tile.block_n), padded_head_dim(head_dim)
         sources = (head_descriptor(x, n, block_d) for x, n in zip((q, k, v), rows, strict=True))
-    forward_kernel[n_programs(seq_q, problem.block_size, tile.block_m) * batch * n_head,](
+    launch(
+        forward_kernel,
+        (n_programs(seq_q, problem.block_size, tile.block_m) * batch * n_head,),
         *sources, out, lse, problem.key_bounds, problem.dropout_seed, *problem.row_lists,
         *q.stride(), *k.stride(), *v.stride(), *out.stride()[:3], *list_strides(problem.row_lists),
         seq_q, k.shape[1], n_head, n_head // k.shape[2], problem.window or 0,

@@ -8,9 +8,8 @@ registers for addresses, and what lies outside of the tensor arrives as zeros.
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.launches import enter_context
+from kernels.launches import Descriptor
 from kernels.layouts import bulk_strides
 
 # most rows, and most channels, of a tile
@@ -96,11 +95,9 @@ def in_reach(x: Tensor) -> Tensor:
     return x if max(x.stride(1), x.stride(3)) < 2**31 // MAX_EXTENT else x.contiguous()
 
 
-def head_descriptor(x: Tensor, rows: int, block_d: int) -> TensorDescriptor:
+def head_descriptor(x: Tensor, rows: int, block_d: int) -> Descriptor:
     """Describes (B, T, H, D) as (B, H, T, D), to be read in tiles of `rows` rows of one head."""
-    enter_context(x)
     batch, seq, n_head, head_dim = x.shape
     stride_b, stride_t, stride_h = bulk_strides(x)
-    return TensorDescriptor(
-        x, [batch, n_head, seq, head_dim], [stride_b, stride_h, stride_t, 1], [1, 1, rows, block_d]
-    )
+    shape, block = (batch, n_head, seq, head_dim), (1, 1, rows, block_d)
+    return Descriptor(x, shape, (stride_b, stride_h, stride_t, 1), block)

@@ -59,7 +59,11 @@ class Launch:
     """A prepared launch of one kind: everything but the addresses of its tensors."""
 
     def __init__(self, compiled, grid: tuple[int, ...], arguments: tuple):
-        """compiled: what Triton has launched with these arguments. Raises ValueError if it is not plain."""
+        """compiled: what Triton has launched with these arguments.
+
+        Raises ValueError if it is not plain, and OSError without CUDA's driver.
+        """
+        driver()
         metadata = compiled.metadata
         if metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.launch_pdl:
             raise ValueError("blocks that are launched together")
@@ -183,8 +187,8 @@ def is_watched() -> bool:
 def prepared(compiled, grid: tuple[int, ...], arguments: tuple) -> Launch | str:
     try:
         return Launch(compiled, grid, arguments)
-    except (ValueError, AttributeError, KeyError) as error:
-        # a Triton whose version is not among those tested
+    except (ValueError, AttributeError, KeyError, OSError) as error:
+        # a GPU that is not NVIDIA's, or a Triton whose version is not among those tested
         return f"goes through Triton: {error}"
 
 

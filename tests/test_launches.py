@@ -59,6 +59,14 @@ def test_nothing_is_launched_with_an_address_that_a_tensor_map_cannot_have(monke
     assert not launched
 
 
+def test_without_cudas_driver_every_launch_goes_through_triton(monkeypatch):
+    def missing():
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(launches, "driver", missing)
+    assert launches.prepared(None, (1,), ()).startswith("goes through Triton: libcuda.so.1")
+
+
 @pytest.fixture(autouse=True)
 def nothing_ready():
     launches.launches.clear()

@@ -6,7 +6,7 @@ Learners", 2019); other values make it Llama (arXiv:2407.21783) or Qwen (arXiv:2
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -108,7 +108,8 @@ class Block(nn.Module):
         inputs = x, ring, attention_inputs["rotation"], attention_inputs["block_mask"]
         if self.recompute == "full":
             # a compiler gives up what repeats an exchange of processes, so it is given the parts around it
-            part = torch.compile if torch.compiler.is_compiling() else partial(recomputed, kind="none")
+            repeats = torch.compiler.is_compiling() and torch.is_grad_enabled()
+            part = compiled if repeats else partial(recomputed, kind="none")
             return recomputed(self._layer_of_ring, "full")(*inputs, part)
         return self._layer_of_ring(*inputs, partial(recomputed, kind=self.recompute))
 
@@ -128,6 +129,18 @@ class Block(nn.Module):
     def _add(self, x: Tensor, attended: Tensor) -> Tensor:
         x = x + attended
         return x + self.mlp(self.mlp_norm(x))
+
+
+# the same as torch.compiler.disable, which would import the compiler here
+@torch._disable_dynamo
+def compiled(method: Callable) -> Callable:
+    """A layer's method, compiled once for all layers: PyTorch keeps whatever torch.compile has made."""
+    return partial(compiled_once(method.__func__), method.__self__)
+
+
+@cache
+def compiled_once(function: Callable) -> Callable:
+    return torch.compile(function)
 
 
 def build_norm(config: ModelConfig) -> nn.Module:

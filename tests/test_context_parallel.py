@@ -1,10 +1,11 @@
-from functools import partial
+from functools import cache, partial
 
 import faults
 import pytest
 import torch
 import torch._dynamo.testing
 import torch.distributed as dist
+from torch._dynamo.eval_frame import cached_backends
 
 from model import GPT, AttentionConfig, ModelConfig
 from model.recompute import RECOMPUTE
@@ -135,7 +136,8 @@ class NoGroup:
 def test_a_compiled_model_takes_part_and_is_compiled_once_whatever_it_recomputes(monkeypatch):
     counter = torch._dynamo.testing.CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    plain, graphs = build("llama"), []
+    monkeypatch.setattr("model.gpt.compiled_once", cache(torch.compile))
+    plain, graphs, kept = build("llama"), [], []
     for recompute in RECOMPUTE:
         torch._dynamo.reset()
         counter.clear()
@@ -150,9 +152,14 @@ def test_a_compiled_model_takes_part_and_is_compiled_once_whatever_it_recomputes
             ]
             torch.testing.assert_close(losses[0], losses[1])
             torch.testing.assert_close(*gradients)
+            with torch.no_grad():
+                torch.testing.assert_close(shared(tokens, targets), losses[1])
             graphs.append(counter.frame_count)
+            kept.append(len(cached_backends))
+        # PyTorch keeps each until the process ends
+        assert kept[-1] == kept[-2]
     # in front of a layer's exchange and behind it, for all layers: none is left to run as plain PyTorch
-    assert len(set(graphs)) == 1
+    assert graphs == graphs[:3] * 3
     assert graphs[0] >= 3
 
 

@@ -1,10 +1,11 @@
 """Hugging Face models on these kernels: attn_implementation="nanoflash", after register().
 
 Supported are padding masks, (B, Tk) or over the filled slots of a static cache, packed position_ids or
-cu_seq_lens, sliding windows, grouped heads, dropout and the learned sinks of GPT-OSS. What these kernels do
-not compute (soft caps, attention weights, windows that look ahead, images that see all of themselves) is
-refused, and so are models for which transformers supports no flash attention. Only `register` imports
-transformers.
+cu_seq_lens, sliding windows, grouped heads, values narrower than keys, dropout and the learned sinks of
+GPT-OSS. What these kernels do not compute (soft caps, attention weights, windows that look ahead, images that
+see all of themselves, the paged cache of continuous batching) is refused, and so are models for which
+transformers supports no flash attention. Inside torch.compile packed position_ids are found only by layers
+that are given them. Only `register` imports transformers.
 """
 
 from collections.abc import Callable
@@ -15,13 +16,31 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from kernels.checks import may_read
 from kernels.flash_attention import flash_attention, flash_attention_varlen
-from kernels.hugging_face_masks import read_rules, window_of
+from kernels.hugging_face_masks import filled_slots, read_rules, window_of
 
 NAME = "nanoflash"
 # version of transformers; before, functions of flash attention were loaded in another way
 OLDEST = (5, 4)
-# models of transformers that are causal by a mask which flash attention is not given
-NOT_CALLED_CAUSAL = ("pegasus_x", "aimv2_text_model")
+# models of transformers that support flash attention, but would be wrong, or would not run on these kernels
+UNFIT = {
+    # some only where they are given a mask
+    "tells flash attention that it is not causal, which it is": (
+        "pegasus_x",
+        "aimv2_text_model",
+        "moonshine",
+        "moonshine_streaming",
+    ),
+    "tells flash attention that it is causal, which it is not": ("lightglue", "phi4_multimodal_vision"),
+    "calls transformers' flash attention itself, past what is registered": (
+        "gpt_neo",
+        "gptj",
+        "falcon",
+        "bark",
+        "semantic",
+        "coarse_acoustics",
+        "fine_acoustics",
+    ),
+}
 # of a mask that holds the numbers of packed sequences: nobody's padding has it
 DOCUMENTS = torch.uint32
 # mask or positions -> the version and sizes for which they were read, the last layer that asked, the result
@@ -49,11 +68,20 @@ def register() -> None:
     if NAME in AttentionInterface():
         return
 
-    def mask_or_documents(*, mask_function, kv_length, config=None, use_vmap=False, **kwargs):
+    def mask_or_documents(
+        *, batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function, attention_mask=None,
+        device=None, config=None, use_vmap=False, **_,
+    ):  # fmt: skip
         # as Gemma's layers read it; other values leave text causal
         are_causal = getattr(config, "use_bidirectional_attention", None) not in (True, "all")
         documents = read_rules(mask_function, kv_length, are_causal=are_causal, is_own=use_vmap)
-        padding = flash_attention_mask(mask_function=mask_function, kv_length=kv_length, **kwargs)
+        if attention_mask is None:
+            n_filled = filled_slots(mask_function, q_length, kv_length, q_offset, kv_offset)
+            if n_filled < kv_length:
+                attention_mask = torch.ones(batch_size, n_filled, dtype=torch.bool, device=device)
+        padding = flash_attention_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask
+        )
         if documents is None:
             return padding
         # transformers itself packs only where there is no padding
@@ -96,11 +124,11 @@ def register() -> None:
     choose = PreTrainedModel.get_correct_attn_implementation
 
     def choose_if_taken(self, implementation, *args, **kwargs):
-        if implementation == NAME and self.config.model_type in NOT_CALLED_CAUSAL:
-            raise ValueError(
-                f"{type(self).__name__} tells flash attention that it is not causal, which it is: use "
-                f"attn_implementation='eager', got {NAME!r}"
-            )
+        for what_it_does, model_types in UNFIT.items():
+            if implementation == NAME and self.config.model_type in model_types:
+                raise ValueError(
+                    f"{type(self).__name__} {what_it_does}: use attn_implementation='eager', got {NAME!r}"
+                )
         if implementation == NAME and not self._supports_flash_attn:
             raise ValueError(
                 f"{type(self).__name__} does not support flash attention (_supports_flash_attn is False): "
@@ -130,7 +158,8 @@ def attention_forward(
 
     s_aux: (H,), the score of one more key that every query sees, with value 0 (a learned sink).
     """
-    for refused in ("softcap", "position_bias", "output_attentions"):
+    # keys and values of a paged cache, as in continuous batching, would have to be stored in it here
+    for refused in ("softcap", "position_bias", "output_attentions", "cache"):
         if kwargs.get(refused) is not None and kwargs[refused] is not False:
             raise ValueError(f"{refused} is not supported by nanoflash: use attn_implementation='eager'")
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
@@ -154,13 +183,17 @@ def attention_forward(
         "return_lse": True,
     }
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    n_missing = q.shape[-1] - v.shape[-1]
+    if n_missing > 0:
+        # values of DeepSeek's heads are narrower than their keys
+        v = torch.nn.functional.pad(v, (0, n_missing))
     starts, ids = None, None
-    if attention_mask is not None and attention_mask.dim() == 2 and causal:
-        # a static cache's slots beyond the mask are empty
-        k, v = (x[:, : attention_mask.shape[1]] for x in (k, v))
     if attention_mask is not None and attention_mask.dtype == DOCUMENTS:
         ids = once(module, attention_mask, of_documents, q, k)
     elif attention_mask is not None and causal:
+        if attention_mask.dim() == 2:
+            # a static cache's slots beyond the mask are empty
+            k, v = (x[:, : attention_mask.shape[1]] for x in (k, v))
         ids = once(module, attention_mask, of_mask, q, k)
     elif attention_mask is not None:
         starts = once(module, attention_mask, of_text, q, k)
@@ -176,7 +209,8 @@ def attention_forward(
         out, lse = flash_attention_varlen(*packed, starts[0], cu_seqlens_k=starts[1], **options)
     if s_aux is not None:
         out = beside_sinks(out, lse, s_aux)
-    return out.view(q.shape), None
+    out = out.view(q.shape)
+    return out if n_missing == 0 else out[..., : value.shape[-1]].contiguous(), None
 
 
 def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

@@ -54,12 +54,39 @@ def read_rules(mask_function: Callable, kv_length: int, *, are_causal: bool, is_
             return None
         return _read(mask_function, kv_length)
     # a compiler does not see what closures have captured
-    if is_own or mask_function.__qualname__ == EITHER:
+    if is_own or _short_name(mask_function) == EITHER.split(".")[-1]:
         raise ValueError(
             "the mask of this model follows rules that cannot be looked at inside torch.compile: leave "
             "torch.compile out, or use attn_implementation='eager'"
         )
     return None
+
+
+def filled_slots(
+    mask_function: Callable, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int
+) -> int:
+    """How many of the keys there are: a static cache has slots behind them, which only a mask tells apart.
+
+    The arguments are what transformers passes to a mask interface. Raises ValueError where the number is in a
+    tensor, as a static cache counts, and may not be read.
+    """
+    if kv_length <= q_length:
+        return kv_length
+    # what every query sees is full: the text that a target looks at
+    if torch.compiler.is_compiling():
+        is_full = _short_name(mask_function) == BIDIRECTIONAL
+    else:
+        is_full = _shows_all(mask_function, kv_length)
+    if is_full:
+        return kv_length
+    if isinstance(q_offset, Tensor):
+        if not may_read(q_offset):
+            raise ValueError(
+                "attention_mask must be given with a static cache inside torch.compile or a CUDA graph, got "
+                "None: pass ones of shape (B, tokens so far)"
+            )
+        q_offset = int(q_offset)
+    return min(q_offset + q_length - kv_offset, kv_length)
 
 
 def window_of(layer: nn.Module) -> int | None:
@@ -132,6 +159,11 @@ def _images(rule: Callable) -> Tensor | None:
 
 def _name(rule: Callable) -> str:
     return getattr(rule, "__qualname__", type(rule).__name__)
+
+
+def _short_name(rule: Callable) -> str:
+    """The name by which a compiler knows a rule: Dynamo compares others' __qualname__ wrongly."""
+    return rule.__name__
 
 
 def _captured(rule: Callable) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch.nn.attention import (
 
 import kernels.sdpa
 from kernels import hugging_face
-from kernels.hugging_face_masks import read_rules
+from kernels.hugging_face_masks import filled_slots, read_rules
 from kernels.reference import attention_reference
 from tests.accuracy import assert_as_accurate_as_torch, assert_within_rule, random_qkv
 
@@ -200,18 +200,58 @@ def test_the_empty_slots_of_a_static_cache_are_left_out(name, n_padding, device)
     assert torch.equal(*generated)
 
 
-def test_a_static_cache_without_a_mask_that_tells_its_empty_slots_is_refused(device):
-    hugging_face.register()
-    config = CONFIGS["llama"]()
-    config._attn_implementation = "nanoflash"
-    model = transformers.AutoModelForCausalLM.from_config(config).to(device)
-    tokens = torch.randint(32, (1, 12), device=device)
-    cache = transformers.StaticCache(config=model.config, max_cache_len=32)
-    with pytest.raises(ValueError, match=r"end at 11, but there are 32 keys.*ones of shape \(B, 12\)"):
-        model(tokens, past_key_values=cache, use_cache=True)
-    # a cache that grows is always full
-    grown = model(tokens, use_cache=True).past_key_values
-    model(tokens[:, :1], past_key_values=grown, use_cache=True)
+# layers of the second are given no positions
+@pytest.mark.parametrize("name", ["llama", "bigcode"])
+def test_the_empty_slots_of_a_static_cache_are_left_out_without_a_mask(name, device):
+    config = CONFIGS["llama"]() if name == "llama" else transformers.GPTBigCodeConfig(**GPT2)
+    tokens, logits = torch.randint(32, (2, 12), device=device), []
+    for implementation in ("eager", "nanoflash"):
+        model = hugging_face_model(config, implementation).to(device)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+        with torch.no_grad():
+            steps = [model(part, past_key_values=cache, use_cache=True).logits for part in tokens.split(7, 1)]
+        logits.append(torch.cat(steps, 1))
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-5)
+
+
+def test_empty_slots_that_cannot_be_counted_are_asked_for():
+    from transformers import masking_utils as masks
+
+    causal, both_ways = masks.causal_mask_function, masks.bidirectional_mask_function
+
+    def filled(rule, q_offset, kv_offset=0):
+        return filled_slots(rule, 1, 8, q_offset, kv_offset)
+
+    assert filled(causal, 4) == filled(causal, torch.tensor(4)) == 5
+    # of a window the cache holds the end
+    assert filled(causal, 20, kv_offset=13) == 8
+    # a text that is looked at is whole
+    assert filled(both_ways, 4) == 8
+
+    # caught inside, as in test_rules_that_a_compiler_cannot_look_at_are_refused_there
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(x, q_offset):
+        try:
+            return x, filled(causal, q_offset), filled(both_ways, q_offset), ""
+        except ValueError as error:
+            return x, 0, 0, str(error)
+
+    assert compiled(torch.zeros(1), 4)[1:] == (5, 8, "")
+    assert "attention_mask must be given with a static cache" in compiled(torch.zeros(1), torch.tensor(4))[3]
+
+
+def test_values_narrower_than_keys_are_attended_to(device):
+    config = transformers.DeepseekV3Config(
+        **SMALL | {"num_attention_heads": 4, "num_key_value_heads": 4, "initializer_range": 0.3},
+        q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16,
+        first_k_dense_replace=1, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2,
+    )  # fmt: skip
+    tokens = torch.randint(32, (2, 24), device=device)
+    with torch.no_grad():
+        eager, ours = (
+            hugging_face_model(config, x).to(device)(tokens).logits for x in ("eager", "nanoflash")
+        )
+    torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
 
 
 def test_hugging_face_sequences_are_kept_apart_by_their_lengths(device):
@@ -232,6 +272,8 @@ def test_hugging_face_sequences_are_kept_apart_by_their_lengths(device):
         ({"attention_mask": torch.ones(2, 1, 8, 8)}, r"\(B, Tk\) = \(2, 8\), got \(2, 1, 8, 8\)"),
         ({"cu_seq_lens_q": torch.tensor([0, 8])}, "cu_seq_lens_k must be given with cu_seq_lens_q, got None"),
         ({"cu_seq_lens_k": torch.tensor([0, 8])}, "cu_seq_lens_q must be given with cu_seq_lens_k, got None"),
+        # of continuous batching
+        ({"cache": object()}, "^cache is not supported by nanoflash: use attn_implementation='eager'"),
     ],
 )
 def test_what_hugging_face_does_not_pass_by_itself_is_named(given, message):
@@ -273,22 +315,25 @@ def test_a_transformers_that_is_too_old_is_refused(monkeypatch):
         hugging_face.register()
 
 
-def test_hugging_face_models_that_do_not_say_that_they_are_causal_are_refused():
+@pytest.mark.parametrize(
+    ("name", "what_it_does"),
+    [
+        ("PegasusXForConditionalGeneration", "tells flash attention that it is not causal, which it is"),
+        ("Aimv2TextModel", "tells flash attention that it is not causal, which it is"),
+        ("MoonshineForConditionalGeneration", "tells flash attention that it is not causal, which it is"),
+        ("LightGlueForKeypointMatching", "tells flash attention that it is causal, which it is not"),
+        ("GPTJForCausalLM", "calls transformers' flash attention itself, past what is registered"),
+        ("FalconForCausalLM", "calls transformers' flash attention itself, past what is registered"),
+        ("BarkSemanticModel", "calls transformers' flash attention itself, past what is registered"),
+    ],
+)
+def test_hugging_face_models_that_would_go_wrong_are_refused(name, what_it_does):
     hugging_face.register()
-    pegasus = transformers.PegasusXConfig(
-        d_model=32, vocab_size=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
-    )  # fmt: skip
-    aimv2 = transformers.Aimv2TextConfig(**SMALL, num_attention_heads=2)
-    for kind, config in (
-        (transformers.PegasusXForConditionalGeneration, pegasus),
-        (transformers.Aimv2TextModel, aimv2),
-    ):
-        config._attn_implementation = "nanoflash"
-        with pytest.raises(
-            ValueError, match=f"{kind.__name__} tells .* it is not causal, which it is: use attn"
-        ):
-            kind(config)
+    kind = getattr(transformers, name)
+    config = transformers.Aimv2TextConfig() if name == "Aimv2TextModel" else kind.config_class()
+    config._attn_implementation = "nanoflash"
+    with torch.device("meta"), pytest.raises(ValueError, match=f"^{name} {what_it_does}: use attn_impl"):
+        kind(config)
 
 
 def test_hugging_face_windows_that_look_ahead_are_refused(device):
@@ -462,6 +507,7 @@ def test_rules_that_a_compiler_cannot_look_at_are_refused_there():
     from transformers import masking_utils as masks
 
     blocks = torch.tensor([[0, 0, 1, 1]])
+    made_before = masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(blocks))
 
     # caught inside: after an error that leaves a compiled function, torch 2.13 looks at every call of
     # Python's until the process ends
@@ -472,6 +518,8 @@ def test_rules_that_a_compiler_cannot_look_at_are_refused_there():
             rule = masks.sliding_window_causal_mask_function(2)
         elif kind == "images":
             rule = masks.or_masks(rule, masks.blockwise_overlay(blocks))
+        elif kind == "images of before":
+            rule = made_before
         try:
             assert read_rules(rule, 4, are_causal=True, is_own=kind == "own") is None
         except ValueError as error:
@@ -480,7 +528,7 @@ def test_rules_that_a_compiler_cannot_look_at_are_refused_there():
 
     for kind in ("causal", "window"):
         assert masked(torch.zeros(1), kind)[1] == ""
-    for kind in ("images", "own"):
+    for kind in ("images", "images of before", "own"):
         error = masked(torch.zeros(1), kind)[1]
         assert "follows rules that cannot be looked at inside torch.compile" in error
 

@@ -107,7 +107,8 @@ def run_script(
 def read_words(arguments: type, words: str | None, others: str | None) -> tuple[DictConfig, dict]:
     """The command line's values: those that are YAML, and by name those that are text, as typed.
 
-    words, others: as for run_script. Raises ValueError for a word without a key that none collects.
+    words, others: as for run_script. Raises ValueError for a word without a key that none collects, and for
+    a list that is given by its own key as well.
     """
     bare = [word for word in sys.argv[1:] if "=" not in word]
     if bare and words is None:
@@ -123,10 +124,12 @@ def read_words(arguments: type, words: str | None, others: str | None) -> tuple[
             texts[name] = value
         elif is_pair:
             given.append(word)
-    if foreign:
-        texts[others] = foreign
-    if bare:
-        texts[words] = bare
+    for name, collected in ((others, foreign), (words, bare)):
+        if not collected:
+            continue
+        if any(word.startswith(f"{name}=") for word in given):
+            raise ValueError(f"{name}= is given, and {collected[0]} belongs to it too: give all in one way")
+        texts[name] = collected
     return OmegaConf.from_cli(given), texts
 
 

@@ -1,7 +1,7 @@
 """Repeats measurements: runs the commands that result files name, and compares the new values with the old.
 
     python -m scripts.remeasure docs/results/h200/attention.json docs/results/h200/scaling/two.json
-    python -m scripts.remeasure docs/results/h200/training_4096.json warmup_steps=3
+    python -m scripts.remeasure docs/results/h200/training_350m_128.json warmup_steps=3
 
 Other arguments replace those of each command. Each file names its command and its number of GPUs. The
 commands run side by side on this machine's GPUs, started in the order given. New files are laid out in `out`

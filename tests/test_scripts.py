@@ -158,6 +158,24 @@ def test_a_wrong_argument_ends_with_one_clear_error(arguments, message, call_her
     assert done.stderr.startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("plan", ["train=[model=gpt2_xl]", "seq_len=2048"], "train= is given, and seq_len=2048 belongs"),
+        ("remeasure", ["a.json", "changes=[steps=1]", "steps=2"], "changes= is given, and steps=2 belongs"),
+        (
+            "remeasure",
+            ["files=[a.json]", "b.json"],
+            "files= is given, and b.json belongs to it too: give all",
+        ),
+    ],
+)
+def test_a_list_is_given_as_a_list_or_word_by_word(name, arguments, message, call_here):
+    done = call_here(name, *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {message}")
+
+
 def test_a_script_of_few_arguments_names_them_where_one_is_unknown(call_here):
     done = call_here("export_hf", "run=runs/a", "out=folder")
     assert done.returncode == 2

@@ -454,6 +454,7 @@ def test_the_way_out_of_too_large_a_step_names_what_fits():
     # which keep their activations from the third step on
     assert ", or cuda_graphs=false if the first two steps fitted; " in way_out(small, H200, 1)
     assert "cuda_graphs" not in way_out(replace(small, cuda_graphs=False), H200, 1)
+    assert "cuda_graphs" not in way_out(replace(small, context_parallel=2), H200, 2)
     assert "nor does one sequence: use recompute=full, distributed=fsdp" in way_out(big, 16 * 2**30, 1)
     assert "; python -m scripts.plan with the same arguments lists more" in way_out(small, H200, 1)
     # weights that are kept for a step are given back first

@@ -107,16 +107,21 @@ def build_passes(model: nn.Module, config: Config, processes: Processes, autocas
 
 
 def has_graphs(config: Config, processes: Processes) -> bool:
-    """Whether micro-batches are replayed as CUDA graphs: those in which processes exchange nothing."""
+    """Whether micro-batches are replayed as CUDA graphs."""
+    return supports_graphs(processes.device) and asks_for_graphs(config, processes.world_size)
+
+
+def asks_for_graphs(config: Config, world_size: int) -> bool:
+    """Whether GPUs replay micro-batches as CUDA graphs: those in which processes exchange nothing."""
     # a profile names operators and their allocations, which a graph hides
-    if not config.cuda_graphs or config.profile or not supports_graphs(processes.device):
+    if not config.cuda_graphs or config.profile:
         return False
     # recomputed layers set the generator back to where the forward pass began, which a graph of a backward
     # pass alone does not do; and the reference reads its seed on the host
     draws_again = config.recompute != "none" or config.attention.implementation == "reference"
     if config.model.dropout > 0.0 and draws_again:
         return False
-    if processes.world_size == 1:
+    if world_size == 1:
         return True
     shares = config.distributed == "fsdp" or config.context_parallel > 1
-    return not shares and config.accumulation(processes.world_size) > 1
+    return not shares and config.accumulation(world_size) > 1

@@ -7,6 +7,7 @@ from typing import NoReturn
 import torch
 
 from model.recompute import RECOMPUTE
+from train.build import asks_for_graphs
 from train.config import Config
 from train.distributed import Processes
 from train.memory import gathered_in_turn, is_predicted, largest_microbatch, microbatches, peak_bytes
@@ -70,7 +71,7 @@ def way_out(config: Config, memory: int | None, world_size: int) -> str:
             f"{given}{predicted}: use recompute=full, distributed=fsdp or "
             "context_parallel on more GPUs, or a shorter seq_len"
         )
-    if config.cuda_graphs and memory is not None:
+    if memory is not None and asks_for_graphs(config, world_size):
         # from the third step on graphs keep their activations
         found.append("cuda_graphs=false if the first two steps fitted")
     return f"{given}. For the same steps in less memory use {', or '.join(found)}{more}"

@@ -186,7 +186,7 @@ def test_a_full_disk_costs_checkpoints_but_not_the_run_nor_the_older_checkpoint(
     attempt = Attempt(full, 1, partial(faults.full_disk, limit=100_000))
     assert attempt.wait() == [1], "the last checkpoint is missing: that is not a success"
     assert "WARNING: the checkpoint of step 20 was not written (rank 0: [Errno 27]" in attempt.log()
-    assert f"training goes on, the newest checkpoint is {max(oldest)}" in attempt.log()
+    assert f"); the newest checkpoint is {max(oldest)}\n" in attempt.log()
     assert re.search(r"\nvalidation loss \S+ after 20 steps; ", attempt.log()), "it trained to its end"
     assert {path.name for path in Path("runs/full/checkpoints").iterdir()} == oldest
     complete(full)

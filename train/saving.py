@@ -170,7 +170,7 @@ class CheckpointSaver:
         if self._processes.is_main:
             kept = [found.name for found in list_checkpoints(self._folder)]
             warn(
-                f"the checkpoint of step {step} was not written ({reasons}); training goes on, "
+                f"the checkpoint of step {step} was not written ({reasons}); "
                 f"{f'the newest checkpoint is {kept[-1]}' if kept else 'there is none yet'}"
             )
 

@@ -151,7 +151,8 @@ def check_flags(**flags: bool) -> None:
             continue
         # NumPy's bools, tensors of one, 0 and 1 pass; PyTorch would take None for False and, with documents,
         # anything else for its truth value
-        if (isinstance(x, Tensor) and x.numel() != 1) or x not in (True, False):
+        numel = x.numel() if isinstance(x, Tensor) else getattr(x, "size", 1)
+        if numel != 1 or x not in (True, False):
             raise ValueError(f"{name} must be True or False, got {x!r}")
 
 
@@ -167,9 +168,8 @@ def check_options(
     if isinstance(softmax_scale, Tensor):
         raise ValueError("softmax_scale must be a float, got a tensor: multiply q by it, gradients flow then")
     scale = 1.0 if softmax_scale is None else softmax_scale
-    for name, x in (("softmax_scale", scale), ("dropout_p", dropout_p)):
-        if not isinstance(x, NUMBERS) or (isinstance(x, Tensor) and x.numel() != 1):
-            raise ValueError(f"{name} must be a number, got {type(x).__name__} {x!r}")
+    check_is_number("softmax_scale", scale)
+    check_is_number("dropout_p", dropout_p)
     check_scale("softmax_scale", scale)
     seed = None if isinstance(dropout_seed, Tensor) else dropout_seed
     for name, x in (("window", window), ("dropout_seed", seed)):
@@ -185,6 +185,11 @@ def check_options(
             )
     elif dropout_seed is not None and not 0 <= dropout_seed < 2**63:
         raise ValueError(f"dropout_seed must be at least 0 and below 2**63, got {dropout_seed}")
+
+
+def check_is_number(name: str, x: float) -> None:
+    if not isinstance(x, NUMBERS) or (isinstance(x, Tensor) and x.numel() != 1):
+        raise ValueError(f"{name} must be a number, got {type(x).__name__} {x!r}")
 
 
 def check_window(window: int | None, causal: bool) -> None:

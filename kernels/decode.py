@@ -55,6 +55,8 @@ def append_and_decode(
     (RoFormer, arXiv:2104.09864). k, v, lengths, block_mask and softmax_scale: as in decode_attention. The
     result has qkv's dtype. Raises ValueError for other shapes, and for an expanded cache.
     """
+    for name, x in (("qkv", qkv), ("k", k)):
+        checks.check_is_tensor(name, x)
     n_kv_head = k.shape[2] if k.ndim == 4 else 0
     n_head = qkv.shape[2] - 2 * n_kv_head if qkv.ndim == 4 else 0
     if n_kv_head < 1 or n_head < 1 or n_head % n_kv_head or qkv.shape[1] != 1:
@@ -67,7 +69,7 @@ def append_and_decode(
         if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
             raise ValueError(
                 f"{name} must have memory of its own for every key, to write to, got shape {tuple(x.shape)} "
-                f"with strides {x.stride()}: call {name}.contiguous()"
+                f"with strides {x.stride()}: keep {name}.contiguous() in its place"
             )
     if turn is not None:
         _check_turn(turn, qkv)
@@ -86,6 +88,7 @@ def _lists(block_mask: BlockMask | None) -> list[Tensor]:
 
 
 def _scale(softmax_scale: float | None, q: Tensor) -> float:
+    checks.check_is_number("softmax_scale", 1.0 if softmax_scale is None else softmax_scale)
     if softmax_scale is not None and not abs(softmax_scale) <= checks.SCALES[1]:
         raise ValueError(
             f"softmax_scale must be finite, got {softmax_scale}: scale q instead (the kernels take up to "
@@ -140,6 +143,7 @@ def _check_turn(turn: tuple[Tensor, Tensor], qkv: Tensor) -> None:
     if len(turn) != 2:
         raise ValueError(f"turn must be (cos, sin), got {len(turn)} tensors")
     for name, x in zip(("cos", "sin"), turn, strict=True):
+        checks.check_is_tensor(f"turn's {name}", x)
         if x.shape != shape or x.dtype != torch.float32 or not x.is_contiguous():
             raise ValueError(
                 f"turn's {name} must be {shape} float32 and contiguous, got {tuple(x.shape)} {x.dtype} with "
@@ -162,9 +166,11 @@ def _check(
     batch, n_query, n_head, _ = q.shape
     for name, x in {**given, "k": k, "v": v}.items():
         if x.stride(3) != 1:
-            raise ValueError(
-                f"{name} must have contiguous channels, got strides {x.stride()}: call {name}.contiguous()"
+            # a cache that were copied in each call would lose what is appended
+            way_out = (
+                f"call {name}.contiguous()" if name in given else f"keep {name}.contiguous() in its place"
             )
+            raise ValueError(f"{name} must have contiguous channels, got strides {x.stride()}: {way_out}")
     if n_query * (n_head // k.shape[2]) > MAX_ROWS:
         raise ValueError(
             f"q has {n_query} queries for each of {n_head // k.shape[2]} heads that share keys, at most "

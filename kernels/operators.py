@@ -184,9 +184,7 @@ def choose_implementation(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> 
     if forced is not None:
         refusal = None if forced == IMPLEMENTATIONS[-1] else package(forced).refusal(problem, q, k, v)
         if refusal is not None:
-            raise ValueError(
-                f"kernels/{forced} does not take this problem: it {refusal}. Use kernels/portable"
-            )
+            raise ValueError(f"kernels/{forced} does not take this problem: {refusal}. Use kernels/portable")
         return forced, "asked for by use_implementation"
     refusals = []
     for name in IMPLEMENTATIONS[:-1]:

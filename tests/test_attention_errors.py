@@ -49,6 +49,7 @@ X = torch.zeros(2, 8, 4, 16, device=DEVICE)
         ({"causal": 2}, "causal must be True or False, got 2"),
         ({"causal": 0.5}, "causal must be True or False, got 0.5"),
         ({"causal": torch.ones(2)}, "causal must be True or False, got tensor"),
+        ({"causal": np.array([True, False])}, "causal must be True or False, got array"),
         ({"causal": None}, "causal must be True or False, got None"),
         ({"deterministic": "no"}, "deterministic must be True or False, got 'no'"),
         ({"return_lse": "no"}, "return_lse must be True or False, got 'no'"),

@@ -204,6 +204,8 @@ def test_there_are_splits_enough_for_the_gpu_and_never_more_than_tiles():
         ({"lengths": torch.zeros(2, dtype=torch.int32)}, r"lengths must be \(1,\) int32 or int64"),
         ({"lengths": [5]}, "lengths must be a tensor, got list"),
         ({"block_mask": object()}, "block_mask must be a BlockMask, got object"),
+        ({"k": torch.zeros(1, CAPACITY, 64, 2).mT}, r"k must .*: keep k.contiguous\(\) in its place"),
+        ({"softmax_scale": "a"}, "softmax_scale must be a number, got str 'a'"),
         ({"softmax_scale": float("inf")}, "softmax_scale must be finite, got inf"),
         ({"softmax_scale": -1e39}, "softmax_scale must be finite, got -1e.39: scale q"),
     ],
@@ -220,6 +222,9 @@ def test_what_does_not_fit_is_refused(changes, message, device):
     [
         ({"qkv": torch.zeros(1, 1, 4, 64)}, r"qkv must be \(B, 1, H \+ 2 Hkv, D\), .* got \(1, 1, 4, 64\)"),
         ({"qkv": torch.zeros(1, 2, 6, 64)}, r"one token, .* got \(1, 2, 6, 64\) and \(1, 200, 2, 64\)"),
+        ({"qkv": [1]}, "qkv must be a tensor, got list"),
+        ({"k": [1]}, "k must be a tensor, got list"),
+        ({"turn": (1, 2)}, "turn's cos must be a tensor, got int"),
         ({"qkv": torch.zeros(1, 1, 7, 64)}, r"H a multiple of Hkv, .* got \(1, 1, 7, 64\)"),
         ({"k": torch.zeros(200, 2, 64)}, r"k \(B, capacity, Hkv, D\), got .* and \(200, 2, 64\)"),
         ({"qkv": torch.zeros(1, 1, 64, 6).mT}, "qkv must have contiguous channels, got strides"),
@@ -245,8 +250,8 @@ def test_a_new_token_that_does_not_fit_is_refused(changes, message, device):
 @pytest.mark.parametrize(
     ("name", "part", "message"),
     [
-        ("k", (1, CAPACITY, 1, 64), r"k .* strides \(12800, 64, 0, 1\): call k.contiguous\(\)"),
-        ("v", (1, 1, 2, 64), r"v .* strides \(128, 0, 64, 1\): call v.contiguous\(\)"),
+        ("k", (1, CAPACITY, 1, 64), r"k .* strides \(12800, 64, 0, 1\): keep k.contiguous\(\) in its place"),
+        ("v", (1, 1, 2, 64), r"v .* strides \(128, 0, 64, 1\): keep v.contiguous\(\) in its place"),
     ],
 )
 def test_a_new_token_is_refused_by_a_cache_whose_tokens_or_heads_share_memory(name, part, message, device):

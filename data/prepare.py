@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from data.encoder import encode_in_order
-from data.manifest import SPLITS, read_manifest, write_manifest
+from data.manifest import FILE, SPLITS, read_manifest, write_manifest
 from data.shards import ShardWriter, read_shard, sync_folder
 from data.sources import HuggingFace, PythonFiles, Source, TextFiles, installed_packages, standard_library
 from data.split import Plan, plan_validation, unique_documents
@@ -166,6 +166,11 @@ def prepare(config: DataConfig) -> Path:
 def _is_prepared(folder: Path, config: DataConfig) -> bool:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
+    if not (folder / FILE).is_file():
+        raise ValueError(
+            f"data.folder={str(folder)!r} was not made by prepare, it has no {FILE}: name a new folder, or "
+            "an empty one"
+        )
     manifest = read_manifest(folder)
     for key, now in identity(asdict(config)).items():
         then = manifest["config"].get(key)

@@ -262,10 +262,13 @@ def read_plain(path: Path, counts: Counter[str]) -> Iterator[str]:
 
 def text_of(record: Any, text_field: str, place: str, counts: Counter[str]) -> Iterator[str]:
     """record[text_field], unless it is null. Raises ValueError, naming data.text_field, if it is no text."""
-    if not isinstance(record, dict) or text_field not in record:
-        raise _no_field(
-            text_field, place, list(record) if isinstance(record, dict) else type(record).__name__
+    if not isinstance(record, dict):
+        raise ValueError(
+            f"{place} must be an object with the field data.text_field={text_field!r}, got "
+            f"{type(record).__name__}: take it out"
         )
+    if text_field not in record:
+        raise _no_field(text_field, place, list(record))
     text = record[text_field]
     if text is None:
         counts["empty"] += 1
@@ -273,7 +276,8 @@ def text_of(record: Any, text_field: str, place: str, counts: Counter[str]) -> I
         yield text
     else:
         raise ValueError(
-            f"data.text_field={text_field!r} must name text, got {type(text).__name__} in {place}"
+            f"data.text_field={text_field!r} must name text, got {type(text).__name__} in {place}: name "
+            "another field, or take that one out"
         )
 
 

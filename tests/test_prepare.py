@@ -239,7 +239,9 @@ def test_a_folder_of_the_user_is_refused_and_left_alone(config):
     folder = Path(config.folder)
     folder.mkdir()
     (folder / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"data\.folder='.*shards' has no manifest\.json.*choose another"):
+    with pytest.raises(
+        ValueError, match=r"data\.folder='.*shards' was not made by prepare, .*: name a new folder"
+    ):
         prepare(config)
     assert contents(folder) == {"thesis.txt": b"mine"}
 

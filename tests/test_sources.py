@@ -183,9 +183,8 @@ def test_a_folder_without_text_files_is_refused_by_name(tmp_path):
         TextFiles([str(tmp_path)], "text").check()
 
 
-@pytest.mark.parametrize("line", ['{"body": "x"}', '["x"]'])
-def test_a_wrong_text_field_is_refused_with_place_and_fields(tmp_path, line):
-    (tmp_path / "j.jsonl").write_text(line)
+def test_a_wrong_text_field_is_refused_with_place_and_fields(tmp_path):
+    (tmp_path / "j.jsonl").write_text('{"body": "x"}')
     with pytest.raises(ValueError, match=r"data\.text_field='text' is not in .*j\.jsonl line 1, which has"):
         texts(TextFiles([str(tmp_path)], "text"))
 
@@ -198,9 +197,22 @@ def test_a_wrong_column_is_refused_with_the_columns(tmp_path):
         texts(TextFiles([str(tmp_path)], "text"))
 
 
-def test_a_field_that_is_no_text_is_refused(tmp_path):
-    (tmp_path / "j.jsonl").write_text('{"text": 3}')
-    with pytest.raises(ValueError, match=r"data\.text_field='text' must name text, got int"):
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            '{"text": 3}',
+            r"data\.text_field='text' must name text, got int in .*: name another field, or take",
+        ),
+        (
+            '"text"',
+            r"j.jsonl line 1 must be an object with the field data\.text_field='text', got str: take it",
+        ),
+    ],
+)
+def test_a_line_or_field_that_is_no_text_is_refused(line, message, tmp_path):
+    (tmp_path / "j.jsonl").write_text(line)
+    with pytest.raises(ValueError, match=message):
         texts(TextFiles([str(tmp_path)], "text"))
 
 

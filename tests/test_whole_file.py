@@ -13,6 +13,19 @@ def test_a_text_replaces_the_old_one_and_leaves_nothing_beside_it(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_stays_one_and_the_text_goes_where_it_leads(exists, tmp_path):
+    (tmp_path / "disk").mkdir()
+    link, there = tmp_path / "rows.json", tmp_path / "disk" / "rows.json"
+    if exists:
+        there.write_text("old")
+    link.symlink_to(there)
+    write_whole(link, "new")
+    assert link.is_symlink()
+    assert there.read_text() == "new"
+    assert list((tmp_path / "disk").iterdir()) == [there]
+
+
 def test_a_text_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     path, there = tmp_path / "rows.json", []
     monkeypatch.setattr("os.fsync", lambda number: there.append((path.exists(), os.fstat(number).st_size)))

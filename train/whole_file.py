@@ -5,7 +5,11 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes the text beside path first, then renames it to path; a failure leaves nothing new."""
+    """Writes the text beside path first, then renames it to path; a failure leaves nothing new.
+
+    A link stays one: the file that it leads to is written.
+    """
+    path = path.resolve()
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with partial.open("w", encoding="utf-8") as file:

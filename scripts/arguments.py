@@ -173,7 +173,12 @@ def check_results(arguments) -> None:
     writers: dict[Path, str] = {}
     for item in fields(arguments):
         name = getattr(arguments, item.name)
-        if "endings" not in item.metadata or not name:
+        if "endings" not in item.metadata:
+            continue
+        if not name:
+            # elsewhere empty text means that no file is wanted
+            if item.default:
+                raise ValueError(f"{item.name} must name a file, got nothing: use {item.name}={item.default}")
             continue
         check_place(item.name, name)
         # a picture or table differs from the rows' file in its ending only, and would replace it here
@@ -190,7 +195,10 @@ def check_results(arguments) -> None:
                     f"{item.name}={name}: {path} is what {other}={getattr(arguments, other)} writes already, "
                     "choose another name"
                 )
-            if path.exists() and not arguments.overwrite:
+            if path.is_dir():
+                raise ValueError(f"{item.name}={name}: {path} is a folder, choose another name")
+            # a link that leads nowhere is somebody's too
+            if os.path.lexists(path) and not arguments.overwrite:
                 raise ValueError(
                     f"{item.name}={name}: {path} exists, choose another name, or add overwrite=true"
                 )

@@ -11,6 +11,7 @@ since the steps are too small to share; then each takes a method.
 """
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, fields, replace
@@ -22,7 +23,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from scripts import evaluate_context
-from scripts.arguments import argument, check_some, command_line, run_script, unknown_argument
+from scripts.arguments import argument, check_place, check_some, command_line, run_script, unknown_argument
 from scripts.side_by_side import places, run_side_by_side
 from train.checkpoint import newest_checkpoint, read_checkpoint
 from train.config import Config
@@ -68,6 +69,10 @@ def main(arguments: Arguments) -> None:
         evaluate_context.check_settings(evaluation(arguments))
         check_recall(arguments)
     check_windows(arguments)
+    out = Path(arguments.out)
+    if not arguments.out or (os.path.lexists(out) and not out.is_dir()):
+        raise ValueError(f"out must name a folder, got {arguments.out!r}: choose another place")
+    check_place("out", str(out / "comparison.json"))
     base, gpus = f"example-{arguments.base_seq_len}", places()
     # by length, and within a length the pretrained model first
     chosen = sorted(arguments.methods, key=lambda method: method != BEFORE)

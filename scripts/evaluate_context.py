@@ -8,6 +8,7 @@ the loss by position, the loss of the same tokens by the length of their context
 and of one key among many, by length and depth.
 """
 
+import os
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -154,7 +155,8 @@ def new_files(name: str) -> tuple[Path, Path]:
     check_place("out", name)
     picture = out.with_suffix(".png")
     for path in (out, picture):
-        if path.exists():
+        # a link that leads nowhere is somebody's too
+        if os.path.lexists(path):
             raise ValueError(f"out={name}: {path} exists, choose another name")
     return out, picture
 

@@ -4,6 +4,7 @@ transformers loads it with AutoModelForCausalLM.from_pretrained(FOLDER). The tok
 if the run's tokenizer is a folder.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +48,8 @@ def main(arguments: Arguments) -> None:
 def check_out(name: str) -> None:
     """Raises ValueError if no new folder of that name can be written."""
     out = Path(name)
-    if not name or out.is_file() or (out.is_dir() and any(out.iterdir())):
+    is_taken = any(out.iterdir()) if out.is_dir() else os.path.lexists(out)
+    if not name or is_taken:
         raise ValueError(f"out must be a new or empty folder, got {name!r}: nothing is overwritten")
     check_place("out", name)
 

@@ -91,6 +91,17 @@ def test_an_empty_list_is_refused_before_anything_is_trained(started, key):
     assert started == []
 
 
+@pytest.mark.parametrize("out", ["", "file", "file/below", "nowhere"])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_trained(started, out):
+    Path("file").write_text("mine")
+    Path("nowhere").symlink_to("missing")
+    given = {"stages": ["pretrain"], "methods": ["before"], "seq_lens": [128], "base_seq_len": 64, "out": out}
+    with pytest.raises(ValueError, match=f"^out(={out}| must name a folder, got '{out}').*choose another pl"):
+        compare_extensions.main(compare_extensions.Arguments(**given))
+    assert started == []
+    assert Path("file").read_text() == "mine"
+
+
 def test_windows_too_short_for_the_first_model_are_refused_before_anything_is_trained(started):
     given = {"stages": ["pretrain"], "methods": ["before"], "seq_lens": [128, 32], "base_seq_len": 64}
     with pytest.raises(ValueError, match=r"seq_lens must be at least base_seq_len=64, .* got \[128, 32\]"):

@@ -396,6 +396,31 @@ def test_results_that_are_there_are_replaced_only_when_asked(
         assert capsys.readouterr().err == message
 
 
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_results_that_no_file_can_hold_are_refused_before_anything_is_measured(
+    overwrite, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("rows.json").mkdir()
+    with pytest.raises(ValueError, match=r"^out=rows.json: rows.json is a folder, choose another name$"):
+        check_results(Measuring(overwrite=overwrite))
+    with pytest.raises(ValueError, match=r"^out must name a file, got nothing: use out=rows.json$"):
+        check_results(Measuring(out="", overwrite=overwrite))
+
+
+def test_a_link_that_leads_nowhere_is_there_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("rows.json", "folder"):
+        Path(name).symlink_to("nowhere")
+    with pytest.raises(ValueError, match="rows.json exists, choose another name, or add overwrite=true"):
+        check_results(Measuring())
+    check_results(Measuring(overwrite=True))
+    with pytest.raises(ValueError, match="rows.json exists, choose another name"):
+        evaluate_context.new_files("rows.json")
+    with pytest.raises(ValueError, match="out must be a new or empty folder, got 'folder'"):
+        export_hf.check_out("folder")
+
+
 def test_rows_are_not_named_as_the_picture_that_would_be_drawn_over_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"^out=rows.png must name the JSON file, .*: use rows.json"):

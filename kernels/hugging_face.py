@@ -82,6 +82,9 @@ def register() -> None:
         padding = flash_attention_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask
         )
+        # older versions leave out a mask of ones that is shorter than a static cache, too
+        if padding is None and attention_mask is not None and attention_mask.shape[1] < kv_length:
+            padding = attention_mask
         if documents is None:
             return padding
         # transformers itself packs only where there is no padding

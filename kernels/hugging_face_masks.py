@@ -82,8 +82,8 @@ def filled_slots(
     if isinstance(q_offset, Tensor):
         if not may_read(q_offset):
             raise ValueError(
-                "attention_mask must be given with a static cache inside torch.compile or a CUDA graph, got "
-                "None: pass ones of shape (B, tokens so far)"
+                "attention_mask (a decoder's decoder_attention_mask) must be given with a static cache in "
+                "torch.compile or a CUDA graph, got None: pass ones of shape (B, tokens so far)"
             )
         q_offset = int(q_offset)
     return min(q_offset + q_length - kv_offset, kv_length)

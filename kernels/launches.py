@@ -117,9 +117,9 @@ def launch(kernel, grid: tuple[int, ...], *arguments, **constants) -> None:
 
     arguments: tensors, Descriptors, ints and floats, each of the same type in every launch of a kernel, or
     None; constants: its constexprs, which are its last arguments, and options of the compiler. Raises what
-    Triton raises. In Triton's interpreter a kernel runs as usual.
+    Triton raises. In Triton's interpreter, and on GPUs that are not NVIDIA's, a kernel runs as usual.
     """
-    if not isinstance(kernel, JITFunction):
+    if not isinstance(kernel, JITFunction) or torch.version.hip is not None:
         kernel[grid](*map(for_triton, arguments), **constants)
         return
     device = torch.cuda.current_device()
@@ -179,7 +179,9 @@ def enter_context(x: Tensor) -> None:
 
 
 def is_watched() -> bool:
-    """Whether one of Triton's own profilers wants to be told of launches."""
+    """Whether one of Triton's own profilers wants to be told of launches, or kernels are to be debugged."""
+    if knobs.runtime.debug:
+        return True
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return any(getattr(hook, "calls", hook) for hook in hooks)
 
@@ -187,8 +189,8 @@ def is_watched() -> bool:
 def prepared(compiled, grid: tuple[int, ...], arguments: tuple) -> Launch | str:
     try:
         return Launch(compiled, grid, arguments)
-    except (ValueError, AttributeError, KeyError, OSError) as error:
-        # a GPU that is not NVIDIA's, or a Triton whose version is not among those tested
+    except (ValueError, TypeError, AttributeError, KeyError, StopIteration, OSError) as error:
+        # a machine without CUDA's driver, or a Triton whose version is not among those tested
         return f"goes through Triton: {error}"
 
 

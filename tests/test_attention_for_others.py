@@ -214,6 +214,20 @@ def test_the_empty_slots_of_a_static_cache_are_left_out_without_a_mask(name, dev
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-5)
 
 
+def test_keys_behind_the_last_position_are_refused_where_no_mask_leaves_them_out(device):
+    q, k = (torch.zeros(1, 4, n, 16, device=device) for n in (12, 32))
+    positions = torch.arange(12, device=device)[None]
+    with pytest.raises(ValueError, match=r"end at 11, but there are 32 keys.*ones of shape \(B, 12\)"):
+        hugging_face.attention_forward(
+            torch.nn.Module(), q, k, k, None, is_causal=True, position_ids=positions
+        )
+    # a cache that grows is always full
+    model = hugging_face_model(CONFIGS["llama"](), "nanoflash").to(device)
+    tokens = torch.randint(32, (1, 12), device=device)
+    grown = model(tokens, use_cache=True).past_key_values
+    model(tokens[:, :1], past_key_values=grown, use_cache=True)
+
+
 def test_empty_slots_that_cannot_be_counted_are_asked_for():
     from transformers import masking_utils as masks
 

@@ -88,13 +88,15 @@ def _lists(block_mask: BlockMask | None) -> list[Tensor]:
 
 
 def _scale(softmax_scale: float | None, q: Tensor) -> float:
-    checks.check_is_number("softmax_scale", 1.0 if softmax_scale is None else softmax_scale)
-    if softmax_scale is not None and not abs(softmax_scale) <= checks.SCALES[1]:
+    if softmax_scale is None:
+        return q.shape[-1] ** -0.5
+    checks.check_is_number("softmax_scale", softmax_scale)
+    if not abs(softmax_scale) <= checks.SCALES[1]:
         raise ValueError(
             f"softmax_scale must be finite, got {softmax_scale}: scale q instead (the kernels take up to "
             f"{checks.SCALES[1]})"
         )
-    return q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    return softmax_scale
 
 
 @torch.library.custom_op("nanoflash::decode_attention", mutates_args=())

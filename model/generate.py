@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from kernels.decode import can_overlap
 from model.attention import layer_masks, window_of
 from model.cache import LayerCache
 from model.gpt import GPT
+from model.graphs import recording
 from model.modes import evaluating
 from model.rope import rotation
 
@@ -162,16 +163,9 @@ class Decoder:
         if model.config.rotary is not None:
             positions = torch.arange(capacity, device=device)
             self._turns = rotation(model.config.rotary, model.config.head_dim, positions)
-        # with these, Inductor generates one-row products itself, as cuBLAS is far from memory speed; stores
-        # values made of more than 4 tensors, which each program of a product would otherwise recompute;
-        # combines small kernels; and lets a kernel start while the one before it ends
-        tuned = {
-            "coordinate_descent_tuning": True,
-            "realize_acc_reads_threshold": 4,
-            "combo_kernels": True,
-            "triton.enable_pdl": can_overlap(device),
-        }
-        self._advance = torch.compile(self._eager, dynamic=False, options=tuned) if compiled else self._eager
+        # a function, not a method of this object, which would then hold itself: caches and graph would keep
+        # their memory until Python next looks for such cycles
+        self._advance = compiled_advance(can_overlap(device)) if compiled else Decoder._eager
         self._has_run = False
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -194,16 +188,16 @@ class Decoder:
             self._has_run = True
             return self._step()
         if self._graph is None:
-            self._graph = torch.cuda.CUDAGraph()
-            device = self.lengths.device
-            with torch.cuda.device(device), torch.cuda.graph(self._graph, stream=torch.cuda.Stream(device)):
+            graph, device = torch.cuda.CUDAGraph(), self.lengths.device
+            with torch.cuda.device(device), recording(graph, torch.cuda.Stream(device)):
                 self._logits = self._step()
+            self._graph = graph
         self._graph.replay()
         return self._logits
 
     def _step(self) -> Tensor | None:
         self._counts += 1
-        return self._advance(self.lengths, self._n_drawn)
+        return self._advance(self, self.lengths, self._n_drawn)
 
     def _eager(self, lengths: Tensor, n_drawn: Tensor) -> Tensor | None:
         newest = self.drawn[n_drawn - 1][0]  # (B,)
@@ -215,6 +209,21 @@ class Decoder:
             return logits
         self.drawn[n_drawn] = self._choose(logits, newest)
         return None
+
+
+@cache
+def compiled_advance(overlaps: bool) -> Callable:
+    """Decoder._eager, compiled once: PyTorch keeps whatever torch.compile has made."""
+    # with these, Inductor generates one-row products itself, as cuBLAS is far from memory speed; stores
+    # values made of more than 4 tensors, which each program of a product would otherwise recompute;
+    # combines small kernels; and lets a kernel start while the one before it ends
+    tuned = {
+        "coordinate_descent_tuning": True,
+        "realize_acc_reads_threshold": 4,
+        "combo_kernels": True,
+        "triton.enable_pdl": overlaps,
+    }
+    return torch.compile(Decoder._eager, dynamic=False, options=tuned)
 
 
 def empty_caches(model: GPT, capacity: int, lengths: Tensor) -> list[LayerCache]:

@@ -15,6 +15,8 @@ import torch
 import triton
 from torch import Tensor
 
+from model.graphs import recording
+
 # pause before a turn, in seconds
 PAUSE = 0.05
 # target lengths of a turn's warm-up and of its timed part, in milliseconds
@@ -44,9 +46,9 @@ def capture(attention: Callable, qkv: tuple[Tensor, ...], dout: Tensor):
         for _ in range(3):
             torch.autograd.grad(attention(*qkv), qkv, dout)
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(forward, stream=stream):
+    with recording(forward, stream):
         out = attention(*qkv)
-    with torch.cuda.graph(backward, stream=stream):
+    with recording(backward, stream):
         torch.autograd.grad(out, qkv, dout, retain_graph=True)
     # a capture computes nothing: only the first replay fills out and the tensors saved for the backward pass
     forward.replay()
@@ -67,7 +69,7 @@ def capture_forward(function: Callable) -> torch.cuda.CUDAGraph:
         for _ in range(3):
             function()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with recording(graph, stream):
         function()
     return graph
 

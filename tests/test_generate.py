@@ -1,3 +1,5 @@
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -7,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, AttentionConfig, ModelConfig, generate
-from model.generate import Arrivals, Decoder, empty_caches, likeliest, sample, stream
+from model.generate import Arrivals, Decoder, compiled_advance, empty_caches, likeliest, sample, stream
 from model.rope import RotaryConfig
 
 
@@ -182,6 +184,7 @@ def test_a_compiled_step_gives_the_same_tokens_and_is_compiled_once(gpt, monkeyp
         return compile_with(function, backend=counter, dynamic=dynamic)
 
     monkeypatch.setattr(torch, "compile", counted)
+    compiled_advance.cache_clear()
     prompt = torch.randint(100, (2, 5))
     expected = generate(gpt, prompt, 10, temperature=0.0)
     assert torch.equal(generate(gpt, prompt, 10, temperature=0.0, compiled=True), expected)
@@ -192,6 +195,32 @@ def test_a_compiled_step_gives_the_same_tokens_and_is_compiled_once(gpt, monkeyp
         generate(gpt, prompt, 10, temperature=0.0, compiled=True, stop_tokens=[stop])
     generate(gpt, torch.randint(100, (2, 7)), 8, temperature=0.0, compiled=True)
     assert counter.frame_count == 2
+    compiled_advance.cache_clear()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_caches_and_graph_are_free_as_soon_as_a_stream_ends_or_is_left(gpt, compiled, device, monkeypatch):
+    compile_with = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile_with(function, backend="eager"))
+    compiled_advance.cache_clear()
+    there = []
+    start = Decoder.start
+    monkeypatch.setattr(
+        Decoder, "start", lambda self, *given: there.append(weakref.ref(self)) or start(self, *given)
+    )
+    gpt, prompt = gpt.to(device), torch.randint(100, (2, 5), device=device)
+    gc.disable()
+    try:
+        generate(gpt, prompt, 8, compiled=compiled)
+        left = stream(gpt, prompt, 8, compiled=compiled)
+        for _ in range(4):
+            next(left)
+        assert [decoder() is None for decoder in there] == [True, False]
+        del left
+        assert there[1]() is None
+    finally:
+        gc.enable()
+        compiled_advance.cache_clear()
 
 
 def test_the_likeliest_token_is_what_argmax_gives_the_first_of_equals():

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from model.graphs import recording
+
 # eager steps before a graph is captured: whatever compiles, loads or tunes on its first call has then done so
 EAGER_STEPS = 2
 # margin on the memory that graphs are expected to need, for cuBLAS and the graphs themselves
@@ -120,17 +122,13 @@ class GraphedPasses(Passes):
         # unreachable reference cycles may hold autograd nodes that belong to the stream of eager passes
         gc.collect()
         graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        stream = torch.cuda.current_stream()
-        # "thread_local": other threads, which write checkpoints or watch NCCL, may use the GPU meanwhile
-        options = {"pool": self._pool, "stream": capture_stream(), "capture_error_mode": "thread_local"}
+        # meanwhile other threads write checkpoints and watch NCCL
         try:
-            with torch.cuda.graph(graphs[0], **options):
+            with recording(graphs[0], capture_stream(), self._pool):
                 loss = super().forward(*self._inputs)
-            with torch.cuda.graph(graphs[1], **options):
+            with recording(graphs[1], capture_stream(), self._pool):
                 super().backward()
         except RuntimeError as error:
-            # a failed capture leaves its stream current, and this process's next run would go on there
-            torch.cuda.set_stream(stream)
             if ran_out_of_memory(error):
                 raise torch.OutOfMemoryError("while graphs were captured") from error
             raise ValueError(

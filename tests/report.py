@@ -2,9 +2,11 @@
 
     python -m tests.report docs/results/h200/gpu_tests.md [arguments for pytest]
 
-One line for each promise, with the number of its cases. Ends with pytest's exit code.
+One line for each promise, with the number of its cases. Ends with pytest's exit code. Stopped before its end
+by SIGINT or SIGTERM, it writes the table of what has run by then.
 """
 
+import signal
 import subprocess
 import sys
 import tempfile
@@ -12,6 +14,7 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import torch
 
 from train.results import provenance
@@ -23,10 +26,14 @@ def main(out: Path, arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={junit}", *arguments]
-        code = subprocess.run(command).returncode
+        # in a session of its own: interrupted by a terminal and by this process, it would write nothing
+        tests = subprocess.Popen(command, start_new_session=True)
+        for number in signal.SIGINT, signal.SIGTERM:
+            signal.signal(number, lambda *_: tests.send_signal(signal.SIGINT))
+        code = tests.wait()
         cases = read_cases(junit)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(table(cases, provenance(1)))
+    out.write_text(table(cases, provenance(1), whole=code != pytest.ExitCode.INTERRUPTED))
     print(out)
     return code
 
@@ -35,6 +42,9 @@ def read_cases(junit: Path) -> list[tuple[str, str, str]]:
     """File, promise and result of every case."""
     cases = []
     for case in ElementTree.parse(junit).iter("testcase"):
+        # the one in which pytest was interrupted
+        if not case.get("name"):
+            continue
         file = case.get("classname").split(".")[-1]
         promise = case.get("name").split("[")[0].removeprefix("test_").replace("_", " ")
         result = next((RESULTS[part.tag] for part in case if part.tag in RESULTS), "passed")
@@ -42,8 +52,8 @@ def read_cases(junit: Path) -> list[tuple[str, str, str]]:
     return cases
 
 
-def table(cases: list[tuple[str, str, str]], origin: dict) -> str:
-    """Markdown: where the cases ran, their sums, and a line for each promise."""
+def table(cases: list[tuple[str, str, str]], origin: dict, *, whole: bool = True) -> str:
+    """Markdown: where the cases ran, their sums, whether they are all, and a line for each promise."""
     counts: dict[tuple[str, str], Counter] = {}
     for file, promise, result in cases:
         counts.setdefault((file, promise), Counter())[result] += 1
@@ -54,7 +64,7 @@ def table(cases: list[tuple[str, str, str]], origin: dict) -> str:
         "",
         ", ".join(f"{name} {value}" for name, value in origin.items()),
         "",
-        ", ".join(f"{total[kind]} {kind}" for kind in kinds),
+        ", ".join(f"{total[kind]} {kind}" for kind in kinds) + ("" if whole else ", stopped before the end"),
         "",
         "| file | promise | passed | failed | skipped |",
         "|---|---|---|---|---|",

@@ -1,4 +1,9 @@
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,7 +13,7 @@ import torch
 from data.tokenizer import load_tokenizer
 from model.flops import flops_ledger
 from tests.conftest import pytest_collection_modifyitems
-from tests.report import main, read_cases, table
+from tests.report import read_cases, table
 from tests.test_config import composed
 from train import report
 from train.config import parse
@@ -37,15 +42,47 @@ def test_every_case_is_counted_under_its_promise_by_its_result(tmp_path):
     ]
 
 
-def test_a_report_of_failures_ends_with_their_exit_code(tmp_path, monkeypatch):
-    def run(command):
-        [junit] = [word.partition("=")[2] for word in command if word.startswith("--junitxml=")]
-        Path(junit).write_text(JUNIT)
-        return SimpleNamespace(returncode=1)
+RUN = """
+import sys
+from pathlib import Path
+from tests.report import main
+sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
+"""
 
-    monkeypatch.setattr("tests.report.subprocess", SimpleNamespace(run=run))
-    assert main(tmp_path / "new" / "tests.md", []) == 1
-    assert "1 passed, 2 failed, 1 skipped" in (tmp_path / "new" / "tests.md").read_text()
+
+def reported(folder: Path, second: str, *, stop: bool = False) -> tuple[int, str]:
+    """The exit code and the sums of a report of two tests, the first of which passes."""
+    begun, table = folder / "begun", folder / "new" / "tests.md"
+    (folder / "test_some.py").write_text(
+        "import time\nfrom pathlib import Path\nimport pytest\n"
+        "@pytest.mark.gpu\ndef test_first(): pass\n"
+        f"@pytest.mark.gpu\ndef test_second():\n    Path({str(begun)!r}).touch()\n    {second}\n"
+    )
+    (folder / "run.py").write_text(RUN)
+    tests, environment = [str(folder), "-q"], os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, folder / "run.py", str(table), *tests]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as report:
+        deadline = time.monotonic() + 60
+        while stop and not begun.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        if stop:
+            report.send_signal(signal.SIGTERM)
+        output, _ = report.communicate(timeout=60)
+    assert table.exists(), output
+    return report.returncode, table.read_text().splitlines()[4]
+
+
+def test_a_report_of_failures_ends_with_their_exit_code(tmp_path):
+    assert reported(tmp_path, "assert False") == (1, "1 passed, 1 failed, 0 skipped")
+
+
+def test_a_report_that_is_stopped_tells_what_has_run(tmp_path):
+    code, sums = reported(tmp_path, "time.sleep(60)", stop=True)
+    assert code == pytest.ExitCode.INTERRUPTED
+    assert sums == "1 passed, 0 failed, 0 skipped, stopped before the end"
 
 
 def test_with_a_gpu_every_test_that_takes_a_device_is_one_of_the_gpus(monkeypatch):

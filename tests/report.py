@@ -26,10 +26,11 @@ def main(out: Path, arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={junit}", *arguments]
-        # in a session of its own: interrupted by a terminal and by this process, it would write nothing
-        tests = subprocess.Popen(command, start_new_session=True)
+        # a handler before the tests begin: a process that ignored SIGINT would have them ignore it, too
         for number in signal.SIGINT, signal.SIGTERM:
             signal.signal(number, lambda *_: tests.send_signal(signal.SIGINT))
+        # in a session of its own: interrupted by a terminal and by this process, it would write nothing
+        tests = subprocess.Popen(command, start_new_session=True)
         code = tests.wait()
         cases = read_cases(junit)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -354,6 +354,18 @@ def test_a_default_dtype_changes_no_token(gpt, other_default_dtype):
         assert torch.equal(sample(), expected)
 
 
+def test_streams_of_one_model_may_overlap_and_leave_its_mode_as_it_was(gpt):
+    gpt = reshaped(gpt, "sdpa", dropout=0.5).train()
+    tokens = torch.arange(5)[None]
+    alone = torch.stack(list(stream(gpt, tokens, 9, temperature=0.0)))
+    short, long = (stream(gpt, tokens, n_new, temperature=0.0) for n_new in (3, 9))
+    next(short)
+    first = next(long)
+    list(short)
+    assert torch.equal(torch.stack([first, *long]), alone)
+    assert all(part.training for part in gpt.modules())
+
+
 def test_generation_leaves_the_training_mode_as_it_was(gpt):
     gpt.train()
     # as of a part that is not trained

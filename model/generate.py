@@ -52,7 +52,7 @@ def stream(
     vocab_size: only ids below it are drawn, where the tokenizer has fewer than the model. A sequence that has
     drawn one of stop_tokens repeats it; once all have, the stream ends. compiled: with torch.compile, for
     long outputs on a GPU. The model's mode is left as it was found. Raises ValueError if prompts and new
-    tokens exceed the model's positions.
+    tokens exceed the model's positions, and if the first logits are not finite.
     """
     batch, prompt_len = tokens.shape
     _check(model, prompt_len, n_new, temperature, top_k, top_p, vocab_size)
@@ -86,7 +86,7 @@ def stream(
         is_ahead = False
         for place in range(n_new):
             if not is_ahead:
-                logits = decoder.step() if place else decoder.start(tokens, lengths)
+                logits = decoder.step() if place else _finite(decoder.start(tokens, lengths))
             if logits is not None:
                 drawn[place] = choose(logits, drawn[place - 1] if place else None)
             arrivals.send(place)
@@ -279,6 +279,14 @@ def sample(
         # compared with a float, torch would round all of them to its default dtype, to 11 bits in float16
         probabilities = probabilities.masked_fill(before >= math.ceil(top_p * WHOLE_MASS), 0.0)
     return ids.gather(-1, torch.multinomial(probabilities, 1, generator=generator))[:, 0]
+
+
+def _finite(logits: Tensor) -> Tensor:
+    if not bool(logits.isfinite().all()):
+        dtype = str(logits.dtype).removeprefix("torch.")
+        way_out = "use bf16 or fp32" if logits.dtype == torch.float16 else "use an earlier checkpoint"
+        raise ValueError(f"the model's logits after the prompt are not finite in {dtype}: {way_out}")
+    return logits
 
 
 def _check(

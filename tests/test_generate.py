@@ -375,6 +375,13 @@ def test_generation_leaves_the_training_mode_as_it_was(gpt):
     assert [module.training for module in gpt.modules()] == modes
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_refused(gpt, temperature):
+    torch.nn.init.constant_(gpt.final_norm.bias, float("nan"))
+    with pytest.raises(ValueError, match="logits after the prompt are not finite in float32: use an earlier"):
+        generate(gpt, torch.zeros(1, 5, dtype=torch.long), 1, temperature=temperature)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

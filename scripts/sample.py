@@ -18,7 +18,7 @@ from scripts.inference import check_inference, find_model, model_tokenizer
 from train.out_of_memory import is_out_of_memory
 from train.sample import SampleConfig, check_seed, prompt_ids, stream_text
 from train.step import DTYPES
-from train.weights import begin_of_text, load_model, run_attention
+from train.weights import begin_of_text, ends_of_text, load_model, run_attention
 
 # a limit, because all samples are generated as one batch
 MOST_SAMPLES = 2**16
@@ -40,7 +40,7 @@ class Arguments:
     temperature: float = argument(0.8, "0 takes the likeliest token")
     top_k: int | None = argument(50, "draw from the k likeliest tokens; null for all")
     top_p: float | None = argument(None, "draw from the likeliest tokens that hold this probability")
-    stop_tokens: list[int] = argument([], "ids that end a continuation, besides the end of the document")
+    stop_tokens: list[int] = argument([], "ids that end a continuation, besides the model's own")
     seed: int = argument(1, "seed of the random draws")
     device: str = argument("cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu")
     precision: str = argument(
@@ -106,7 +106,7 @@ def main(arguments: Arguments) -> None:
         [prompt] * arguments.samples,
         arguments.seed,
         begin=begin,
-        stop_tokens=tuple(arguments.stop_tokens),
+        stop_tokens=(*arguments.stop_tokens, *ends_of_text(place)),
         compiled=arguments.compile,
     )
     alone = arguments.samples == 1

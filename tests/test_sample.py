@@ -7,6 +7,7 @@ from faults import run_training, small_config, write_corpus
 from data.tokenizer import load_tokenizer
 from model import GPT, AttentionConfig, ModelConfig
 from train.sample import GrowingText, SampleConfig, prompt_ids, sample_text, stream_text
+from train.weights import ends_of_text
 
 TEXT = "naïve 漢字 🙂 <|endoftext|>\n\tdef f(x): return x"
 
@@ -111,3 +112,13 @@ def test_the_command_that_a_run_ends_with_can_be_pasted_whatever_its_name(tmp_pa
     run_training(small_config("'first try'", 1))
     command = capsys.readouterr().out.splitlines()[-1]
     assert shlex.split(command)[2:] == ["python", "-m", "scripts.sample", "run=runs/first try", "prompt=..."]
+
+
+def test_a_published_model_stops_at_every_token_that_its_folder_names(tmp_path):
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    assert ends_of_text(tmp_path) == {2}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
+    assert ends_of_text(tmp_path) == {2, 5}
+    (tmp_path / "config.json").write_text('{"eos_token_id": null}')
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert ends_of_text(tmp_path) == set()

@@ -192,6 +192,16 @@ def begin_of_text(source: Path | str, tokenizer: Tokenizer) -> list[int]:
     return [begin]
 
 
+def ends_of_text(source: Path | str) -> set[int]:
+    """The tokens that end what a Hugging Face folder's model generates, as transformers reads them there."""
+    ends = set()
+    for path in (Path(source, "config.json"), Path(source, "generation_config.json")):
+        if path.is_file():
+            given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            ends.update(given if isinstance(given, list) else [given])
+    return ends - {None}
+
+
 def _checkpoint(source: Path) -> Path:
     newest = newest_checkpoint(source / "checkpoints")
     if newest is not None:

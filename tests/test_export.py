@@ -65,6 +65,17 @@ def test_the_files_of_models_and_tokenizers_are_utf8_in_every_locale(tmp_path, m
     assert read_pretrained_config(tmp_path / "out").vocab_size == 4
 
 
+@pytest.mark.parametrize(("limit", "exported"), [(8, 16), (16, 16), (1000, 1000)])
+def test_an_exported_tokenizer_has_room_for_all_positions_of_the_model(limit, exported, tmp_path):
+    published = tmp_path / "published"
+    write_tokenizer(published)
+    settings = {"eos_token": "<end>", "model_max_length": limit}
+    (published / "tokenizer_config.json").write_text(json.dumps(settings))
+    export(model(vocab_size=4), str(published), tmp_path / "out")
+    copied = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert copied == settings | {"model_max_length": exported}
+
+
 def test_a_tokenizer_that_is_gone_is_named_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="or a folder with tokenizer.json, got 'gone'"):
         export(model(), "gone", tmp_path / "out")

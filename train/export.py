@@ -1,5 +1,7 @@
 """Exports a trained model as a Hugging Face folder, with its tokenizer if that has files."""
 
+import json
+import math
 import shutil
 from pathlib import Path
 
@@ -41,6 +43,17 @@ def export(model: GPT, tokenizer: str, out: Path, dtype: torch.dtype = torch.flo
     for pattern in TOKENIZER_FILES:
         for path in Path(tokenizer).glob(pattern):
             shutil.copy(path, out / path.name)
+    raise_token_limit(out / "tokenizer_config.json", model.config.max_seq_len)
+
+
+def raise_token_limit(path: Path, max_seq_len: int) -> None:
+    """Gives a tokenizer room for an extended model: transformers truncates texts at model_max_length."""
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if settings.get("model_max_length", math.inf) < max_seq_len:
+        settings["model_max_length"] = max_seq_len
+        # the copy of a read-only file cannot be written to
+        path.unlink()
+        path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def refuse_to_replace(run: Path) -> None:

@@ -3,7 +3,7 @@
 The text appears as it is generated; several samples are generated together and printed one after the other.
 The prompt is preceded by what the model saw before every text in training: for a run, the end of the previous
 document; for a Hugging Face folder, the token that tokenizer.json adds, or else bos_token_id of config.json,
-if there is one.
+or else the tokenizer's eos_token.
 """
 
 import sys

@@ -626,9 +626,12 @@ def test_each_run_of_a_sweep_over_sizes_is_compiled(corpus, monkeypatch):
             assert counter.frame_count > before
 
 
-def test_a_sweep_that_has_no_place_for_its_runs_ends_with_one_line(corpus):
+@pytest.mark.parametrize("n_before", [0, 1, 2])
+def test_a_sweep_that_has_no_place_for_its_runs_ends_with_one_line(corpus, n_before):
     Path("runs").touch()
-    process = start("--multirun", *SMALL, "seed=1,2", "name=seed${seed}")
+    words = [*SMALL, "seed=1,2", "name=seed${seed}"]
+    # the flag may stand anywhere
+    process = start(*words[:n_before], "--multirun", *words[n_before:])
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
     assert errors.startswith("error: [Errno 17] File exists: ")

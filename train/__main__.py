@@ -136,6 +136,9 @@ def command() -> None:
         sys.exit(EXIT_REFUSED)
     # without this Hydra prints its errors itself and exits with 1
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    # Python's argparse takes no more words behind an option that stands between two of them
+    sweep = ("--multirun", "-m")
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in sweep)
     try:
         # checked here, where overrides are as typed: inside a run of --multirun Hydra has rewritten them
         refuse_numbers_for_texts(sys.argv[1:], Config)

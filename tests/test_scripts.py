@@ -911,6 +911,24 @@ def test_sample_tells_how_many_tokens_the_models_positions_leave(tmp_path, capsy
     )
 
 
+def test_sample_names_the_prompt_that_the_models_positions_do_not_hold(tmp_path):
+    write_model(tmp_path / "model", vocab_size=257, max_seq_len=16)
+    (tmp_path / "long.txt").write_text("x" * 20)
+    given = {
+        "checkpoint": str(tmp_path / "model"),
+        "tokenizer": "bytes",
+        "device": "cpu",
+        "precision": "fp32",
+    }
+    for prompt in ({"prompt": "x" * 20}, {"prompt_file": str(tmp_path / "long.txt")}):
+        [name] = prompt
+        message = (
+            f"^{name}: the prompt has 21 tokens, the model 16 positions: shorten it, or extend the model"
+        )
+        with pytest.raises(ValueError, match=message):
+            sample.main(sample.Arguments(**given, **prompt))
+
+
 def test_sample_begins_a_text_as_the_model_in_a_hugging_face_folder_has_learned_it(tmp_path, monkeypatch):
     folder, seen = tmp_path / "model", []
     write_model(folder, vocab_size=257, max_seq_len=16)

@@ -21,6 +21,8 @@ from model.rope import rotation
 LEAST_TEMPERATURE = 1e-30
 # the whole that top_p is a share of: finer than float32, and the sum over any vocabulary fits in 63 bits
 WHOLE_MASS = 2**40
+# sizes of decoders for which a step is compiled; with PyTorch's own limit, 8, all others would run eagerly
+MOST_COMPILED = 2**16
 
 
 def generate(model: GPT, tokens: Tensor, n_new: int, **options) -> Tensor:
@@ -51,8 +53,9 @@ def stream(
     keeps the smallest set of likeliest tokens that holds probability p (Holtzman et al., arXiv:1904.09751).
     vocab_size: only ids below it are drawn, where the tokenizer has fewer than the model. A sequence that has
     drawn one of stop_tokens repeats it; once all have, the stream ends. compiled: with torch.compile, for
-    long outputs on a GPU. The model's mode is left as it was found. Raises ValueError if prompts and new
-    tokens exceed the model's positions, and if the first logits are not finite.
+    long outputs on a GPU; another B, or another sum of T and n_new, is compiled anew. The model's mode is
+    left as it was found. Raises ValueError if prompts and new tokens exceed the model's positions, and if the
+    first logits are not finite.
     """
     batch, prompt_len = tokens.shape
     _check(model, prompt_len, n_new, temperature, top_k, top_p, vocab_size)
@@ -213,7 +216,7 @@ class Decoder:
 
 @cache
 def compiled_advance(overlaps: bool) -> Callable:
-    """Decoder._eager, compiled once: PyTorch keeps whatever torch.compile has made."""
+    """Decoder._eager, compiled; one function for all decoders, since PyTorch keeps each that it makes."""
     # with these, Inductor generates one-row products itself, as cuBLAS is far from memory speed; stores
     # values made of more than 4 tensors, which each program of a product would otherwise recompute;
     # combines small kernels; and lets a kernel start while the one before it ends
@@ -223,7 +226,14 @@ def compiled_advance(overlaps: bool) -> Callable:
         "combo_kernels": True,
         "triton.enable_pdl": overlaps,
     }
-    return torch.compile(Decoder._eager, dynamic=False, options=tuned)
+    compiled = torch.compile(Decoder._eager, dynamic=False, options=tuned)
+    limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), MOST_COMPILED)
+
+    def advance(*inputs) -> Tensor | None:
+        with torch._dynamo.config.patch(limits):
+            return compiled(*inputs)
+
+    return advance
 
 
 def empty_caches(model: GPT, capacity: int, lengths: Tensor) -> list[LayerCache]:

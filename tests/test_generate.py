@@ -195,6 +195,10 @@ def test_a_compiled_step_gives_the_same_tokens_and_is_compiled_once(gpt, monkeyp
         generate(gpt, prompt, 10, temperature=0.0, compiled=True, stop_tokens=[stop])
     generate(gpt, torch.randint(100, (2, 7)), 8, temperature=0.0, compiled=True)
     assert counter.frame_count == 2
+    # and one for each length, however many there are
+    for n_new in range(11, 21):
+        generate(gpt, prompt, n_new, temperature=0.0, compiled=True)
+    assert counter.frame_count == 12
     compiled_advance.cache_clear()
 
 

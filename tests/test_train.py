@@ -196,6 +196,20 @@ def test_a_summary_tells_the_time_that_is_in_no_phase_of_a_step(corpus, monkeypa
     assert summary["wall_step_ms"] is None, "the launch took one step"
 
 
+def test_a_run_whose_first_evaluation_fails_closes_its_metrics_and_leaves_wandb(corpus, monkeypatch):
+    left = []
+    monkeypatch.setattr(RunLogger, "__exit__", lambda logger, *error: left.append(logger))
+
+    def out_of_memory(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(train.loop, "evaluate", out_of_memory)
+    with pytest.raises(MemoryError):
+        run()
+    # otherwise wandb would log the next run of this process to this one
+    assert len(left) == 1
+
+
 @pytest.mark.parametrize("model", ["tiny", "llama"])
 def test_a_run_is_sampled_from_its_newest_checkpoint(corpus, capsys, model):
     run(f"model={model}", "total_tokens=1024", "model.n_head=4")

@@ -140,14 +140,14 @@ def _run_attempt(launch: Launch, resume: str, left_out: list[int] | None) -> flo
     config, processes = launch.config, launch.processes
     attempt = begin_attempt(launch, resume, left_out)
     first_step, saver = attempt.state.first_step, attempt.saver
-    val_loss = _validate(launch, attempt)
-    if processes.is_main:
-        print(f"validation loss {val_loss:.4f} after {counted(first_step, 'step')}", flush=True)
-        if first_step == 0:
-            attempt.logger.log({"step": 0, "tokens": 0, "val_loss": val_loss})
-
     profiler = Profiler(config.folder, processes.device, enabled=config.profile and processes.is_main)
+    # the first evaluation may fail too, and wandb would give its run to the next one of --multirun
     with saver, attempt.logger or nullcontext(), profiler, Collector() as collector:
+        val_loss = _validate(launch, attempt)
+        if processes.is_main:
+            print(f"validation loss {val_loss:.4f} after {counted(first_step, 'step')}", flush=True)
+            if first_step == 0:
+                attempt.logger.log({"step": 0, "tokens": 0, "val_loss": val_loss})
         if first_step < config.steps and processes.any(launch.interruption.requested):
             # a signal came during the first evaluation, which may take longer than its sender waits: stop now
             if first_step:

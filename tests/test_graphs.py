@@ -76,6 +76,21 @@ def test_behind_a_recording_that_fails_the_stream_of_before_is_current(streams):
     assert streams[-1] == "the caller's"
 
 
+def test_a_recording_waits_for_that_of_another_thread(streams):
+    with ThreadPoolExecutor(1) as pool:
+
+        def record() -> list[str]:
+            with recording(None, "a third"):
+                return list(streams)
+
+        with recording(None, "another"):
+            there = pool.submit(record)
+            with pytest.raises(TimeoutError):
+                there.result(timeout=0.1)
+        assert there.result() == ["the caller's", "a third"]
+    assert gc.isenabled()
+
+
 @pytest.mark.gpu
 def test_a_graph_that_is_garbage_is_not_destroyed_during_a_recording():
     x = torch.arange(5, device="cuda")

@@ -343,6 +343,19 @@ def test_an_error_of_the_program_is_not_taken_for_a_full_disk(tmp_path):
         saver.wait()
 
 
+def test_after_a_save_that_failed_no_memory_stays_locked_and_its_thread_ends(tmp_path, monkeypatch):
+    unlocked = []
+    monkeypatch.setattr(train.saving, "unlock_pages", unlocked.extend)
+    saver = CheckpointSaver(tmp_path, settings(), PROCESSES)
+    saver._locked = [1234]
+    saver.save({"weight": torch.ones(2, dtype=torch.complex64)}, {"step": 1, "val_loss": None})
+    with pytest.raises(BaseException, match="complex64"):
+        saver.__exit__()
+    assert unlocked == [1234]
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        saver.prepare({})
+
+
 def test_a_checkpoint_in_the_way_is_set_aside_and_an_unfinished_one_replaced(tmp_path, capsys):
     path = save(tmp_path, 1)
     (path / "shard-00000.safetensors").write_bytes(b"damaged")

@@ -97,10 +97,12 @@ class CheckpointSaver:
         return self
 
     def __exit__(self, *error) -> None:
-        self.wait()
-        self._thread.shutdown()
-        unlock_pages(self._locked)
-        self._host, self._locked = {}, []
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            unlock_pages(self._locked)
+            self._host, self._locked = {}, []
 
     def _allocate(self, tensors: dict[str, Tensor]) -> bool:
         """Allocates the copies that are missing; False, with a warning, if there is no memory for them."""

@@ -75,7 +75,11 @@ def load_tokenizer(name: str) -> Tokenizer:
     # a slow import, which only such folders need
     from data.tokenizer_json import load_json_tokenizer
 
-    return load_json_tokenizer(Path(name))
+    # files that have changed are read again
+    files = ((path.name, path.stat()) for path in sorted(Path(name).glob("*.json")))
+    return load_json_tokenizer(
+        Path(name), tuple((file, found.st_ino, found.st_size, found.st_mtime_ns) for file, found in files)
+    )
 
 
 def shard_mark(name: str) -> str:

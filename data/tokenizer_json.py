@@ -96,5 +96,6 @@ def read_settings(path: Path) -> dict:
 
 
 @lru_cache(maxsize=4)
-def load_json_tokenizer(folder: Path) -> JsonTokenizer:
+def load_json_tokenizer(folder: Path, files: tuple) -> JsonTokenizer:
+    """The folder's tokenizer; files: what tells them from those of another time or working directory."""
     return JsonTokenizer(folder)

@@ -1,6 +1,7 @@
 """Hugging Face tokenizers: the tokens of transformers, ids of any size, bound to a file's content."""
 
 import json
+import shutil
 import struct
 from pathlib import Path
 
@@ -138,6 +139,21 @@ def test_shards_belong_to_the_content_of_the_file_not_to_its_place(words, bpe, t
     assert read_shard(path, tokenizer=shard_mark(str(copy)), verify=True)[-1] == WORDS - 1
     with pytest.raises(ValueError, match=r"was made with tokenizer 'json:.*asks for 'json:"):
         read_shard(path, tokenizer=shard_mark(str(bpe)))
+
+
+def test_a_folder_whose_files_change_is_read_again(words, bpe, tmp_path, monkeypatch):
+    for place in ("here", "there"):
+        (tmp_path / place).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    shutil.copytree(words, "folder")
+    assert load_tokenizer("folder").name == shard_mark(str(words))
+    assert load_tokenizer("folder") is load_tokenizer("folder")
+    shutil.copy(bpe / "tokenizer.json", "folder")
+    assert load_tokenizer("folder").name == shard_mark(str(bpe))
+    # another folder of that name
+    monkeypatch.chdir(tmp_path / "there")
+    shutil.copytree(words, "folder")
+    assert load_tokenizer("folder").name == shard_mark(str(words))
 
 
 def test_shards_of_the_first_version_stay_readable(tmp_path):

@@ -247,7 +247,7 @@ class BlockMask:
 
     def plot(self, path) -> None:
         """Draws the stored blocks of the first batch and head, full ones dark; at most 512 x 512 pixels."""
-        import matplotlib.pyplot as plt
+        from matplotlib.figure import Figure
 
         head, row, column = (x.cpu() for x in self.coordinates())
         weight = torch.where(self.tiles.cpu() == FULL, 1.0, 0.5)[head == 0]
@@ -257,14 +257,13 @@ class BlockMask:
             + column[head == 0] * n_columns // self.n_columns
         )
         picture = weight.new_zeros(n_rows * n_columns).scatter_reduce(0, place, weight, "amax").numpy()
-        figure, axis = plt.subplots(figsize=(5, 5))
+        figure = Figure(figsize=(5, 5), layout="constrained")
+        axis = figure.subplots()
         axis.imshow(picture.reshape(n_rows, n_columns), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
         axis.set_xlabel(f"blocks of {self.block_size} keys")
         axis.set_ylabel(f"blocks of {self.block_size} queries")
         axis.set_title(f"{self.seq_q} x {self.seq_k}, density {self.density():.1%}")
-        figure.tight_layout()
         figure.savefig(path, dpi=120)
-        plt.close(figure)
 
     def check_combines(self, other: "BlockMask") -> None:
         for name in ("seq_q", "seq_k", "block_size", "device"):

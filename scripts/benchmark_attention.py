@@ -233,9 +233,7 @@ def print_row(row: dict) -> None:
 
 def plot(rows: list[dict], result: dict, path: Path) -> None:
     """Draws bars of TFLOP/s, forward above backward; columns: GPT-2's shape, and each head_dim and mask."""
-    import matplotlib.pyplot as plt
-
-    from train.plot import length_label
+    from train.plot import length_label, subplots
 
     columns = {}
     for row in rows:
@@ -244,9 +242,9 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
         columns.setdefault(title, []).append(row)
     names = list(dict.fromkeys(row["implementation"] for row in rows))
     widths = [1 + 2 * len({row["seq_len"] for row in chosen}) for chosen in columns.values()]
-    figure, axes = plt.subplots(
+    figure, axes = subplots(
         2, len(columns), figsize=(max(5, sum(widths) / 1.7), 6), width_ratios=widths, squeeze=False,
-        sharey="row", layout="constrained",
+        sharey="row",
     )  # fmt: skip
     for column, (title, chosen) in enumerate(columns.items()):
         lengths = sorted({row["seq_len"] for row in chosen})

@@ -286,17 +286,13 @@ def print_row(row: dict) -> None:
 
 def plot(rows: list[dict], result: dict, path: Path) -> None:
     """Draws time and allowed time over density; columns: head_dim and length, forward above backward."""
-    import matplotlib.pyplot as plt
-
-    from train.plot import length_label
+    from train.plot import length_label, subplots
 
     shapes = list(dict.fromkeys((row["head_dim"], row["seq_len"]) for row in rows))
     names = list(dict.fromkeys(map(label, rows)))
     # tall enough for the titles above the axes and the legend below
     size = max(7.2, 3.6 * len(shapes)), 6.4
-    figure, axes = plt.subplots(
-        2, len(shapes), figsize=size, squeeze=False, sharex=True, layout="constrained"
-    )
+    figure, axes = subplots(2, len(shapes), figsize=size, squeeze=False, sharex=True)
     for column, shape in enumerate(shapes):
         for axis, direction in zip(axes[:, column], DIRECTIONS, strict=True):
             for index, name in enumerate(names):
@@ -331,14 +327,13 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
         frameon=False,
     )
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def plot_over_length(rows: list[dict], result: dict, path: Path) -> None:
     """Draws microseconds per thousand tokens over the length: a cost linear in length is a level line."""
-    import matplotlib.pyplot as plt
+    from train.plot import subplots
 
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained", sharex=True)
+    figure, axes = subplots(1, 2, figsize=(9, 3.8), sharex=True)
     for axis, direction in zip(axes, DIRECTIONS, strict=True):
         for shape in dict.fromkeys((label(row), row["head_dim"]) for row in rows):
             chosen = [row for row in rows if (label(row), row["head_dim"]) == shape]
@@ -352,7 +347,6 @@ def plot_over_length(rows: list[dict], result: dict, path: Path) -> None:
     axes[0].legend()
     figure.suptitle(machine(result), x=0.01, ha="left")
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

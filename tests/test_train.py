@@ -922,9 +922,7 @@ def test_errors_that_are_not_of_memory_keep_their_words(corpus, monkeypatch):
         run()
 
 
-def test_a_curve_is_drawn_over_tokens_and_named_with_its_last_validation_loss(corpus, monkeypatch):
-    figures = []
-    monkeypatch.setattr(train.plot.plt, "close", figures.append)
+def test_a_curve_is_drawn_over_tokens_and_named_with_its_last_validation_loss(corpus, figures):
     lines = [(0, None, 5.0), (10, 4.0, 3.0), (20, 3.5, 3.25)]
     keys = ("tokens", "train_loss", "val_loss")
     text = [json.dumps({"step": i, **dict(zip(keys, line, strict=True))}) for i, line in enumerate(lines)]
@@ -937,14 +935,26 @@ def test_a_curve_is_drawn_over_tokens_and_named_with_its_last_validation_loss(co
     assert names == ["a, training", "a, validation (3.250 at the end)"]
 
 
-def test_the_legend_names_runs_as_they_are_called(corpus, monkeypatch):
+def test_the_legend_names_runs_as_they_are_called(corpus, figures):
     run("total_tokens=1024")
-    monkeypatch.setattr(train.plot.plt, "close", lambda figure: None)
+    figures.clear()
     path = Path("runs/test/metrics.jsonl")
     train.plot.draw_loss({"_a$^$b": path, "c_$x$": path}, Path("loss.png"), "two $^$ runs")
-    (axes,) = train.plot.plt.gcf().axes
+    (axes,) = figures[0].axes
     texts = [text.get_text() for text in axes.get_legend().get_texts()]
     assert [text.split(", ")[0] for text in texts] == ["_a$^$b", "_a$^$b", "c_$x$", "c_$x$"]
     assert axes.get_title() == "two $^$ runs"
-    monkeypatch.undo()
-    train.plot.plt.close("all")
+
+
+def test_a_run_leaves_the_figures_and_the_backend_of_a_notebook_as_they_are(corpus, monkeypatch):
+    from matplotlib import pyplot, rcParams
+
+    monkeypatch.setitem(rcParams, "backend", "svg")
+    own = pyplot.figure()
+    run("total_tokens=1024")
+    Path("begun.jsonl").write_text('{"step": 0, "tokens": 0, "val_loss": 5.0}\n')
+    with pytest.raises(ValueError, match="holds no training loss yet"):
+        train.plot.draw_loss({"a": Path("begun.jsonl")}, Path("loss.png"), "title")
+    assert rcParams["backend"] == "svg"
+    assert pyplot.get_fignums() == [own.number]
+    pyplot.close(own)

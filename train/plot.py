@@ -2,12 +2,20 @@
 
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from train.logger import read_metrics
+
+
+def subplots(*grid: int, figsize: tuple[float, float], **options):
+    """A figure and its panels, as pyplot.subplots gives them, but of no concern to anyone else.
+
+    pyplot keeps figures until they are closed, and has one backend for the whole process: after a run a
+    notebook's own pictures would no longer be shown.
+    """
+    figure = Figure(figsize=figsize, layout="constrained")
+    return figure, figure.subplots(*grid, **options)
 
 
 def draw_loss(runs: dict[str, Path], picture: Path, title: str) -> None:
@@ -15,7 +23,7 @@ def draw_loss(runs: dict[str, Path], picture: Path, title: str) -> None:
 
     runs: label -> metrics.jsonl. Raises ValueError if a run has no training loss yet.
     """
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    figure, axes = subplots(figsize=(8, 4.5))
     names = []
     for index, (label, path) in enumerate(runs.items()):
         color = f"C{index}"
@@ -32,7 +40,7 @@ def draw_loss(runs: dict[str, Path], picture: Path, title: str) -> None:
             axes.plot(*zip(*validation, strict=True), "o", **dots)
     axes.set_xlabel("training tokens")
     axes.set_ylabel("cross-entropy, nats per token")
-    axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)
     legend = axes.legend(axes.get_lines(), [str(number) for number in range(len(names))])
     for text, name in zip(legend.get_texts(), names, strict=True):
@@ -41,12 +49,11 @@ def draw_loss(runs: dict[str, Path], picture: Path, title: str) -> None:
     axes.set_title(title, parse_math=False)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=150)
-    plt.close(figure)
 
 
 def draw_bars(values: dict[str, float | None], picture: Path, title: str, unit: str) -> None:
     """Draws one horizontal bar per label, the first on top, with its value beside it; None: out of memory."""
-    figure, axes = plt.subplots(figsize=(8, 0.45 * len(values) + 1.2), layout="constrained")
+    figure, axes = subplots(figsize=(8, 0.45 * len(values) + 1.2))
     bars = axes.barh(list(values), [value or 0.0 for value in values.values()])
     names = ["out of memory" if value is None else f"{value:,.0f}" for value in values.values()]
     axes.bar_label(bars, names, padding=3)
@@ -54,12 +61,11 @@ def draw_bars(values: dict[str, float | None], picture: Path, title: str, unit: 
     axes.set_xmargin(0.15)
     axes.set_axisbelow(True)
     axes.set_xlabel(unit)
-    axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(axis="x", alpha=0.3)
     figure.suptitle(title)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=150)
-    plt.close(figure)
 
 
 def length_label(tokens: int) -> str:

@@ -2,11 +2,9 @@
 
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
+
+from train.plot import subplots
 
 # models are compared from this many tokens of context on
 FIRST_DRAWN = 16
@@ -17,7 +15,7 @@ LENGTH_INCHES = 0.55
 
 def draw_context(rows: list[dict], picture: Path) -> None:
     """Draws the rows of scripts/evaluate_context.py: two curves of the loss above two maps of recall."""
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
+    figure, axes = subplots(2, 2, figsize=(11, 7.5))
     by_position = [row for row in rows if row["kind"] == "position"]
     axes[0, 0].plot([row["end"] for row in by_position], [row["loss"] for row in by_position], "o-")
     _label(axes[0, 0], "loss by position", "position, up to")
@@ -28,12 +26,11 @@ def draw_context(rows: list[dict], picture: Path) -> None:
         _draw_map(panel, [row for row in rows if row["kind"] == kind], f"{kind.replace('_', '-')} recall")
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=150)
-    plt.close(figure)
 
 
 def draw_comparison(measured: dict[str, list[dict]], picture: Path) -> None:
     """Draws both loss curves of several models, named by the keys, one panel for each kind of curve."""
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained", sharey=True)
+    figure, axes = subplots(1, 2, figsize=(11, 4.5), sharey=True)
     # before any curve: a logarithmic scale set later finds no limits in one that is all null
     _label(axes[0], "loss by position", "position, up to")
     _label(axes[1], "loss of the same tokens by length of context", "tokens of context")
@@ -46,7 +43,6 @@ def draw_comparison(measured: dict[str, list[dict]], picture: Path) -> None:
     axes[1].legend(frameon=False)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=150)
-    plt.close(figure)
 
 
 def draw_needles(measured: dict[str, list[dict]], picture: Path) -> None:
@@ -54,9 +50,7 @@ def draw_needles(measured: dict[str, list[dict]], picture: Path) -> None:
     across, groups = min(MAPS_ACROSS, len(measured)), -(-len(measured) // MAPS_ACROSS)
     most = max(len({row["length"] for row in rows if "length" in row}) for rows in measured.values())
     width = max(3.2, LENGTH_INCHES * most)
-    figure, axes = plt.subplots(
-        2 * groups, across, figsize=(width * across, 6 * groups), layout="constrained", squeeze=False
-    )
+    figure, axes = subplots(2 * groups, across, figsize=(width * across, 6 * groups), squeeze=False)
     for panel in axes.flat:
         panel.set_axis_off()
     for index, (name, rows) in enumerate(measured.items()):
@@ -68,7 +62,6 @@ def draw_needles(measured: dict[str, list[dict]], picture: Path) -> None:
             _draw_map(panel, [row for row in rows if row["kind"] == kind], title)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=100)
-    plt.close(figure)
 
 
 def _label(axes, title: str, x_label: str) -> None:

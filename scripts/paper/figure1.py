@@ -92,9 +92,9 @@ def describe(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Two stacked bars, as in the paper."""
-    import matplotlib.pyplot as plt
+    from train.plot import subplots
 
-    figure, axis = plt.subplots(figsize=(4.5, 4.5), layout="constrained")
+    figure, axis = subplots(figsize=(4.5, 4.5))
     for bar, fused in (("PyTorch", False), ("ours", True)):
         bottom = 0.0
         for row in matching(rows, fused=fused):
@@ -106,4 +106,3 @@ def draw(rows: list[dict], path: Path) -> None:
     axis.set_ylabel("ms")
     axis.set_title("Attention on GPT-2, forward")
     figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -136,14 +136,14 @@ def describe(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], path: Path) -> None:
     """One pair of bars for each of operations, bytes and time."""
-    import matplotlib.pyplot as plt
+    from train.plot import subplots
 
     panels = {
         "GFLOP (matrix products)": lambda row: row["matmul_gflop"],
         "GB read and written": lambda row: row["memory_gb"] or row["counted_gb"],
         "ms": lambda row: total(row) or 0.0,
     }
-    figure, axes = plt.subplots(1, 3, figsize=(9, 3.5), layout="constrained")
+    figure, axes = subplots(1, 3, figsize=(9, 3.5))
     for axis, (title, height) in zip(axes, panels.items(), strict=True):
         for index, row in enumerate(rows):
             bar = axis.bar(row["implementation"], height(row), color=f"C{index}")
@@ -151,4 +151,3 @@ def draw(rows: list[dict], path: Path) -> None:
         axis.margins(y=0.1)
         axis.set_title(title)
     figure.savefig(path, dpi=120)
-    plt.close(figure)

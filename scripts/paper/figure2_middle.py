@@ -109,9 +109,9 @@ def describe(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Bytes on the left axis, time on the right one, over the size of a block."""
-    import matplotlib.pyplot as plt
+    from train.plot import subplots
 
-    figure, axis = plt.subplots(figsize=(5, 4), layout="constrained")
+    figure, axis = subplots(figsize=(5, 4))
     blocks = [str(row["block_n"]) for row in rows]
     axis.plot(blocks, [row["formula_gb"] for row in rows], "o--", label="formula")
     if all(row["l2_gb"] is not None for row in rows):
@@ -128,4 +128,3 @@ def draw(rows: list[dict], path: Path) -> None:
     axis.legend(loc="upper right")
     axis.set_title("Algorithm 1, forward")
     figure.savefig(path, dpi=120)
-    plt.close(figure)

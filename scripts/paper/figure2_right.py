@@ -114,12 +114,10 @@ def describe(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Time over density, one panel for each length."""
-    import matplotlib.pyplot as plt
+    from train.plot import subplots
 
     lengths = sorted({row["seq_len"] for row in rows})
-    figure, axes = plt.subplots(
-        1, len(lengths), figsize=(4.5 * len(lengths), 4), layout="constrained", squeeze=False
-    )
+    figure, axes = subplots(1, len(lengths), figsize=(4.5 * len(lengths), 4), squeeze=False)
     for axis, seq_len in zip(axes[0], lengths, strict=True):
         timed = [row for row in matching(rows, seq_len=seq_len) if total(row) is not None]
         drawn = matching(timed, pattern=RANDOM)
@@ -135,4 +133,3 @@ def draw(rows: list[dict], path: Path) -> None:
         if timed:
             axis.legend()
     figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -281,7 +281,7 @@ def pivot(rows: list[dict], lengths: list[int], number, table: str) -> list[list
 
 def draw(rows: list[dict], path: Path) -> None:
     """Draws run time with dropout and mask, and memory, over the length; both axes logarithmic."""
-    import matplotlib.pyplot as plt
+    from train.plot import subplots
 
     panels = (
         ("forward and backward, dropout and mask, ms", matching(rows, dropout=True, mask=True), total),
@@ -291,7 +291,7 @@ def draw(rows: list[dict], path: Path) -> None:
             lambda row: row["memory_bytes"] and row["memory_bytes"] / 1e6,
         ),
     )
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    figure, axes = subplots(1, 2, figsize=(11, 4.5))
     names = list(dict.fromkeys(row["implementation"] for row in rows))
     for axis, (title, chosen, number) in zip(axes, panels, strict=True):
         for index, name in enumerate(names):
@@ -308,4 +308,3 @@ def draw(rows: list[dict], path: Path) -> None:
         if axis.lines:
             axis.legend(fontsize="small")
     figure.savefig(path, dpi=120)
-    plt.close(figure)

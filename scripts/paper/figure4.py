@@ -130,9 +130,9 @@ def describe(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Draws the training loss of all runs over the steps, and how far the others are from plain PyTorch."""
-    import matplotlib.pyplot as plt
+    from train.plot import subplots
 
-    figure, (curve, apart) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure, (curve, apart) = subplots(1, 2, figsize=(11, 4))
     curves = {row["run"]: {int(step): x for step, x in row["losses"].items()} for row in rows if "run" in row}
     for index, (name, losses) in enumerate(curves.items()):
         style = {"linewidth": 1, "color": f"C{index}", "label": name}
@@ -147,4 +147,3 @@ def draw(rows: list[dict], path: Path) -> None:
         if axis.lines:
             axis.legend()
     figure.savefig(path, dpi=120)
-    plt.close(figure)

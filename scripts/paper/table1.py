@@ -142,12 +142,11 @@ def describe(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Milliseconds of forward and backward."""
-    import matplotlib.pyplot as plt
+    from train.plot import subplots
 
-    figure, axis = plt.subplots(figsize=(5, 3.5), layout="constrained")
+    figure, axis = subplots(figsize=(5, 3.5))
     bars = axis.bar([row["implementation"] for row in rows], [row["ms"] or 0.0 for row in rows])
     axis.bar_label(bars, fmt="%.4g")
     axis.margins(y=0.1)
     axis.set_ylabel("forward and backward, ms")
     figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -136,12 +136,10 @@ def describe(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Tokens per second, a group of bars for each size."""
-    import matplotlib.pyplot as plt
+    from train.plot import subplots
 
     sizes = list(dict.fromkeys(row["size"] for row in rows))
-    figure, axes = plt.subplots(
-        1, len(sizes), figsize=(6 * len(sizes), 4), layout="constrained", squeeze=False
-    )
+    figure, axes = subplots(1, len(sizes), figsize=(6 * len(sizes), 4), squeeze=False)
     for axis, size in zip(axes[0], sizes, strict=True):
         chosen = matching(rows, size=size)[::-1]
         speeds = [(row["tokens_per_second"] or 0.0) / 1000 for row in chosen]
@@ -151,4 +149,3 @@ def draw(rows: list[dict], path: Path) -> None:
         axis.set_xlabel("thousand tokens per second")
         axis.set_title(size)
     figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -249,9 +249,9 @@ def describe(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Draws the milliseconds of a step at each shape, and accuracies."""
-    import matplotlib.pyplot as plt
+    from train.plot import subplots
 
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, axes = subplots(1, 2, figsize=(10, 4))
     for axis, kind, key, label in (
         (axes[0], "speed", "ms", "forward and backward, ms"),
         (axes[1], "accuracy", "accuracy", "accuracy, %"),
@@ -272,4 +272,3 @@ def draw(rows: list[dict], path: Path) -> None:
             axis.margins(y=0.25)
             axis.legend(ncols=len(names), loc="upper center", fontsize="small")
     figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -245,9 +245,9 @@ def describe(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Draws speed; loss by context length, of all models and of the longest cut short; loss by position."""
-    import matplotlib.pyplot as plt
+    from train.plot import subplots
 
-    figure, (speed, context, position) = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
+    figure, (speed, context, position) = subplots(1, 3, figsize=(14, 4))
     lines = {"a model each": ("context", "seq_len"), "the longest, cut short": ("truncated", "context")}
     for label, (kind, key) in lines.items():
         chosen = matching(rows, kind=kind)
@@ -268,4 +268,3 @@ def draw(rows: list[dict], path: Path) -> None:
     speed.barh(names[::-1], [(r["tokens_per_second"] or 0.0) / 1e3 for r in chosen][::-1])
     speed.set_xlabel("thousand tokens per second")
     figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -160,9 +160,9 @@ def describe(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Draws accuracy by side, with chance."""
-    import matplotlib.pyplot as plt
+    from train.plot import subplots
 
-    figure, axis = plt.subplots(figsize=(5, 4), layout="constrained")
+    figure, axis = subplots(figsize=(5, 4))
     learned = [row for row in rows if row["steps"] >= LEAST_STEPS and row["accuracy"] is not None]
     bars = axis.bar(
         [f"{row['side']} x {row['side']}" for row in learned], [row["accuracy"] for row in learned]
@@ -173,4 +173,3 @@ def draw(rows: list[dict], path: Path) -> None:
     axis.set_ylabel("accuracy, %")
     axis.legend()
     figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -139,12 +139,10 @@ def describe(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Draws the speed-up over eager by length, a panel for each group."""
-    import matplotlib.pyplot as plt
+    from train.plot import subplots
 
     groups = list(dict.fromkeys(row["group"] for row in rows))
-    figure, axes = plt.subplots(
-        1, len(groups), figsize=(4.5 * len(groups), 4), layout="constrained", squeeze=False
-    )
+    figure, axes = subplots(1, len(groups), figsize=(4.5 * len(groups), 4), squeeze=False)
     for axis, group in zip(axes[0], groups, strict=True):
         chosen = [row for row in matching(rows, group=group) if total(row) is not None]
         eager = {row["seq_len"]: total(row) for row in matching(chosen, implementation="eager")}
@@ -166,4 +164,3 @@ def draw(rows: list[dict], path: Path) -> None:
             axis.set_xscale("log", base=2)
             axis.legend()
     figure.savefig(path, dpi=120)
-    plt.close(figure)

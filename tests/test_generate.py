@@ -370,6 +370,17 @@ def test_streams_of_one_model_may_overlap_and_leave_its_mode_as_it_was(gpt):
     assert all(part.training for part in gpt.modules())
 
 
+def test_behind_a_half_read_stream_training_goes_on_after_a_generation(gpt):
+    tokens = torch.arange(5)[None]
+    half_read = stream(gpt.eval(), tokens, 9)
+    next(half_read)
+    gpt.train()
+    generate(gpt, tokens, 3)
+    assert all(part.training for part in gpt.modules())
+    half_read.close()
+    assert all(part.training for part in gpt.modules())
+
+
 def test_generation_leaves_the_training_mode_as_it_was(gpt):
     gpt.train()
     # as of a part that is not trained

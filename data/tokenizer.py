@@ -73,10 +73,11 @@ def load_tokenizer(name: str) -> Tokenizer:
         return ByteTokenizer()
     check_tokenizer(name)
     # a slow import, which only such folders need
-    from data.tokenizer_json import load_json_tokenizer
+    from data.tokenizer_json import END_OF_TEXT_FILES, FILE, load_json_tokenizer
 
     # files that have changed are read again
-    files = ((path.name, path.stat()) for path in sorted(Path(name).glob("*.json")))
+    paths = (Path(name, file) for file in (FILE, *END_OF_TEXT_FILES))
+    files = ((path.name, path.stat()) for path in paths if path.is_file())
     return load_json_tokenizer(
         Path(name), tuple((file, found.st_ino, found.st_size, found.st_mtime_ns) for file, found in files)
     )

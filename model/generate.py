@@ -55,7 +55,7 @@ def stream(
     drawn one of stop_tokens repeats it; once all have, the stream ends. compiled: with torch.compile, for
     long outputs on a GPU; another B, or another sum of T and n_new, is compiled anew. The model's mode is
     left as it was found. Raises ValueError if prompts and new tokens exceed the model's positions, and if the
-    first logits are not finite.
+    first logits of ids that may be drawn are not finite.
     """
     batch, prompt_len = tokens.shape
     _check(model, prompt_len, n_new, temperature, top_k, top_p, vocab_size)
@@ -89,7 +89,10 @@ def stream(
         is_ahead = False
         for place in range(n_new):
             if not is_ahead:
-                logits = decoder.step() if place else _finite(decoder.start(tokens, lengths))
+                logits = decoder.step() if place else decoder.start(tokens, lengths)
+                if place == 0:
+                    # the others, which may only pad the vocabulary, are never drawn
+                    _check_finite(logits[:, :vocab_size])
             if logits is not None:
                 drawn[place] = choose(logits, drawn[place - 1] if place else None)
             arrivals.send(place)
@@ -291,12 +294,11 @@ def sample(
     return ids.gather(-1, torch.multinomial(probabilities, 1, generator=generator))[:, 0]
 
 
-def _finite(logits: Tensor) -> Tensor:
+def _check_finite(logits: Tensor) -> None:
     if not bool(logits.isfinite().all()):
         dtype = str(logits.dtype).removeprefix("torch.")
         way_out = "use bf16 or fp32" if logits.dtype == torch.float16 else "use an earlier checkpoint"
         raise ValueError(f"the model's logits after the prompt are not finite in {dtype}: {way_out}")
-    return logits
 
 
 def _check(

@@ -397,6 +397,14 @@ def test_logits_that_are_not_finite_are_refused(gpt, temperature):
         generate(gpt, torch.zeros(1, 5, dtype=torch.long), 1, temperature=temperature)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_of_ids_that_are_never_drawn_need_not_be_finite(gpt, temperature):
+    with torch.no_grad():
+        gpt.token_embedding.weight[90:] = float("nan")
+    tokens = generate(gpt, torch.zeros(1, 5, dtype=torch.long), 3, temperature=temperature, vocab_size=90)
+    assert int(tokens.max()) < 90
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

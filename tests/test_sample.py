@@ -122,3 +122,8 @@ def test_a_published_model_stops_at_every_token_that_its_folder_names(tmp_path):
     (tmp_path / "config.json").write_text('{"eos_token_id": null}')
     (tmp_path / "generation_config.json").write_text("{}")
     assert ends_of_text(tmp_path) == set()
+    (tmp_path / "config.json").write_text('{"eos_token_id": ["2", [2], 2.5, 3]}')
+    assert ends_of_text(tmp_path) == {3}
+    (tmp_path / "generation_config.json").write_text("")
+    with pytest.raises(ValueError, match="generation_config.json is not JSON"):
+        ends_of_text(tmp_path)

@@ -193,13 +193,19 @@ def begin_of_text(source: Path | str, tokenizer: Tokenizer) -> list[int]:
 
 
 def ends_of_text(source: Path | str) -> set[int]:
-    """The tokens that end what a Hugging Face folder's model generates, as transformers reads them there."""
-    ends = set()
+    """All tokens that a Hugging Face folder names as the end of what its model generates.
+
+    transformers takes those of config.json only where there is no generation_config.json.
+    """
+    ends = []
     for path in (Path(source, "config.json"), Path(source, "generation_config.json")):
         if path.is_file():
-            given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            ends.update(given if isinstance(given, list) else [given])
-    return ends - {None}
+            # a slow import, which only such folders need
+            from data.tokenizer_json import read_settings
+
+            given = read_settings(path).get("eos_token_id")
+            ends += given if isinstance(given, list) else [given]
+    return {token for token in ends if isinstance(token, int)}
 
 
 def _checkpoint(source: Path) -> Path:

@@ -65,7 +65,7 @@ def test_the_files_of_models_and_tokenizers_are_utf8_in_every_locale(tmp_path, m
     assert read_pretrained_config(tmp_path / "out").vocab_size == 4
 
 
-@pytest.mark.parametrize(("limit", "exported"), [(8, 16), (16, 16), (1000, 1000), (None, None)])
+@pytest.mark.parametrize(("limit", "exported"), [(8, 16), (16, 16), (1e30, 1e30), (None, None), ("8", "8")])
 def test_an_exported_tokenizer_has_room_for_all_positions_of_the_model(limit, exported, tmp_path):
     published = tmp_path / "published"
     write_tokenizer(published)

@@ -1,7 +1,6 @@
 """Exports a trained model as a Hugging Face folder, with its tokenizer if that has files."""
 
 import json
-import math
 import shutil
 from pathlib import Path
 
@@ -49,8 +48,9 @@ def export(model: GPT, tokenizer: str, out: Path, dtype: torch.dtype = torch.flo
 def raise_token_limit(path: Path, max_seq_len: int) -> None:
     """Gives a tokenizer room for an extended model: transformers truncates texts at model_max_length."""
     settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    # absent or null: no limit
-    if (settings.get("model_max_length") or math.inf) < max_seq_len:
+    limit = settings.get("model_max_length")
+    # absent, or no number: none that could be too small
+    if isinstance(limit, int | float) and limit < max_seq_len:
         settings["model_max_length"] = max_seq_len
         # the copy of a read-only file cannot be written to
         path.unlink()

@@ -3,7 +3,7 @@
     python -m tests.report docs/results/h200/gpu_tests.md [arguments for pytest]
 
 One line for each promise, with the number of its cases. Ends with pytest's exit code. Stopped before its end
-by SIGINT or SIGTERM, it writes the table of what has run by then.
+by SIGINT, SIGTERM or SIGHUP, it writes the table of what has run by then.
 """
 
 import signal
@@ -27,8 +27,10 @@ def main(out: Path, arguments: list[str]) -> int:
         junit = Path(folder) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={junit}", *arguments]
         # a handler before the tests begin: a process that ignored SIGINT would have them ignore it, too
-        for number in signal.SIGINT, signal.SIGTERM:
-            signal.signal(number, lambda *_: tests.send_signal(signal.SIGINT))
+        for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
+            # a closed terminal sends SIGHUP, which nohup has had ignored
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda *_: tests.send_signal(signal.SIGINT))
         # in a session of its own: interrupted by a terminal and by this process, it would write nothing
         tests = subprocess.Popen(command, start_new_session=True)
         code = tests.wait()

@@ -50,7 +50,7 @@ sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
 """
 
 
-def reported(folder: Path, second: str, *, stop: bool = False) -> tuple[int, str]:
+def reported(folder: Path, second: str, *, stop: signal.Signals | None = None) -> tuple[int, str]:
     """The exit code and the sums of a report of two tests, the first of which passes."""
     begun, table = folder / "begun", folder / "new" / "tests.md"
     (folder / "test_some.py").write_text(
@@ -69,7 +69,7 @@ def reported(folder: Path, second: str, *, stop: bool = False) -> tuple[int, str
             assert time.monotonic() < deadline
             time.sleep(0.05)
         if stop:
-            report.send_signal(signal.SIGTERM)
+            report.send_signal(stop)
         output, _ = report.communicate(timeout=60)
     assert table.exists(), output
     return report.returncode, table.read_text().splitlines()[4]
@@ -79,8 +79,9 @@ def test_a_report_of_failures_ends_with_their_exit_code(tmp_path):
     assert reported(tmp_path, "assert False") == (1, "1 passed, 1 failed, 0 skipped")
 
 
-def test_a_report_that_is_stopped_tells_what_has_run(tmp_path):
-    code, sums = reported(tmp_path, "time.sleep(60)", stop=True)
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGHUP])
+def test_a_report_that_is_stopped_tells_what_has_run(stop, tmp_path):
+    code, sums = reported(tmp_path, "time.sleep(60)", stop=stop)
     assert code == pytest.ExitCode.INTERRUPTED
     assert sums == "1 passed, 0 failed, 0 skipped, stopped before the end"
 

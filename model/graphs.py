@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
-# each recording begins by waiting for the whole GPU, which breaks another one that is under way
-_alone = threading.Lock()
+# each recording begins by waiting for the whole GPU, which breaks another one that is under way. One inside
+# another of the same thread would wait for itself: it is left to fail
+_alone = threading.RLock()
 
 
 @contextmanager

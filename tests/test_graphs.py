@@ -4,6 +4,7 @@ import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Thread
 
 import pytest
 import torch
@@ -88,6 +89,21 @@ def test_a_recording_waits_for_that_of_another_thread(streams):
             with pytest.raises(TimeoutError):
                 there.result(timeout=0.1)
         assert there.result() == ["the caller's", "a third"]
+    assert gc.isenabled()
+
+
+def test_a_recording_inside_another_of_its_thread_does_not_wait_for_itself(streams):
+    reached = []
+
+    def record():
+        with recording(None, "outer"), recording(None, "inner"):
+            reached.append(streams[-1])
+
+    # a daemon: one that waits for itself would keep this process from ending
+    thread = Thread(target=record, daemon=True)
+    thread.start()
+    thread.join(timeout=30)
+    assert reached == ["inner"]
     assert gc.isenabled()
 
 

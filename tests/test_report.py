@@ -43,8 +43,11 @@ def test_every_case_is_counted_under_its_promise_by_its_result(tmp_path):
 
 
 RUN = """
+import signal
 import sys
 from pathlib import Path
+# these tests may run under nohup
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from tests.report import main
 sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
 """

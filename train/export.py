@@ -47,7 +47,12 @@ def export(model: GPT, tokenizer: str, out: Path, dtype: torch.dtype = torch.flo
 
 def raise_token_limit(path: Path, max_seq_len: int) -> None:
     """Gives a tokenizer room for an extended model: transformers truncates texts at model_max_length."""
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not path.is_file():
+        return
+    # a slow import, which only such folders need
+    from data.tokenizer_json import read_settings
+
+    settings = read_settings(path)
     limit = settings.get("model_max_length")
     # absent, or no number: none that could be too small
     if isinstance(limit, int | float) and limit < max_seq_len:

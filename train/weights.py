@@ -1,6 +1,5 @@
 """Weights to start from: a Hugging Face folder or a run of ours, with room for longer sequences if asked."""
 
-import json
 import math
 import os
 from dataclasses import dataclass, replace
@@ -181,7 +180,10 @@ def begin_of_text(source: Path | str, tokenizer: Tokenizer) -> list[int]:
         return [tokenizer.end_of_text]
     if tokenizer.begin_of_text:
         return list(tokenizer.begin_of_text)
-    begin = json.loads(config.read_text(encoding="utf-8")).get("bos_token_id")
+    # a slow import, which only such folders need
+    from data.tokenizer_json import read_settings
+
+    begin = read_settings(config).get("bos_token_id")
     if begin is None:
         return [tokenizer.end_of_text]
     if begin not in range(tokenizer.vocab_size):
@@ -197,12 +199,12 @@ def ends_of_text(source: Path | str) -> set[int]:
 
     transformers takes those of config.json only where there is no generation_config.json.
     """
+    # a slow import, which only such folders need
+    from data.tokenizer_json import read_settings
+
     ends = []
     for path in (Path(source, "config.json"), Path(source, "generation_config.json")):
         if path.is_file():
-            # a slow import, which only such folders need
-            from data.tokenizer_json import read_settings
-
             given = read_settings(path).get("eos_token_id")
             ends += given if isinstance(given, list) else [given]
     return {token for token in ends if isinstance(token, int)}

@@ -88,11 +88,9 @@ def main(arguments: Arguments) -> None:
             f"stop_tokens must be ids from 0 to {model.config.vocab_size - 1}, got {arguments.stop_tokens}"
         )
     begin = begin_of_text(place, tokenizer)
+    positions = model.config.max_seq_len
     try:
-        positions, n_prompt = (
-            model.config.max_seq_len,
-            len(prompt_ids(tokenizer, prompt, model.config, begin)),
-        )
+        n_prompt = len(prompt_ids(tokenizer, prompt, model.config, begin))
     except ValueError as error:
         name = "prompt_file" if arguments.prompt_file else "prompt"
         raise ValueError(f"{name}: {error}, or extend the model (docs/long_context.md)") from error

@@ -10,6 +10,8 @@ writes addresses into them and calls the driver.
 import ctypes
 import re
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -112,6 +114,27 @@ class Launch:
 launches: dict[tuple, Launch | str] = {}
 
 
+# called with what is kept of a launch's kind, or None, and with its tensors' addresses
+Listener = Callable[[Launch | str | None, list[int]], None]
+
+
+class Listeners(threading.local):
+    of_launches: Listener | None = None
+
+
+listeners = Listeners()
+
+
+@contextmanager
+def telling_launches(listener: Listener) -> Iterator[None]:
+    """A context in which the listener is told of every launch of this thread."""
+    listeners.of_launches = listener
+    try:
+        yield
+    finally:
+        listeners.of_launches = None
+
+
 def launch(kernel, grid: tuple[int, ...], *arguments, **constants) -> None:
     """kernel[grid](*arguments, **constants) on the current GPU and stream.
 
@@ -120,11 +143,15 @@ def launch(kernel, grid: tuple[int, ...], *arguments, **constants) -> None:
     Triton raises. In Triton's interpreter, and on GPUs that are not NVIDIA's, a kernel runs as usual.
     """
     if not isinstance(kernel, JITFunction) or torch.version.hip is not None:
+        if listeners.of_launches is not None:
+            listeners.of_launches("in Triton's interpreter, or on AMD's GPU", [])
         kernel[grid](*map(for_triton, arguments), **constants)
         return
     device = torch.cuda.current_device()
     kind, addresses = kind_of(kernel, grid, arguments, constants, device)
     known = launches.get(kind)
+    if listeners.of_launches is not None:
+        listeners.of_launches(known, addresses)
     if isinstance(known, Launch) and not is_watched() and known.try_launch(device, addresses):
         return
     # Triton also reports what is wrong

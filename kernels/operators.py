@@ -18,6 +18,7 @@ from kernels.intervals import document_bounds
 from kernels.layouts import with_tokens_in_memory
 from kernels.problem import CannotBuildError, Problem
 from kernels.registration import differentiate, operator
+from kernels.repeats import repeated
 
 # packages of kernels/, fastest first. The last one takes every problem; each of the others has
 # refusal(problem, q, k, v), which returns why it does not take a problem, or None
@@ -38,6 +39,11 @@ def _fake_forward(q, k, v, *options):
 
 def _fake_backward(dout, dlse, q, k, v, *options):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def asked_for() -> str | None:
+    """The implementation that use_implementation asks for."""
+    return forced
 
 
 def _problem(
@@ -69,6 +75,7 @@ def _problem(
 
 
 @operator(fake=_fake_forward)
+@repeated(also=asked_for)
 def attention_forward(
     q: Tensor,
     k: Tensor,
@@ -92,6 +99,7 @@ def attention_forward(
 
 
 @operator(fake=_fake_backward)
+@repeated(also=asked_for)
 def attention_backward(
     dout: Tensor,
     dlse: Tensor | None,

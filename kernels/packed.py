@@ -10,9 +10,10 @@ from torch import Tensor
 from kernels import checks
 from kernels.intervals import document_bounds, mean_keys
 from kernels.layouts import with_tokens_in_memory
-from kernels.operators import refuse_second_derivative, run, save_nothing
+from kernels.operators import asked_for, refuse_second_derivative, run, save_nothing
 from kernels.problem import Problem
 from kernels.registration import differentiate, operator
+from kernels.repeats import repeated
 
 
 def _fake_forward(qkv, *options):
@@ -26,6 +27,7 @@ def _fake_backward(dout, qkv, *options):
 
 
 @operator(fake=_fake_forward)
+@repeated(also=asked_for)
 def packed_attention_forward(
     qkv: Tensor,
     key_bounds: Tensor | None,
@@ -41,6 +43,7 @@ def packed_attention_forward(
 
 
 @operator(fake=_fake_backward)
+@repeated(also=asked_for)
 def packed_attention_backward(
     dout: Tensor,
     qkv: Tensor,

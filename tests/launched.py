@@ -8,7 +8,8 @@ prints one JSON line per kernel. It needs no GPU: Triton compiles as usual, but 
 import ctypes
 import json
 import sys
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
@@ -207,10 +208,9 @@ def launch_all(passes: list[str]) -> None:
         portable.attention_backward(problem, dout, lse, q, k[:, :, :2], k[:, :, :2], out, lse)
 
 
-def main(arguments: list[str]) -> None:
-    cuda, rows = Cuda(), []
-    launches.launches.clear()
-    compare = compared(cuda, rows)
+@contextmanager
+def recording_gpu(cuda: Cuda) -> Iterator[None]:
+    """A context in which kernels for an H100 take tensors on the CPU, and `cuda` is the driver."""
     with (
         patch.object(driver, "_active", triton_driver()),
         patch("torch.cuda.current_device", lambda: 0),
@@ -218,13 +218,23 @@ def main(arguments: list[str]) -> None:
         patch.object(launches, "driver", lambda: cuda),
         patch.object(launch, "multiprocessors", lambda device: 132),
         patch.object(launch, "memory_bandwidth", lambda device: 4917),
+        patch("kernels.portable.forward.choose_tile", hopper_tile),
+        patch("kernels.portable.backward.choose_tile", hopper_tile),
+        patch.object(hopper, "is_hopper", lambda device: True),
+    ):
+        yield
+
+
+def main(arguments: list[str]) -> None:
+    cuda, rows = Cuda(), []
+    launches.launches.clear()
+    compare = compared(cuda, rows)
+    with (
+        recording_gpu(cuda),
         patch.object(launch, "launch", compare),
         patch.object(cut_lists, "launch", compare),
         patch("kernels.portable.forward.launch", compare),
         patch("kernels.portable.backward.launch", compare),
-        patch("kernels.portable.forward.choose_tile", hopper_tile),
-        patch("kernels.portable.backward.choose_tile", hopper_tile),
-        patch.object(hopper, "is_hopper", lambda device: True),
         use_implementation("hopper"),
         # the assembler may print something
         redirect_stdout(sys.stderr),

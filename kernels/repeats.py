@@ -1,0 +1,209 @@
+"""Repeats whole calls of an operator with little Python, if calls of the same kind came before.
+
+Which kernels run, on how many blocks, through which descriptors and beside which buffers follows from shapes,
+layouts and options, but to find it out takes Python longer than a short sequence takes the GPU. So what a
+call allocates and launches is noted once, and a later call of its kind allocates the same and launches the
+same kernels with its own addresses. CUDA graphs do so for whole models, but at fixed addresses.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial, wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels.launches import ONCE, Launch, is_watched, telling_launches
+
+# kinds that are kept, with some kilobytes for each; when there are more, all are forgotten
+MOST_KINDS = 1024
+NOT_YET = "came too seldom: the next one of its kind is noted"
+aten = torch.ops.aten
+# PyTorch's operators that only allocate, and functions that repeat them
+EMPTY = aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default
+ALLOCATIONS = dict.fromkeys(EMPTY, torch.empty) | {aten.zeros.default: torch.zeros}
+
+
+class Place(NamedTuple):
+    """An address that a kernel is given: so many bytes behind the beginning of one of a call's tensors."""
+
+    tensor: int
+    offset: int
+
+
+class Call:
+    """What a call of one kind allocates, launches and returns."""
+
+    def __init__(self, note: "Note", given: list[Tensor], results: tuple[Tensor, ...] | Tensor):
+        """note: of a call on the tensors `given`. Raises ValueError if the call cannot be repeated."""
+        if note.obstacle:
+            raise ValueError(note.obstacle)
+        made = [tensor for _, tensor in note.allocated]
+        if not all(tensor.is_contiguous() for tensor in made):
+            raise ValueError("it allocates what is not contiguous")
+        self.allocations = [
+            partial(allocate, x.shape, dtype=x.dtype, device=x.device) for allocate, x in note.allocated
+        ]
+        # a call's tensors have numbers: first those it is given, then those it allocates
+        tensors = given + made
+        self.launches = [
+            (launch, [place_of(address, tensors) for address in addresses])
+            for launch, addresses in note.launched
+        ]
+        self.returns_one = isinstance(results, Tensor)
+        self.results = [len(given) + number_of(x, made) for x in listed(results)]
+        written = {place.tensor for _, places in self.launches for place in places}
+        if not written.issuperset(self.results):
+            raise ValueError("it returns what no noted kernel has written")
+
+    def repeat(self, device: int, given: list[Tensor]) -> tuple[Tensor, ...] | Tensor | None:
+        """The results for these tensors, on the current stream; None if the driver refuses."""
+        tensors = given + [allocate() for allocate in self.allocations]
+        starts = [x.data_ptr() for x in tensors]
+        for launch, places in self.launches:
+            if not launch.try_launch(device, [starts[number] + offset for number, offset in places]):
+                return None
+        results = [tensors[number] for number in self.results]
+        return results[0] if self.returns_one else tuple(results)
+
+
+class Note(TorchDispatchMode):
+    """A context that notes what a call allocates and launches, and why it cannot be repeated, if so."""
+
+    def __init__(self):
+        super().__init__()
+        self.allocated: list[tuple[Callable, Tensor]] = []
+        self.launched: list[tuple[Launch, list[int]]] = []
+        self.obstacle = ""
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **options or {})
+        if function in ALLOCATIONS:
+            self.allocated.append((ALLOCATIONS[function], result))
+        elif not (function.is_view and all(is_view(x, arguments[0]) for x in listed(result))):
+            self.obstacle = f"it runs {function}"
+        return result
+
+    def add_launch(self, launch: Launch | str | None, addresses: list[int]) -> None:
+        if isinstance(launch, Launch):
+            self.launched.append((launch, addresses))
+        elif launch is None or launch is ONCE:
+            self.obstacle = self.obstacle or NOT_YET
+        else:
+            self.obstacle = launch
+
+
+# calls by kind, or the reason why there is none
+calls: dict[tuple, Call | str] = {}
+
+
+def repeated(*, also: Callable[[], Hashable]) -> Callable[[Callable], Callable]:
+    """A decorator for a function of tensors, lists of tensors, and options; the first is a tensor.
+
+    What it does may depend on shapes, layouts and options, and on also(), but on nothing else that changes.
+    Its kernels must be launched by launches.launch. A call in which PyTorch computes anything, copies
+    included, is noticed and never repeated.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        @wraps(function)
+        def call(*arguments):
+            if not may_repeat(arguments[0]):
+                return function(*arguments)
+            device = arguments[0].get_device()
+            kind, given = kind_of(arguments, [function, device, also()])
+            known = calls.get(kind)
+            if type(known) is Call and not is_watched():
+                results = known.repeat(device, given)
+                if results is not None:
+                    return results
+            elif known is NOT_YET and begin_apart(given):
+                return noted(function, arguments, kind, given)
+            elif known is None:
+                if len(calls) >= MOST_KINDS:
+                    calls.clear()
+                calls[kind] = NOT_YET
+            return function(*arguments)
+
+        return call
+
+    return decorate
+
+
+def may_repeat(x: Tensor) -> bool:
+    # how float32 is multiplied is a setting of PyTorch's, which may change from call to call
+    return x.is_cuda and torch.version.hip is None and x.dtype != torch.float32
+
+
+def kind_of(arguments: tuple, kind: list[Any]) -> tuple[tuple, list[Tensor]]:
+    """`kind` and all about the arguments but tensors' addresses, as a key to look up; and the tensors."""
+    tensors = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            tensors.append(argument)
+        elif type(argument) is list:
+            tensors += argument
+            kind.append(len(argument))
+        else:
+            kind.append(argument)
+    for x in tensors:
+        # Triton compiles one kernel for addresses that 16 divides and another for all others
+        kind += (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
+    return tuple(kind), tensors
+
+
+def noted(function: Callable, arguments: tuple, kind: tuple, given: list[Tensor]):
+    """function(*arguments), which is noted under its kind if it can be repeated."""
+    note = Note()
+    with note, telling_launches(note.add_launch):
+        results = function(*arguments)
+    try:
+        calls[kind] = Call(note, given, results)
+    except ValueError as error:
+        calls[kind] = NOT_YET if note.obstacle is NOT_YET else str(error)
+    return results
+
+
+def begin_apart(tensors: list[Tensor]) -> bool:
+    """Whether an address tells which of the tensors is meant."""
+    return len({x.data_ptr() for x in tensors}) == len(tensors)
+
+
+def place_of(address: int, tensors: list[Tensor]) -> Place:
+    """Raises ValueError unless the address is in exactly one of the tensors, or where one begins."""
+    for number, x in enumerate(tensors):
+        if x.data_ptr() == address:
+            return Place(number, 0)
+    offsets = [(number, address - x.data_ptr(), extent(x)) for number, x in enumerate(tensors)]
+    inside = [Place(number, offset) for number, offset, n_bytes in offsets if 0 < offset < n_bytes]
+    if len(inside) != 1:
+        raise ValueError("a kernel reads or writes what is neither given nor allocated in the call")
+    return inside[0]
+
+
+def extent(x: Tensor) -> int:
+    """Bytes from the beginning of x's first element to the end of its last."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return (last + 1) * x.element_size() if x.numel() else 0
+
+
+def number_of(result: Tensor, tensors: list[Tensor]) -> int:
+    for number, x in enumerate(tensors):
+        # not by identity: PyTorch may have wrapped the same memory again
+        if result.numel() and layout_of(x) == layout_of(result):
+            return number
+    raise ValueError("it returns what it has not allocated")
+
+
+def is_view(x: Tensor, of: Tensor) -> bool:
+    """Whether they share memory: PyTorch's reshape and contiguous, which count as views, may also copy."""
+    return x.untyped_storage().data_ptr() == of.untyped_storage().data_ptr()
+
+
+def listed(tensors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def layout_of(x: Tensor) -> tuple:
+    return x.data_ptr(), x.dtype, x.shape, x.stride()

@@ -1,0 +1,125 @@
+"""Compares what a repeated call gives the driver with what the call itself gives it.
+
+Run by test_repeats.py in a separate process, because Triton's interpreter cannot run Gluon:
+    python -m tests.repeated call=forward
+prints one JSON line per call. It needs no GPU: Triton compiles as usual, but the driver only records.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from kernels import block_masks, launches, operators, packed, repeats
+from kernels.launches import Launch
+from kernels.operators import use_implementation
+from kernels.registration import FUNCTIONS
+from tests import launched
+
+# sizes of q and of lse, and the options behind packed q, k and v
+SHAPE, ROWS = (2, 1000, 4, 64), (2, 4, 1000)
+PACKED_OPTIONS = None, None, 0.1, True, False, None
+
+
+def some(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def options(*, blocks=(), causal=True, window=None, deterministic=False) -> tuple:
+    """What the attention operators take behind q, k and v, or behind lse."""
+    return None, None, None, list(blocks), 0.1, causal, window, 0.0, deterministic, None
+
+
+def qkv(n_kv_head=4) -> list[Tensor]:
+    return [some(2, 1000, n, 64) for n in (4, n_kv_head, n_kv_head)]
+
+
+def backward(*tensors: Tensor, **given) -> tuple:
+    """Arguments of attention_backward for q, k and v."""
+    return some(*SHAPE), None, *tensors, some(*SHAPE), torch.zeros(ROWS), *options(**given)
+
+
+def some_packed() -> Tensor:
+    return some(2, 1000, 3, 4, 64)
+
+
+FORWARD, BACKWARD = operators.attention_forward, operators.attention_backward
+LISTS = block_masks.strided(1000, 2, block_size=128).tensors()
+# operators, and what makes new arguments for them
+CALLS = {
+    "forward": (FORWARD, lambda: (*qkv(), *options())),
+    "backward": (BACKWARD, lambda: backward(*qkv())),
+    "deterministic": (BACKWARD, lambda: backward(*qkv(), deterministic=True)),
+    "packed_forward": (packed.packed_attention_forward, lambda: (some_packed(), *PACKED_OPTIONS)),
+    "packed_backward": (
+        packed.packed_attention_backward,
+        lambda: (some(*SHAPE), some_packed(), some(*SHAPE), torch.zeros(ROWS), *PACKED_OPTIONS),
+    ),
+    "lists": (FORWARD, lambda: (*qkv(), *options(blocks=LISTS, causal=False))),
+    "cut_lists": (FORWARD, lambda: (*qkv(), *options(blocks=LISTS, window=300))),
+    # rows of 65 numbers, which no bulk copy reads
+    "copied": (FORWARD, lambda: (some(2, 1000, 4, 65)[..., :64], *qkv()[1:], *options())),
+    "portable_forward": (FORWARD, lambda: (*qkv(), *options())),
+    "portable_backward": (BACKWARD, lambda: backward(*qkv())),
+    "portable_groups": (BACKWARD, lambda: backward(*qkv(n_kv_head=2))),
+}
+
+
+def heard(call: Callable, arguments: tuple) -> tuple[list, list]:
+    """The launches of call(*arguments), each with the numbers of the addresses it is given; and the results.
+
+    Addresses have numbers in the order in which they are met, those of the arguments first.
+    """
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    tensors += [x for xs in arguments if isinstance(xs, list) for x in xs]
+    known = {x.data_ptr(): number for number, x in enumerate(tensors)}
+    told = []
+    try_launch = Launch.try_launch
+
+    def number(address: int) -> int:
+        return known.setdefault(address, len(known))
+
+    def listening(launch, device, addresses):
+        told.append((id(launch), list(map(number, addresses))))
+        return try_launch(launch, device, addresses)
+
+    with patch.object(Launch, "try_launch", listening):
+        results = call(*arguments)
+    results = [results] if isinstance(results, Tensor) else results
+    return told, [(number(x.data_ptr()), x.shape, x.stride(), x.dtype) for x in results]
+
+
+def compare(name: str) -> dict:
+    operator, arguments = CALLS[name]
+    function = FUNCTIONS[operator]
+    repeats.calls.clear()
+    with use_implementation("portable" if name.startswith("portable") else "hopper"):
+        with patch.object(repeats, "may_repeat", lambda x: False):
+            # compiled, prepared
+            for _ in range(2):
+                function(*arguments())
+            expected = heard(function, arguments())
+        for _ in range(3):
+            function(*arguments())
+        [known] = repeats.calls.values()
+        n_repeated = len(known.launches) if isinstance(known, repeats.Call) else 0
+        result = heard(function, arguments())
+    return {"call": name, "repeated": n_repeated, "same": result == expected, "what_is_kept": str(known)}
+
+
+def main(arguments: list[str]) -> None:
+    launches.launches.clear()
+    may_repeat = patch.object(repeats, "may_repeat", lambda x: True)
+    # the assembler may print something
+    with launched.recording_gpu(launched.Cuda()), may_repeat, redirect_stdout(sys.stderr):
+        rows = [compare(a.removeprefix("call=")) for a in arguments]
+    for row in rows:
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

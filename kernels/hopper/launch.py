@@ -116,7 +116,10 @@ def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tupl
     section = section_heads(seq_k, head_dim, mask_kind(problem), group, batch * n_head)
     n_sm = multiprocessors(q.device)
     n_blocks = min(batch * n_head * n_tiles, n_sm * tile.blocks)
-    allocate = torch.zeros if batch * n_head * n_tiles > tile.dealt * n_blocks else torch.empty
+    # where no block takes a third tile, any tensor stands in for the counter
+    counter = lse.view(torch.int32)
+    if batch * n_head * n_tiles > tile.dealt * n_blocks:
+        counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     launch(
         forward_kernel,
         (n_blocks,),
@@ -125,7 +128,7 @@ def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tupl
         head_descriptor(v, tile.block_n),
         head_descriptor(out, ROWS.value),
         lse,
-        allocate(1, dtype=torch.int32, device=q.device),
+        counter,
         lse if problem.key_bounds is None else problem.key_bounds,
         *list_arguments(problem.row_lists, lse),
         *dropout_arguments(problem, lse),

@@ -1,4 +1,4 @@
-"""Matrix products with GELU, its gradient or a softmax's exponentials in their epilogue.
+"""Matrix products with GELU, its gradient, a sum or a softmax's exponentials in their epilogue.
 
 They extend quack, Dao-AILab's GEMM kernels. The epilogue works on a tile of the product while it is in
 registers, so GELU takes no pass of its own over (N, F), nor the exponentials over (N, V). On Hopper two
@@ -58,6 +58,16 @@ def _bias_gelu(acc, bias):
 
 
 @gemm_epilogue()
+def _added(acc, c):
+    return {"D": acc + c}
+
+
+@gemm_epilogue(ops={"bias": RowVecLoad("bias")})
+def _bias_added(acc, c, bias):
+    return {"D": acc + bias + c}
+
+
+@gemm_epilogue()
 def _scaled(acc, c):
     return {"D": acc * c}
 
@@ -92,6 +102,17 @@ def mm_gelu(a: Tensor, b: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     _check(x=a, w1=b)
     out = _gelu(a, b, tuned=False) if bias is None else _bias_gelu(a, b, bias=bias.unsqueeze(0), tuned=False)
     return out["hidden"], out["D"]
+
+
+def mm_added(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """a b + bias + residual, (N, C), summed in float32.
+
+    a: (N, F), b: (F, C), bias: (C,), residual: (N, C).
+    """
+    _check(hidden=a, w2=b, residual=residual)
+    if bias is None:
+        return _added(a, b, residual, tuned=False)["D"]
+    return _bias_added(a, b, residual, bias=bias.unsqueeze(0), tuned=False)["D"]
 
 
 def mm_scaled(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""The MLP of a GPT, gelu(x W1^T + b1) W2^T + b2, whose GELU and its gradient need no kernels of their own.
+"""The MLP of a GPT, gelu(x W1^T + b1) W2^T + b2, and the residual stream it is added to, in matrix products.
 
-Both run in the epilogues of the products beside them (epilogues.py): the forward pass writes GELU and its
-derivative, and the backward pass multiplies by that derivative in the product that makes the gradient.
+GELU, its gradient and the sum need no kernels of their own: they run in the epilogues of the products beside
+them (epilogues.py). The forward pass writes GELU and its derivative, and the backward pass multiplies by that
+derivative in the product that makes the gradient.
 """
 
 import torch
@@ -13,7 +14,7 @@ from kernels.operators import save_nothing
 from kernels.registration import below_autocast, differentiate, operator
 
 
-def _fake_forward(x, w1, b1, w2, b2):
+def _fake_forward(x, w1, b1, w2, b2, residual):
     return x.new_empty(x.shape[0], w2.shape[0]), *(x.new_empty(x.shape[0], w1.shape[0]) for _ in range(2))
 
 
@@ -24,7 +25,7 @@ def _fake_gradient(dout, w2, slope, bias):
 @operator(fake=_fake_forward)
 @below_autocast
 def gelu_mlp_forward(
-    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None
+    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, residual: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result, (N, C), and GELU and its derivative, (N, F) each."""
     if x.is_cuda:
@@ -35,11 +36,14 @@ def gelu_mlp_forward(
                 f"{torch.cuda.get_device_name(x.device)}: use PyTorch's F.linear and F.gelu"
             )
         hidden, slope = epilogues().mm_gelu(x, w1.T, b1)
-        return F.linear(hidden, w2, b2), hidden, slope
+        if residual is None:
+            return F.linear(hidden, w2, b2), hidden, slope
+        return epilogues().mm_added(hidden, w2.T, b2, residual), hidden, slope
     inner = F.linear(x, w1, b1)
     hidden = F.gelu(inner, approximate="tanh")
     slope = torch.ops.aten.gelu_backward(torch.ones_like(inner), inner, approximate="tanh")
-    return F.linear(hidden, w2, b2), hidden, slope
+    out = F.linear(hidden, w2, b2)
+    return out if residual is None else out + residual, hidden, slope
 
 
 @operator(fake=_fake_gradient)
@@ -56,7 +60,7 @@ def gelu_gradient(dout: Tensor, w2: Tensor, slope: Tensor, bias: bool) -> tuple[
 
 
 def _save_for_backward(ctx, inputs, output):
-    x, w1, _, w2, _ = inputs
+    x, w1, _, w2, _, _ = inputs
     ctx.save_for_backward(x, w1, w2, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -64,9 +68,9 @@ def _save_for_backward(ctx, inputs, output):
 
 def _backward(ctx, dout, *_):
     if dout is None:
-        return (None,) * 5
+        return (None,) * 6
     x, w1, w2, hidden, slope = ctx.saved_tensors
-    of_x, of_w1, of_b1, of_w2, of_b2 = ctx.needs_input_grad
+    of_x, of_w1, of_b1, of_w2, of_b2, of_residual = ctx.needs_input_grad
     dinner, db1 = gradient(dout, w2, slope, of_b1)
     return (
         dinner @ w1 if of_x else None,
@@ -74,6 +78,7 @@ def _backward(ctx, dout, *_):
         db1 if of_b1 else None,
         dout.T @ hidden if of_w2 else None,
         dout.sum(0) if of_b2 else None,
+        dout if of_residual else None,
     )
 
 
@@ -89,14 +94,21 @@ forward = differentiate(gelu_mlp_forward, _save_for_backward, _backward)
 gradient = differentiate(gelu_gradient, save_nothing, _refuse_second_derivative)
 
 
-def gelu_mlp(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> Tensor:
-    """gelu(x w1^T + b1) w2^T + b2, (..., C), GELU in its tanh form.
+def gelu_mlp(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """gelu(x w1^T + b1) w2^T + b2 + residual, (..., C), GELU in its tanh form.
 
-    x: (..., C); w1: (F, C); w2: (C, F); biases: (F,) and (C,) or None; all of one dtype. On a GPU, which must
-    be Hopper or newer: bf16 or fp16, C and F multiples of 8. Raises ValueError for others, and ImportError on
-    a GPU without quack-kernels.
+    x and residual: (..., C); w1: (F, C); w2: (C, F); biases: (F,) and (C,); all of one dtype. Biases and
+    residual may be None. On a GPU, which must be Hopper or newer: bf16 or fp16, C and F multiples of 8.
+    Raises ValueError for others, and ImportError on a GPU without quack-kernels.
     """
-    given = {"x": x, "w1": w1, "b1": b1, "w2": w2, "b2": b2}
+    given = {"x": x, "w1": w1, "b1": b1, "w2": w2, "b2": b2, "residual": residual}
     for name, tensor in given.items():
         if tensor is not None and (tensor.dtype, tensor.device) != (x.dtype, x.device):
             raise ValueError(
@@ -104,6 +116,7 @@ def gelu_mlp(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | 
             )
     channels, width = x.shape[-1], w1.shape[0]
     shapes = {"w1": (width, channels), "b1": (width,), "w2": (channels, width), "b2": (channels,)}
+    shapes["residual"] = tuple(x.shape)
     for name, shape in shapes.items():
         if given[name] is not None and given[name].shape != shape:
             raise ValueError(f"{name} must have shape {shape}, got {tuple(given[name].shape)}")
@@ -112,7 +125,9 @@ def gelu_mlp(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | 
             "x must be bfloat16 or float16 with channels in multiples of 8 on both sides of GELU, got "
             f"{x.dtype}, {channels} and {width}: use PyTorch's F.linear and F.gelu"
         )
-    return forward(x.reshape(-1, channels), w1, b1, w2, b2)[0].view(x.shape)
+    if residual is not None:
+        residual = residual.reshape(-1, channels)
+    return forward(x.reshape(-1, channels), w1, b1, w2, b2, residual)[0].view(x.shape)
 
 
 def fuses(dtype: torch.dtype, channels: int, width: int) -> bool:

@@ -26,9 +26,10 @@ LOGIT_ROWS = CHUNK
 
 
 class MLP(nn.Module):
-    """Two linear layers with GELU between, or gated by SiLU, (B, T, C) -> (B, T, C).
+    """Two linear layers with GELU between, or gated by SiLU, added to the residual stream (B, T, C).
 
-    fused_gelu: in 16-bit training, GELU and its gradient run in the epilogues of the products beside them.
+    fused_gelu: in 16-bit training, GELU, its gradient and the sum run in the epilogues of the products beside
+    them.
     """
 
     def __init__(self, config: ModelConfig, fused_gelu: bool = False):
@@ -40,16 +41,17 @@ class MLP(nn.Module):
         self.projection = nn.Linear(config.mlp_width, config.n_embd, bias)
         self.residual_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + MLP(x); x is the norm of the residual stream."""
         if self._fuses(x):
-            return self.residual_dropout(self._fused(x))
+            return self._fused(x, residual)
         x = self.expand(x)
         if self.is_gated:
             gate, x = x.chunk(2, dim=-1)
             x = F.silu(gate) * x
         else:
             x = gelu(x)
-        return self.residual_dropout(self.projection(x))
+        return residual + self.residual_dropout(self.projection(x))
 
     def _fuses(self, x: Tensor) -> bool:
         # without gradients nobody needs GELU's input
@@ -59,10 +61,15 @@ class MLP(nn.Module):
         is_plain = all(type(layer) is nn.Linear for layer in (self.expand, self.projection))
         return is_plain and gelu_mlp.fuses(compute_dtype(x), *self.expand.weight.shape)
 
-    def _fused(self, x: Tensor) -> Tensor:
+    def _fused(self, x: Tensor, residual: Tensor) -> Tensor:
         dtype = compute_dtype(x)
         parameters = (self.expand.weight, self.expand.bias, self.projection.weight, self.projection.bias)
-        return gelu_mlp.gelu_mlp(x.to(dtype), *(None if p is None else p.to(dtype) for p in parameters))
+        parameters = [None if p is None else p.to(dtype) for p in parameters]
+        drops = self.training and self.residual_dropout.p > 0.0
+        # a stream in float32 would be rounded inside of the product
+        if drops or residual.dtype != dtype:
+            return residual + self.residual_dropout(gelu_mlp.gelu_mlp(x.to(dtype), *parameters))
+        return gelu_mlp.gelu_mlp(x.to(dtype), *parameters, residual)
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -128,7 +135,7 @@ class Block(nn.Module):
 
     def _add(self, x: Tensor, attended: Tensor) -> Tensor:
         x = x + attended
-        return x + self.mlp(self.mlp_norm(x))
+        return self.mlp(self.mlp_norm(x), x)
 
 
 # the same as torch.compiler.disable, which would import the compiler here

@@ -51,10 +51,12 @@ def products() -> dict[str, Callable[[], object]]:
         tensor(N_ROWS, N_EMBD),
         tensor(N_EMBD, WIDTH),
     )
-    slope = tensor(N_ROWS, WIDTH)
+    hidden, slope = tensor(N_ROWS, WIDTH), tensor(N_ROWS, WIDTH)
     return {
         "gelu": lambda: epilogues.mm_gelu(x, w1, None),
         "gelu with bias": lambda: epilogues.mm_gelu(x, w1, tensor(WIDTH)),
+        "residual": lambda: epilogues.mm_added(hidden, w2.T, None, x),
+        "residual and bias": lambda: epilogues.mm_added(hidden, w2.T, tensor(N_EMBD), x),
         "scaled": lambda: epilogues.mm_scaled(dout, w2, slope),
         "scaled and sum": lambda: epilogues.mm_scaled_and_sum(dout, w2, slope),
         "exponentials, 192 columns": lambda: exponentials(50304, 192),

@@ -19,18 +19,20 @@ on_hopper_or_newer = pytest.mark.skipif(
 )
 
 
-def plain(x, w1, b1, w2, b2):
-    return F.linear(F.gelu(F.linear(x, w1, b1), approximate="tanh"), w2, b2)
+def plain(x, w1, b1, w2, b2, residual=None):
+    out = F.linear(F.gelu(F.linear(x, w1, b1), approximate="tanh"), w2, b2)
+    return out if residual is None else residual + out
 
 
-def inputs(device, rows=(3, 37), channels=64, width=256, bias=True, dtype=torch.float64):
-    shapes = (*rows, channels), (width, channels), (width,), (channels, width), (channels,)
-    scales = 1.0, channels**-0.5, 1.0, width**-0.5, 1.0
+def inputs(device, rows=(3, 37), channels=64, width=256, bias=True, dtype=torch.float64, residual=True):
+    shapes = (*rows, channels), (width, channels), (width,), (channels, width), (channels,), (*rows, channels)
+    scales = 1.0, channels**-0.5, 1.0, width**-0.5, 1.0, 1.0
     tensors = [
         (scale * torch.randn(shape, device=device)).to(dtype)
         for shape, scale in zip(shapes, scales, strict=True)
     ]
-    return [None if i in (2, 4) and not bias else x.requires_grad_() for i, x in enumerate(tensors)]
+    missing = (() if bias else (2, 4)) + (() if residual else (5,))
+    return [None if i in missing else x.requires_grad_() for i, x in enumerate(tensors)]
 
 
 def result_and_gradients(function, tensors, dout, dtype):
@@ -40,9 +42,10 @@ def result_and_gradients(function, tensors, dout, dtype):
 
 
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_result_and_gradients_are_those_of_the_layers_one_by_one(bias, compiled):
-    tensors = inputs("cpu", bias=bias)
+def test_result_and_gradients_are_those_of_the_layers_one_by_one(bias, residual, compiled):
+    tensors = inputs("cpu", bias=bias, residual=residual)
     ours = torch.compile(gelu_mlp, backend="aot_eager", fullgraph=True) if compiled else gelu_mlp
     dout = torch.randn_like(tensors[0])
     expected = result_and_gradients(plain, tensors, dout, torch.float64)
@@ -53,12 +56,13 @@ def test_result_and_gradients_are_those_of_the_layers_one_by_one(bias, compiled)
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize(
     ("rows", "channels", "width"),
     [((1,), 8, 24), ((3, 37), 64, 256), ((2, 1024), 768, 3072), ((2000,), 1600, 6400)],
 )
-def test_on_a_gpu_it_is_as_accurate_as_torch(dtype, bias, rows, channels, width):
-    tensors = inputs("cuda", rows, channels, width, bias, dtype)
+def test_on_a_gpu_it_is_as_accurate_as_torch(dtype, bias, residual, rows, channels, width):
+    tensors = inputs("cuda", rows, channels, width, bias, dtype, residual)
     # expanded, as behind a sum, and as it comes from a norm
     for dout in (
         torch.randn_like(tensors[0]),
@@ -81,7 +85,7 @@ def test_the_derivative_is_accurate_far_from_zero(dtype):
     x = torch.zeros(4001, 8, device="cuda", dtype=dtype)
     x[:, 0] = torch.linspace(-20, 20, 4001)
     eye = torch.eye(8, device="cuda", dtype=dtype)
-    _, hidden, slope = gelu_mlp_forward(x, eye, None, eye, None)
+    _, hidden, slope = gelu_mlp_forward(x, eye, None, eye, None, None)
     wide = x.double().requires_grad_()
     value = F.gelu(wide, approximate="tanh")
     (truth,) = torch.autograd.grad(value.sum(), wide)
@@ -128,6 +132,7 @@ def test_rows_at_odd_places_are_refused_by_the_operator():
     ("product", "names"),
     [
         ("mm_gelu", ["x", "w1"]),
+        ("mm_added", ["hidden", "w2", "residual"]),
         ("mm_scaled", ["dout", "w2"]),
         ("mm_scaled_and_sum", ["dout", "w2"]),
         ("mm_exp2_and_sum", ["hidden", "weight"]),
@@ -135,18 +140,23 @@ def test_rows_at_odd_places_are_refused_by_the_operator():
 )
 def test_rows_at_odd_places_are_refused_by_the_names_that_callers_know(product, names):
     even, odd = torch.zeros(8, 8).bfloat16(), torch.zeros(65).bfloat16()[1:].view(8, 8)
-    others = {"mm_gelu": (None,), "mm_exp2_and_sum": (even[0], even[0], even, 8)}.get(product, (even,))
-    for name, matrices in zip(names, ((odd, even), (even, odd)), strict=True):
+    for place, name in enumerate(names):
+        matrices = [odd if place == index else even for index in range(3)]
+        arguments = {
+            "mm_gelu": (*matrices[:2], None),
+            "mm_added": (*matrices[:2], None, matrices[2]),
+            "mm_exp2_and_sum": (*matrices[:2], even[0], even[0], even, 8),
+        }.get(product, matrices)
         with pytest.raises(ValueError, match=f"^{name} must have rows .* multiples of 16 bytes"):
-            getattr(epilogues(), product)(*matrices, *others)
+            getattr(epilogues(), product)(*arguments)
 
 
-@pytest.mark.parametrize("frozen", range(5))
+@pytest.mark.parametrize("frozen", range(6))
 def test_what_is_frozen_has_no_gradient(frozen):
     tensors = inputs("cpu")
     tensors[frozen].requires_grad_(False)
     gelu_mlp(*tensors).sum().backward()
-    assert [x.grad is None for x in tensors] == [index == frozen for index in range(5)]
+    assert [x.grad is None for x in tensors] == [index == frozen for index in range(6)]
 
 
 def test_a_result_without_a_gradient_gives_none_to_any_input():
@@ -193,6 +203,7 @@ def test_the_operators_keep_pytorchs_rules():
         (2, lambda b1: b1[1:], r"b1 must have shape \(256,\), got \(255,\)"),
         (3, lambda w2: w2[:8], r"w2 must have shape \(64, 256\), got \(8, 256\)"),
         (4, lambda b2: b2.float(), "b2 must be torch.float64 on cpu, as x is, got torch.float32 on cpu"),
+        (5, lambda residual: residual[:1], r"residual must have shape \(3, 37, 64\), got \(1, 37, 64\)"),
     ],
 )
 def test_what_does_not_fit_is_named(index, change, message):
@@ -231,8 +242,10 @@ def model_config(**changes) -> ModelConfig:
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("bias", ["all", "none"])
-def test_a_model_with_it_trains_as_one_without(compiled, bias):
+@pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16], ids=str)
+def test_a_model_with_it_trains_as_one_without(compiled, bias, stream):
     build = {"attention": AttentionConfig(implementation="sdpa")}
+    build["low_precision_residual"] = stream == torch.bfloat16
     models = [GPT(model_config(bias=bias), **build, fused_gelu=on).cuda() for on in (False, True)]
     models[1].load_state_dict(models[0].state_dict())
     assert [m.blocks[0].mlp._fuses(torch.zeros(1, 32, device="cuda").bfloat16()) for m in models] == [
@@ -248,6 +261,42 @@ def test_a_model_with_it_trains_as_one_without(compiled, bias):
         gradients.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     for one, other in zip(*gradients, strict=True):
         assert (one - other).norm() <= 0.02 * one.norm()
+
+
+@pytest.mark.parametrize(
+    ("case", "inside"),
+    [
+        ("nothing", True),
+        ("dropout", False),
+        ("dropout in evaluation", True),
+        ("rounding of the stream", False),
+    ],
+)
+def test_the_stream_is_added_in_the_product_unless_something_stands_between(case, inside, monkeypatch):
+    config = model_config(dropout=0.5 if "dropout" in case else 0.0)
+    mlp = MLP(config, fused_gelu=True).train("evaluation" not in case)
+    monkeypatch.setattr(mlp, "_fuses", lambda x: True)
+    given = []
+
+    def spied(*arguments):
+        given.append(arguments)
+        return gelu_mlp(*arguments)
+
+    monkeypatch.setattr("kernels.gelu_mlp.gelu_mlp", spied)
+    x, residual = torch.randn(2, 3, 5, 32)
+    rounds = "rounding" in case
+    with torch.autocast("cpu", torch.bfloat16, enabled=rounds):
+        out = mlp(x, residual)
+    [arguments] = given
+    assert (len(arguments) == 6) == inside
+    assert out.dtype == torch.float32
+    if not mlp.training or config.dropout == 0.0:
+        parameters = mlp.expand.weight, mlp.expand.bias, mlp.projection.weight, mlp.projection.bias
+        expected = plain(x, *parameters, residual)
+        torch.testing.assert_close(out, expected, atol=0.03 if rounds else 1e-6, rtol=0)
+        return
+    # half of what is added is dropped
+    assert 0.3 < (out == residual).float().mean() < 0.7
 
 
 @pytest.mark.gpu

@@ -65,10 +65,11 @@ class MLP(nn.Module):
         dtype = compute_dtype(x)
         parameters = (self.expand.weight, self.expand.bias, self.projection.weight, self.projection.bias)
         parameters = [None if p is None else p.to(dtype) for p in parameters]
-        drops = self.training and self.residual_dropout.p > 0.0
+        dropout = self.residual_dropout
+        drops = type(dropout) is not nn.Dropout or (dropout.training and dropout.p > 0.0)
         # a stream in float32 would be rounded inside of the product
         if drops or residual.dtype != dtype:
-            return residual + self.residual_dropout(gelu_mlp.gelu_mlp(x.to(dtype), *parameters))
+            return residual + dropout(gelu_mlp.gelu_mlp(x.to(dtype), *parameters))
         return gelu_mlp.gelu_mlp(x.to(dtype), *parameters, residual)
 
 

@@ -269,12 +269,19 @@ def test_a_model_with_it_trains_as_one_without(compiled, bias, stream):
         ("nothing", True),
         ("dropout", False),
         ("dropout in evaluation", True),
+        # as for estimates of uncertainty
+        ("dropout in training alone", False),
+        ("a module of the user's", False),
         ("rounding of the stream", False),
     ],
 )
 def test_the_stream_is_added_in_the_product_unless_something_stands_between(case, inside, monkeypatch):
     config = model_config(dropout=0.5 if "dropout" in case else 0.0)
     mlp = MLP(config, fused_gelu=True).train("evaluation" not in case)
+    if "alone" in case:
+        mlp.eval().residual_dropout.train()
+    if "module" in case:
+        mlp.residual_dropout = torch.nn.Identity()
     monkeypatch.setattr(mlp, "_fuses", lambda x: True)
     given = []
 
@@ -290,7 +297,7 @@ def test_the_stream_is_added_in_the_product_unless_something_stands_between(case
     [arguments] = given
     assert (len(arguments) == 6) == inside
     assert out.dtype == torch.float32
-    if not mlp.training or config.dropout == 0.0:
+    if not (config.dropout and mlp.residual_dropout.training):
         parameters = mlp.expand.weight, mlp.expand.bias, mlp.projection.weight, mlp.projection.bias
         expected = plain(x, *parameters, residual)
         torch.testing.assert_close(out, expected, atol=0.03 if rounds else 1e-6, rtol=0)

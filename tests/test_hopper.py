@@ -15,6 +15,7 @@ from kernels.hopper.launch import keys_per_query
 from kernels.hopper.prepare_and_round import prepare_kernel, round_kernel
 from kernels.hopper.sums import SLOTS
 from kernels.hopper.tiles import division, forward_tile, sum_pays, turn_heads
+from kernels.intervals import mean_keys
 from kernels.operators import use_implementation
 from kernels.problem import CannotBuildError, Problem
 from kernels.reference import visible_keys
@@ -217,6 +218,17 @@ def test_the_host_counts_the_keys_of_a_query(seq_q, seq_k):
     listed = problem(causal=False, blocks=tuple(block_masks.window(512, 128).tensors()))
     # seven blocks for four blocks of queries
     assert keys_per_query(listed, 512, 512) == 7 / 4 * 128
+
+
+def test_documents_of_about_one_length_are_one_kind_of_call():
+    lengths = torch.linspace(1, 10000, 5000).tolist()
+    keys = [mean_keys(length, causal=False, window=None) for length in lengths]
+    assert all(abs(number / length - 1) <= 1 / 32 for number, length in zip(keys, lengths, strict=True))
+    # 16 for each doubling
+    assert len(set(keys)) <= 14 * 16
+    assert mean_keys(1024.0, causal=True, window=None) == 512
+    assert mean_keys(1024.0, causal=True, window=100) == 100
+    assert mean_keys(None, causal=True, window=100) is None
 
 
 def test_short_rows_of_heads_of_64_have_tiles_of_two_blocks():

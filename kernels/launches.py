@@ -128,11 +128,11 @@ listeners = Listeners()
 @contextmanager
 def telling_launches(listener: Listener) -> Iterator[None]:
     """A context in which the listener is told of every launch of this thread."""
-    listeners.of_launches = listener
+    before, listeners.of_launches = listeners.of_launches, listener
     try:
         yield
     finally:
-        listeners.of_launches = None
+        listeners.of_launches = before
 
 
 def launch(kernel, grid: tuple[int, ...], *arguments, **constants) -> None:

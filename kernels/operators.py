@@ -12,7 +12,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from kernels import block_masks
+from kernels import block_masks, hopper
 from kernels.checks import has_kernels, is_interpreted_wrongly
 from kernels.intervals import document_bounds
 from kernels.layouts import with_tokens_in_memory
@@ -41,9 +41,9 @@ def _fake_backward(dout, dlse, q, k, v, *options):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def asked_for() -> str | None:
-    """The implementation that use_implementation asks for."""
-    return forced
+def choices() -> tuple:
+    """What decides between implementations besides the problem."""
+    return forced, bool(hopper.failures)
 
 
 def _problem(
@@ -75,7 +75,7 @@ def _problem(
 
 
 @operator(fake=_fake_forward)
-@repeated(also=asked_for)
+@repeated(also_depends_on=choices)
 def attention_forward(
     q: Tensor,
     k: Tensor,
@@ -99,7 +99,7 @@ def attention_forward(
 
 
 @operator(fake=_fake_backward)
-@repeated(also=asked_for)
+@repeated(also_depends_on=choices)
 def attention_backward(
     dout: Tensor,
     dlse: Tensor | None,

@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels import checks
 from kernels.intervals import document_bounds, mean_keys
 from kernels.layouts import with_tokens_in_memory
-from kernels.operators import asked_for, refuse_second_derivative, run, save_nothing
+from kernels.operators import choices, refuse_second_derivative, run, save_nothing
 from kernels.problem import Problem
 from kernels.registration import differentiate, operator
 from kernels.repeats import repeated
@@ -27,7 +27,7 @@ def _fake_backward(dout, qkv, *options):
 
 
 @operator(fake=_fake_forward)
-@repeated(also=asked_for)
+@repeated(also_depends_on=choices)
 def packed_attention_forward(
     qkv: Tensor,
     key_bounds: Tensor | None,
@@ -43,7 +43,7 @@ def packed_attention_forward(
 
 
 @operator(fake=_fake_backward)
-@repeated(also=asked_for)
+@repeated(also_depends_on=choices)
 def packed_attention_backward(
     dout: Tensor,
     qkv: Tensor,

@@ -8,17 +8,19 @@ same kernels with its own addresses. CUDA graphs do so for whole models, but at 
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.launches import ONCE, Launch, is_watched, telling_launches
+from kernels.launches import ONCE, Launch, is_watched, listeners, telling_launches
 
-# kinds that are kept, with some kilobytes for each; when there are more, all are forgotten
+# kinds that are kept, with some 20 KB for each; when there are more, all are forgotten
 MOST_KINDS = 1024
-NOT_YET = "came too seldom: the next one of its kind is noted"
+# why a kind has no recipe yet. Noting takes longer than a call: not worth it for what comes twice
+CAME_ONCE = "came once"
+NOT_YET = "not noted yet"
 aten = torch.ops.aten
 # PyTorch's operators that only allocate, and functions that repeat them
 EMPTY = aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default
@@ -32,13 +34,16 @@ class Place(NamedTuple):
     offset: int
 
 
-class Call:
+class Recipe:
     """What a call of one kind allocates, launches and returns."""
 
     def __init__(self, note: "Note", given: list[Tensor], results: tuple[Tensor, ...] | Tensor):
         """note: of a call on the tensors `given`. Raises ValueError if the call cannot be repeated."""
         if note.obstacle:
             raise ValueError(note.obstacle)
+        # such a kernel may mean a part of one tensor or the whole of another
+        if any(x.data_ptr() in note.parts for x in given):
+            raise ValueError(NOT_YET)
         made = [tensor for _, tensor in note.allocated]
         if not all(tensor.is_contiguous() for tensor in made):
             raise ValueError("it allocates what is not contiguous")
@@ -53,9 +58,9 @@ class Call:
         ]
         self.returns_one = isinstance(results, Tensor)
         self.results = [len(given) + number_of(x, made) for x in listed(results)]
-        written = {place.tensor for _, places in self.launches for place in places}
-        if not written.issuperset(self.results):
-            raise ValueError("it returns what no noted kernel has written")
+        handed = {place.tensor for _, places in self.launches for place in places}
+        if not handed.issuperset(self.results):
+            raise ValueError("it returns what no noted kernel is given")
 
     def repeat(self, device: int, given: list[Tensor]) -> tuple[Tensor, ...] | Tensor | None:
         """The results for these tensors, on the current stream; None if the driver refuses."""
@@ -75,13 +80,17 @@ class Note(TorchDispatchMode):
         super().__init__()
         self.allocated: list[tuple[Callable, Tensor]] = []
         self.launched: list[tuple[Launch, list[int]]] = []
+        # addresses at which views begin, but not what they are views of
+        self.parts: set[int] = set()
         self.obstacle = ""
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         result = function(*arguments, **options or {})
         if function in ALLOCATIONS:
             self.allocated.append((ALLOCATIONS[function], result))
-        elif not (function.is_view and all(is_view(x, arguments[0]) for x in listed(result))):
+        elif function.is_view and all(share_memory(x, arguments[0]) for x in listed(result)):
+            self.parts |= {x.data_ptr() for x in listed(result)} - {arguments[0].data_ptr()}
+        else:
             self.obstacle = f"it runs {function}"
         return result
 
@@ -94,39 +103,45 @@ class Note(TorchDispatchMode):
             self.obstacle = launch
 
 
-# calls by kind, or the reason why there is none
-calls: dict[tuple, Call | str] = {}
+# by kind of call, or the reason why there is none
+recipes: dict[tuple, Recipe | str] = {}
 
 
-def repeated(*, also: Callable[[], Hashable]) -> Callable[[Callable], Callable]:
+def repeated(*, also_depends_on: Callable[[], Hashable]) -> Callable[[Callable], Callable]:
     """A decorator for a function of tensors, lists of tensors, and options; the first is a tensor.
 
-    What it does may depend on shapes, layouts and options, and on also(), but on nothing else that changes.
-    Its kernels must be launched by launches.launch. A call in which PyTorch computes anything, copies
-    included, is noticed and never repeated.
+    What it does may depend on shapes, layouts and options, and on also_depends_on(), but on nothing else that
+    changes. Its kernels must be launched by launches.launch. A call in which PyTorch computes or copies
+    anything is noticed and never repeated.
     """
 
     def decorate(function: Callable) -> Callable:
         @wraps(function)
-        def call(*arguments):
-            if not may_repeat(arguments[0]):
+        def run(*arguments):
+            # a call inside one that is being noted runs as it is, so that its launches are noted, too
+            if listeners.of_launches is not None or not may_repeat(arguments[0]):
                 return function(*arguments)
-            device = arguments[0].get_device()
-            kind, given = kind_of(arguments, [function, device, also()])
-            known = calls.get(kind)
-            if type(known) is Call and not is_watched():
+            device, others = arguments[0].get_device(), also_depends_on()
+            kind, given = kind_and_tensors(function, device, others, arguments)
+            known = recipes.get(kind)
+            if type(known) is Recipe and not is_watched():
                 results = known.repeat(device, given)
                 if results is not None:
                     return results
-            elif known is NOT_YET and begin_apart(given):
-                return noted(function, arguments, kind, given)
             elif known is None:
-                if len(calls) >= MOST_KINDS:
-                    calls.clear()
-                calls[kind] = NOT_YET
+                if len(recipes) >= MOST_KINDS:
+                    recipes.clear()
+                recipes[kind] = CAME_ONCE
+            elif known is CAME_ONCE:
+                recipes[kind] = NOT_YET
+            elif known is NOT_YET and begin_apart(given) and not is_watched():
+                results, found = noted(function, arguments, given)
+                # another thread may have changed what it depends on
+                recipes[kind] = found if also_depends_on() == others else NOT_YET
+                return results
             return function(*arguments)
 
-        return call
+        return run
 
     return decorate
 
@@ -136,12 +151,16 @@ def may_repeat(x: Tensor) -> bool:
     return x.is_cuda and torch.version.hip is None and x.dtype != torch.float32
 
 
-def kind_of(arguments: tuple, kind: list[Any]) -> tuple[tuple, list[Tensor]]:
-    """`kind` and all about the arguments but tensors' addresses, as a key to look up; and the tensors."""
-    tensors = []
+def kind_and_tensors(
+    function: Callable, device: int, others: Hashable, arguments: tuple
+) -> tuple[tuple, list[Tensor]]:
+    """Everything about a call except its tensors' addresses, as a key to look up; and the tensors."""
+    kind, tensors = [function, device, others], []
     for argument in arguments:
         if isinstance(argument, Tensor):
             tensors.append(argument)
+            # its place: an optional argument may be None in its stead
+            kind.append(Tensor)
         elif type(argument) is list:
             tensors += argument
             kind.append(len(argument))
@@ -153,32 +172,35 @@ def kind_of(arguments: tuple, kind: list[Any]) -> tuple[tuple, list[Tensor]]:
     return tuple(kind), tensors
 
 
-def noted(function: Callable, arguments: tuple, kind: tuple, given: list[Tensor]):
-    """function(*arguments), which is noted under its kind if it can be repeated."""
+def noted(function: Callable, arguments: tuple, given: list[Tensor]) -> tuple:
+    """function(*arguments), and its recipe, or why there is none."""
     note = Note()
     with note, telling_launches(note.add_launch):
         results = function(*arguments)
     try:
-        calls[kind] = Call(note, given, results)
+        return results, Recipe(note, given, results)
     except ValueError as error:
-        calls[kind] = NOT_YET if note.obstacle is NOT_YET else str(error)
-    return results
+        (reason,) = error.args
+        return results, reason
 
 
 def begin_apart(tensors: list[Tensor]) -> bool:
-    """Whether an address tells which of the tensors is meant."""
+    """Whether the address at which a tensor begins tells which of them is meant."""
     return len({x.data_ptr() for x in tensors}) == len(tensors)
 
 
 def place_of(address: int, tensors: list[Tensor]) -> Place:
-    """Raises ValueError unless the address is in exactly one of the tensors, or where one begins."""
+    """In the tensor that begins at the address, else in the one around it. Raises ValueError without one."""
     for number, x in enumerate(tensors):
         if x.data_ptr() == address:
             return Place(number, 0)
     offsets = [(number, address - x.data_ptr(), extent(x)) for number, x in enumerate(tensors)]
     inside = [Place(number, offset) for number, offset, n_bytes in offsets if 0 < offset < n_bytes]
-    if len(inside) != 1:
+    if not inside:
         raise ValueError("a kernel reads or writes what is neither given nor allocated in the call")
+    # of two tensors in one piece of memory
+    if len(inside) > 1:
+        raise ValueError(NOT_YET)
     return inside[0]
 
 
@@ -196,9 +218,9 @@ def number_of(result: Tensor, tensors: list[Tensor]) -> int:
     raise ValueError("it returns what it has not allocated")
 
 
-def is_view(x: Tensor, of: Tensor) -> bool:
-    """Whether they share memory: PyTorch's reshape and contiguous, which count as views, may also copy."""
-    return x.untyped_storage().data_ptr() == of.untyped_storage().data_ptr()
+def share_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether one is a view of the other: reshape and contiguous, which count as views, may also copy."""
+    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
 
 
 def listed(tensors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:

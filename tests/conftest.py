@@ -57,7 +57,7 @@ def same_beginning():
     torch.set_float32_matmul_precision("highest")
     # what a test replaces in the kernels' host code would not be asked by a call that is repeated
     if "kernels.repeats" in sys.modules:
-        sys.modules["kernels.repeats"].calls.clear()
+        sys.modules["kernels.repeats"].recipes.clear()
     yield
     # other processes lack the memory that PyTorch keeps after a large test: 13 of them filled 80 GB
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > KEPT_BYTES:

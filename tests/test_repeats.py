@@ -16,6 +16,8 @@ from kernels.packed import flash_attention_packed
 from tests.compile_apart import compile_apart
 
 LENGTH = 6
+# calls of a kind that run themselves; the last of them is noted
+OWN = 3
 
 
 class Kernel(Launch):
@@ -102,7 +104,7 @@ class ReturningWhatNothingWrites(Function):
 
 @pytest.fixture(autouse=True)
 def nothing_noted():
-    repeats.calls.clear()
+    repeats.recipes.clear()
 
 
 @pytest.fixture
@@ -112,7 +114,7 @@ def on_a_cpu(monkeypatch):
     also = SimpleNamespace(value=None)
 
     def decorate(function):
-        return repeats.repeated(also=lambda: also.value)(function)
+        return repeats.repeated(also_depends_on=lambda: also.value)(function)
 
     decorate.also = also
     return decorate
@@ -135,12 +137,12 @@ def wrapped(decorate, function):
     return decorate(plain)
 
 
-def test_the_third_call_of_a_kind_and_all_behind_it_are_repeated_on_their_own_tensors(on_a_cpu):
+def test_the_fourth_call_of_a_kind_and_all_behind_it_are_repeated_on_their_own_tensors(on_a_cpu):
     function = Function()
     call = wrapped(on_a_cpu, function)
     check(call, times=6)
-    assert function.n_runs == 2
-    [noted] = repeats.calls.values()
+    assert function.n_runs == OWN
+    [noted] = repeats.recipes.values()
     assert len(noted.launches) == 2
     # a buffer of two rows, of which kernels are given the second
     assert [place.offset for _, places in noted.launches for place in places] == [0, 0, 24, 24, 0, 0]
@@ -159,7 +161,50 @@ def test_views_of_one_tensor_are_told_apart_by_their_addresses(on_a_cpu):
     for _ in range(5):
         x, y, z = torch.randn(3, LENGTH)
         torch.testing.assert_close(call(x, [y, z]), x + y + z)
-    assert function.n_runs == 2
+    assert function.n_runs == OWN
+
+
+def test_a_part_of_one_tensor_is_not_taken_for_another_that_begins_there(on_a_cpu):
+    """As when the gradient of packed attention is a view of q, k and v."""
+
+    class Packed(Function):
+        def __call__(self, dout, qkv):
+            self.n_runs += 1
+            out = torch.empty_like(dout)
+            # v is an address inside of qkv
+            self.launch(dout, qkv.unbind()[2], out)
+            return out
+
+    function = Packed()
+    call = wrapped(on_a_cpu, function)
+    for _ in range(5):
+        qkv = torch.randn(3, LENGTH)
+        torch.testing.assert_close(call(qkv[2], qkv), qkv[2] + qkv[2])
+    for _ in range(3):
+        qkv, dout = torch.randn(3, LENGTH), torch.randn(LENGTH)
+        torch.testing.assert_close(call(dout, qkv), dout + qkv[2])
+    # noted when the two lay apart
+    assert function.n_runs == 6
+    qkv = torch.randn(3, LENGTH)
+    torch.testing.assert_close(call(qkv[2], qkv), qkv[2] + qkv[2])
+    assert function.n_runs == 6
+
+
+def test_a_call_inside_a_call_is_noted_with_it(on_a_cpu):
+    inner = Function()
+    inner_call = wrapped(on_a_cpu, inner)
+
+    def outer(x, ys):
+        half, out = inner_call(x, ys), torch.empty_like(x)
+        inner.launch(half, x, out)
+        return out
+
+    call = on_a_cpu(outer)
+    check(inner_call, times=5)
+    for _ in range(6):
+        x, y, z = numbers()
+        torch.testing.assert_close(call(x, [y, z]), 2 * x + y + z)
+    assert [len(recipe.launches) for recipe in repeats.recipes.values()] == [2, 3]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +215,7 @@ def test_views_of_one_tensor_are_told_apart_by_their_addresses(on_a_cpu):
         (CopyingByAView, "aten."),
         (Elsewhere, "neither given nor allocated"),
         (ReturningItsArgument, "returns what it has not allocated"),
-        (ReturningWhatNothingWrites, "no noted kernel has written"),
+        (ReturningWhatNothingWrites, "no noted kernel is given"),
     ],
 )
 def test_a_call_that_does_more_than_launch_kernels_is_never_repeated(on_a_cpu, kind, reason):
@@ -180,48 +225,48 @@ def test_a_call_that_does_more_than_launch_kernels_is_never_repeated(on_a_cpu, k
         x, *ys = numbers()
         call(x, ys)
     assert function.n_runs == 5
-    [why] = repeats.calls.values()
+    [why] = repeats.recipes.values()
     assert reason in why
 
 
 def test_a_kernel_whose_launch_is_not_prepared_yet_is_noted_when_it_is(on_a_cpu):
     function = Function(known=launches.ONCE)
     call = wrapped(on_a_cpu, function)
-    check(call, times=3)
-    assert function.n_runs == 3
+    check(call, times=5)
+    assert function.n_runs == 5
     function.known = function.kernel
     check(call, times=3)
-    assert function.n_runs == 4
+    assert function.n_runs == 6
 
 
 def test_a_kernel_that_always_goes_through_triton_is_never_repeated(on_a_cpu):
     function = Function(known="goes through Triton: scratch memory")
     check(wrapped(on_a_cpu, function), times=4)
     assert function.n_runs == 4
-    assert list(repeats.calls.values()) == ["goes through Triton: scratch memory"]
+    assert list(repeats.recipes.values()) == ["goes through Triton: scratch memory"]
 
 
 def test_tensors_at_one_address_are_not_noted_but_are_served_by_a_noted_call(on_a_cpu):
     function = Function()
     call = wrapped(on_a_cpu, function)
     x, y, z = numbers()
-    for _ in range(3):
+    for _ in range(5):
         torch.testing.assert_close(call(x, [x, x]), 3 * x)
-    assert function.n_runs == 3
+    assert function.n_runs == 5
     # now an address tells which tensor is meant
     torch.testing.assert_close(call(x, [y, z]), x + y + z)
-    assert function.n_runs == 4
+    assert function.n_runs == 6
     torch.testing.assert_close(call(x, [x, x]), 3 * x)
     torch.testing.assert_close(call(x, [y, z]), x + y + z)
-    assert function.n_runs == 4
+    assert function.n_runs == 6
 
 
 @pytest.mark.parametrize("change", ["option", "layout", "dtype", "address", "list", "also"])
 def test_what_a_call_may_depend_on_makes_another_kind(on_a_cpu, change):
     function = Function()
     call = wrapped(on_a_cpu, function)
-    check(call, times=3)
-    assert function.n_runs == 2
+    check(call, times=OWN + 1)
+    assert function.n_runs == OWN
     x, y, z = numbers()
     ys, option = [y, z], ()
     if change == "option":
@@ -237,25 +282,62 @@ def test_what_a_call_may_depend_on_makes_another_kind(on_a_cpu, change):
     if change == "also":
         on_a_cpu.also.value = "portable"
     call(x, ys, *option)
-    assert function.n_runs == 3
+    assert function.n_runs == OWN + 1
+
+
+def test_which_optional_tensor_is_given_makes_another_kind(on_a_cpu):
+    function = Function()
+
+    def either(x, y, z):
+        return function(x, [x if y is None else y, x if z is None else z])
+
+    call = on_a_cpu(either)
+    for _ in range(OWN + 1):
+        x, y = numbers(2)
+        torch.testing.assert_close(call(x, y, None), 2 * x + y)
+    assert function.n_runs == OWN
+    call(x, None, y)
+    assert function.n_runs == OWN + 1
+
+
+def test_what_changes_while_a_call_is_noted_is_not_kept(on_a_cpu):
+    function = Function()
+
+    def plain(x, ys):
+        # as another thread does
+        if function.n_runs == OWN - 1:
+            on_a_cpu.also.value = "portable"
+        return function(x, ys)
+
+    call = on_a_cpu(plain)
+    check(call, times=OWN)
+    on_a_cpu.also.value = None
+    check(call, times=2)
+    # noted by the first of these
+    assert function.n_runs == OWN + 1
 
 
 def test_what_the_driver_refuses_is_done_by_the_call_itself(on_a_cpu):
     function = Function()
     call = wrapped(on_a_cpu, function)
-    check(call, times=3)
+    check(call, times=OWN)
     function.kernel.refuses = True
     check(call, times=2)
-    assert function.n_runs == 4
+    assert function.n_runs == OWN + 2
 
 
-def test_while_a_profiler_of_tritons_listens_calls_are_not_repeated(on_a_cpu, monkeypatch):
+def test_while_a_profiler_of_tritons_listens_calls_are_neither_noted_nor_repeated(on_a_cpu, monkeypatch):
     function = Function()
     call = wrapped(on_a_cpu, function)
-    check(call, times=3)
+    monkeypatch.setattr(repeats, "is_watched", lambda: True)
+    check(call, times=OWN + 1)
+    assert function.n_runs == OWN + 1
+    monkeypatch.setattr(repeats, "is_watched", lambda: False)
+    check(call, times=2)
+    assert function.n_runs == OWN + 2
     monkeypatch.setattr(repeats, "is_watched", lambda: True)
     check(call)
-    assert function.n_runs == 3
+    assert function.n_runs == OWN + 3
 
 
 def test_more_kinds_than_are_kept_are_forgotten_and_noted_anew(on_a_cpu, monkeypatch):
@@ -265,15 +347,15 @@ def test_more_kinds_than_are_kept_are_forgotten_and_noted_anew(on_a_cpu, monkeyp
     for _ in range(3):
         for option in (1.0, 2.0, 3.0):
             x, y, z = numbers()
-            for _ in range(3):
+            for _ in range(OWN + 1):
                 torch.testing.assert_close(call(x, [y, z], option), x + y + z)
-            assert len(repeats.calls) <= 2
+            assert len(repeats.recipes) <= 2
 
 
 def test_a_noted_call_keeps_no_tensor(on_a_cpu):
     call = wrapped(on_a_cpu, Function())
     kept = []
-    for _ in range(4):
+    for _ in range(OWN + 2):
         x, y, z = numbers()
         kept += map(weakref.ref, (x, y, z, call(x, [y, z])))
     del x, y, z
@@ -282,7 +364,7 @@ def test_a_noted_call_keeps_no_tensor(on_a_cpu):
 
 def test_an_error_leaves_nothing_noted_and_the_next_call_is(on_a_cpu):
     function = Function()
-    fails = [False, True]
+    fails = [False, False, True]
 
     def plain(x, ys):
         if fails and fails.pop(0):
@@ -290,12 +372,12 @@ def test_an_error_leaves_nothing_noted_and_the_next_call_is(on_a_cpu):
         return function(x, ys)
 
     call = on_a_cpu(plain)
-    check(call)
+    check(call, times=2)
     with pytest.raises(RuntimeError, match="memory"):
         check(call)
     assert launches.listeners.of_launches is None
     check(call, times=4)
-    assert function.n_runs == 2
+    assert function.n_runs == OWN
 
 
 def test_calls_in_float32_follow_pytorchs_settings_and_are_not_repeated():
@@ -308,7 +390,12 @@ def test_calls_in_float32_follow_pytorchs_settings_and_are_not_repeated():
 # by call of tests/repeated.py: how many launches are repeated; none where PyTorch computes something between
 CALLS = {
     "forward": 1,
+    "forward_of_parts": 1,
+    "forward_with_counter": 1,
+    "documents": 1,
+    "dropout": 1,
     "backward": 3,
+    "backward_with_dlse": 3,
     "deterministic": 2,
     "packed_forward": 1,
     "packed_backward": 3,
@@ -321,7 +408,7 @@ CALLS = {
 }
 
 
-def test_a_repeated_call_gives_every_kernel_the_tensors_that_the_call_itself_gives_it():
+def test_a_repeated_call_allocates_launches_and_returns_what_the_call_itself_does():
     rows = compile_apart("tests.repeated", "pinned", *(f"call={name}" for name in CALLS))
     assert {row["call"]: row["repeated"] for row in rows} == CALLS
     for row in rows:
@@ -336,12 +423,12 @@ def gradients(q, k, v, g, **options):
 
 
 def by_itself(call, *tensors, **options):
-    repeats.calls.clear()
+    repeats.recipes.clear()
     return call(*tensors, **options)
 
 
 def n_noted() -> int:
-    return sum(isinstance(call, repeats.Call) for call in repeats.calls.values())
+    return sum(isinstance(recipe, repeats.Recipe) for recipe in repeats.recipes.values())
 
 
 def some(shape=(2, 300, 4, 64), dtype=torch.bfloat16, n=4):
@@ -381,13 +468,13 @@ def test_repeated_calls_give_the_bits_of_calls_by_themselves(name, head_dim):
     options = options_of(name)
     sets = [some((2, 300, 4, head_dim)) for _ in range(4)]
     expected = [by_itself(gradients, *tensors, **options) for tensors in sets]
-    repeats.calls.clear()
+    repeats.recipes.clear()
     for _ in range(3):
         for tensors, those in zip(sets, expected, strict=True):
             assert_same(gradients(*tensors, **options), those)
     # forward and backward; lists that Hopper's kernels cut begin as copies
     copies = name == "cut_lists" and head_dim <= 128
-    assert n_noted() == (0 if copies else 2), list(repeats.calls.values())
+    assert n_noted() == (0 if copies else 2), list(repeats.recipes.values())
 
 
 @pytest.mark.gpu
@@ -398,13 +485,13 @@ def test_repeated_calls_of_grouped_heads_clear_their_counters(n_kv_head, head_di
     shape, of_keys = ((2, seq_len, n, head_dim) for n in (4, n_kv_head))
     sets = [(*some(shape, n=1), *some(of_keys, n=2), *some(shape, n=1)) for _ in range(3)]
     expected = [by_itself(gradients, *tensors) for tensors in sets]
-    repeats.calls.clear()
+    repeats.recipes.clear()
     for _ in range(3):
         for tensors, those in zip(sets, expected, strict=True):
             assert_same(gradients(*tensors), those)
-    assert n_noted() == 2, list(repeats.calls.values())
+    assert n_noted() == 2, list(repeats.recipes.values())
     cleared = [
-        part for call in repeats.calls.values() for part in call.allocations if part.func is torch.zeros
+        part for recipe in repeats.recipes.values() for part in recipe.allocations if part.func is torch.zeros
     ]
     # more tiles than are dealt out are taken from a counter
     assert bool(cleared) == (seq_len == 9000 and head_dim == 128)
@@ -427,11 +514,11 @@ def test_repeated_calls_on_packed_tensors_and_on_sequences_of_any_length_give_th
     sets = [(*some((2, 400, 3, 4, 64), n=1), *some((2, 400, 4, 64), n=1)) for _ in range(3)]
     for call in packed, varlen:
         expected = [by_itself(call, *tensors) for tensors in sets]
-        repeats.calls.clear()
+        repeats.recipes.clear()
         for _ in range(3):
             for tensors, those in zip(sets, expected, strict=True):
                 assert_same(call(*tensors), those)
-        assert n_noted() == 2, list(repeats.calls.values())
+        assert n_noted() == 2, list(repeats.recipes.values())
 
 
 @pytest.mark.gpu
@@ -477,12 +564,12 @@ def test_another_implementation_is_another_kind():
     for _ in range(4):
         flash_attention(q, k, v)
     assert n_noted() == 1
-    before = next(iter(repeats.calls.values())).launches[0][0]
+    before = next(iter(repeats.recipes.values())).launches[0][0]
     with use_implementation("portable"):
         for _ in range(4):
             flash_attention(q, k, v)
     assert n_noted() == 2
-    assert list(repeats.calls.values())[1].launches[0][0] is not before
+    assert list(repeats.recipes.values())[1].launches[0][0] is not before
 
 
 @pytest.mark.gpu

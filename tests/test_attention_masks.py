@@ -248,8 +248,8 @@ def test_operators_are_told_how_many_keys_a_query_sees(packed, causal, window, d
         ids = torch.stack(ids).int().to(device)
         flash_attention(x, x, x, document_ids=ids, causal=causal, window=window)
     [(seen, count)] = told
-    # the first queries of a sequence see less than a window
-    assert count == (pytest.approx(seen) if window is None else window)
+    # rounded, so that batches repeat calls; the first queries of a sequence see less than a window
+    assert count == (pytest.approx(seen, rel=1 / 32) if window is None else window)
 
 
 def test_what_is_not_read_is_not_counted(device):

@@ -55,8 +55,9 @@ def mean_keys(length: float | None, *, causal: bool, window: int | None) -> floa
     if length is None:
         return None
     keys = (length + 1) / 2 if causal else length
-    mantissa, exponent = math.frexp(keys if window is None else min(keys, float(window)))
-    return math.ldexp(round(32 * mantissa) / 32, exponent)
+    mantissa, exponent = math.frexp(keys)
+    rounded = math.ldexp(round(32 * mantissa) / 32, exponent)
+    return rounded if window is None else min(rounded, float(window))
 
 
 def varlen_bounds(

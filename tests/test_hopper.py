@@ -227,7 +227,8 @@ def test_documents_of_about_one_length_are_one_kind_of_call():
     # 16 for each doubling
     assert len(set(keys)) <= 14 * 16
     assert mean_keys(1024.0, causal=True, window=None) == 512
-    assert mean_keys(1024.0, causal=True, window=100) == 100
+    # a window is the same in every batch
+    assert mean_keys(1024.0, causal=True, window=300) == 300
     assert mean_keys(None, causal=True, window=100) is None
 
 

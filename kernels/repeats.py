@@ -20,6 +20,7 @@ from kernels.launches import ONCE, Launch, is_watched, listeners, telling_launch
 MOST_KINDS = 1024
 # why a kind has no recipe yet. Noting takes longer than a call: not worth it for what comes twice
 CAME_ONCE = "came once"
+# tried in every call: if tensors begin at one address now, they may not in the next
 NOT_YET = "not noted yet"
 aten = torch.ops.aten
 # PyTorch's operators that only allocate, and functions that repeat them

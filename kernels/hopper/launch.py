@@ -116,7 +116,7 @@ def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tupl
     section = section_heads(seq_k, head_dim, mask_kind(problem), group, batch * n_head)
     n_sm = multiprocessors(q.device)
     n_blocks = min(batch * n_head * n_tiles, n_sm * tile.blocks)
-    # where no block takes a third tile, any tensor stands in for the counter
+    # where all tiles are dealt, any tensor stands in for the counter
     counter = lse.view(torch.int32)
     if batch * n_head * n_tiles > tile.dealt * n_blocks:
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)

@@ -115,8 +115,13 @@ def gelu_mlp(
                 f"{name} must be {x.dtype} on {x.device}, as x is, got {tensor.dtype} on {tensor.device}"
             )
     channels, width = x.shape[-1], w1.shape[0]
-    shapes = {"w1": (width, channels), "b1": (width,), "w2": (channels, width), "b2": (channels,)}
-    shapes["residual"] = tuple(x.shape)
+    shapes = {
+        "w1": (width, channels),
+        "b1": (width,),
+        "w2": (channels, width),
+        "b2": (channels,),
+        "residual": tuple(x.shape),
+    }
     for name, shape in shapes.items():
         if given[name] is not None and given[name].shape != shape:
             raise ValueError(f"{name} must have shape {shape}, got {tuple(given[name].shape)}")

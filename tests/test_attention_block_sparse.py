@@ -18,11 +18,10 @@ from kernels.reference import attention_reference, visible_keys
 from kernels.tiles import INTERPRETER, Tile
 from scripts import benchmark_block_sparse as benchmark
 from tests.accuracy import assert_as_accurate_as_torch, holes, random_qkv, run
+from tests.on_a_gpu import IS_HOPPER, on_hopper
 
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 T = 200
-IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs sm_90")
 
 
 def pattern(name: str, device, block_size: int = 64, seq_len: int = T) -> BlockMask:

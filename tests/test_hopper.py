@@ -21,15 +21,13 @@ from kernels.problem import CannotBuildError, Problem
 from kernels.reference import visible_keys
 from tests.accuracy import assert_as_accurate_as_torch, random_qkv, run
 from tests.compile_apart import compile_apart, each_triton
+from tests.on_a_gpu import on_hopper
 from tests.sanitize_hopper import run_random_problem
 
 # what one block may use of a multiprocessor
 SHARED_MEMORY = 232448
 # all of it, and what of it each block takes for the system
 MULTIPROCESSOR, RESERVED = 233472, 1024
-on_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
-)
 
 
 def problem(**changes) -> Problem:

@@ -11,6 +11,12 @@ from triton import knobs
 from kernels import launches, repeats
 from kernels.flash_attention import flash_attention
 from tests.compile_apart import compile_apart, each_triton
+from tests.on_a_gpu import (
+    assert_graph_replays_with_other_numbers,
+    assert_same,
+    assert_same_in_threads,
+    some,
+)
 
 # the kernels of what tests/launched.py calls a pass, and the descriptors by which each copies
 FORWARD, CUT, PREPARE, ROUND = ("forward", 4), ("cut", 0), ("prepare", 0), ("round", 0)
@@ -89,15 +95,6 @@ def n_ready() -> int:
     return sum(isinstance(launch, launches.Launch) for launch in launches.launches.values())
 
 
-def some(shape=(2, 300, 4, 64), dtype=torch.bfloat16, n=4):
-    return [torch.randn(shape, device="cuda", dtype=dtype) for _ in range(n)]
-
-
-def assert_same(results, expected):
-    for result, other in zip(results, expected, strict=True):
-        assert torch.equal(result, other)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "options", [{}, {"causal": False}, {"window": 70}, {"dropout_p": 0.2, "dropout_seed": 3}], ids=str
@@ -149,17 +146,7 @@ def test_threads_with_streams_of_their_own_launch_the_same_kind_at_once():
     for tensors in sets[:2]:
         gradients(*tensors)
 
-    def work(tensors, those):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for _ in range(50):
-                results = gradients(*tensors)
-                torch.cuda.current_stream().synchronize()
-                assert_same(results, those)
-
-    torch.cuda.synchronize()
-    with ThreadPoolExecutor(len(sets)) as pool:
-        for done in [pool.submit(work, *each) for each in zip(sets, expected, strict=True)]:
-            done.result()
+    assert_same_in_threads(gradients, sets, expected)
 
 
 @pytest.mark.gpu
@@ -182,16 +169,7 @@ def test_a_graph_captures_prepared_launches(head_dim):
     for _ in range(3):
         flash_attention(q, k, v)
     assert n_ready() == 1
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = flash_attention(q, k, v)
-    other = some((2, 300, 4, head_dim), n=3)
-    for mine, theirs in zip((q, k, v), other, strict=True):
-        mine.copy_(theirs)
-    # which changes the parameters that lie ready
-    expected = flash_attention(*other)
-    graph.replay()
-    assert torch.equal(out, expected)
+    assert_graph_replays_with_other_numbers(q, k, v)
 
 
 @pytest.mark.gpu

@@ -2,7 +2,6 @@
 
 import ctypes
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +9,18 @@ import torch
 
 from kernels import block_masks, launches, repeats
 from kernels.flash_attention import flash_attention, flash_attention_varlen
-from kernels.hopper import is_hopper
 from kernels.launches import Launch
 from kernels.operators import use_implementation
 from kernels.packed import flash_attention_packed
 from tests.compile_apart import compile_apart
+from tests.on_a_gpu import (
+    IS_HOPPER,
+    assert_graph_replays_with_other_numbers,
+    assert_same,
+    assert_same_in_threads,
+    on_hopper,
+    some,
+)
 
 LENGTH = 6
 # calls of a kind that run themselves; the last of them is noted
@@ -101,11 +107,6 @@ class ReturningWhatNothingWrites(Function):
     def __call__(self, x, ys):
         super().__call__(x, ys)
         return torch.zeros(LENGTH)
-
-
-@pytest.fixture(autouse=True)
-def nothing_noted():
-    repeats.recipes.clear()
 
 
 @pytest.fixture
@@ -428,22 +429,16 @@ def by_itself(call, *tensors, **options):
     return call(*tensors, **options)
 
 
-on_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or not is_hopper(torch.device("cuda:0")), reason="needs sm_90"
-)
+def assert_repeated_is_same(call, sets, **options) -> None:
+    expected = [by_itself(call, *tensors, **options) for tensors in sets]
+    repeats.recipes.clear()
+    for _ in range(3):
+        for tensors, those in zip(sets, expected, strict=True):
+            assert_same(call(*tensors, **options), those)
 
 
 def n_noted() -> int:
     return sum(isinstance(recipe, repeats.Recipe) for recipe in repeats.recipes.values())
-
-
-def some(shape=(2, 300, 4, 64), dtype=torch.bfloat16, n=4):
-    return [torch.randn(shape, device="cuda", dtype=dtype) for _ in range(n)]
-
-
-def assert_same(results, expected):
-    for result, other in zip(results, expected, strict=True):
-        assert torch.equal(result, other)
 
 
 def options_of(name: str) -> dict:
@@ -472,14 +467,9 @@ def options_of(name: str) -> dict:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_repeated_calls_give_the_bits_of_calls_by_themselves(name, head_dim):
     options = options_of(name)
-    sets = [some((2, 300, 4, head_dim)) for _ in range(4)]
-    expected = [by_itself(gradients, *tensors, **options) for tensors in sets]
-    repeats.recipes.clear()
-    for _ in range(3):
-        for tensors, those in zip(sets, expected, strict=True):
-            assert_same(gradients(*tensors, **options), those)
+    assert_repeated_is_same(gradients, [some((2, 300, 4, head_dim)) for _ in range(4)], **options)
     # forward and backward; lists that Hopper's kernels cut begin as copies
-    copies = name == "cut_lists" and head_dim <= 128 and is_hopper(torch.device("cuda:0"))
+    copies = name == "cut_lists" and head_dim <= 128 and IS_HOPPER
     assert n_noted() == (0 if copies else 2), list(repeats.recipes.values())
 
 
@@ -491,11 +481,7 @@ def test_repeated_calls_give_the_bits_of_calls_by_themselves(name, head_dim):
 def test_repeated_calls_of_grouped_heads_clear_their_counters(n_kv_head, head_dim, seq_len):
     shape, of_keys = ((2, seq_len, n, head_dim) for n in (4, n_kv_head))
     sets = [(*some(shape, n=1), *some(of_keys, n=2), *some(shape, n=1)) for _ in range(3)]
-    expected = [by_itself(gradients, *tensors) for tensors in sets]
-    repeats.recipes.clear()
-    for _ in range(3):
-        for tensors, those in zip(sets, expected, strict=True):
-            assert_same(gradients(*tensors), those)
+    assert_repeated_is_same(gradients, sets)
     assert n_noted() == 2, list(repeats.recipes.values())
     cleared = [
         part for recipe in repeats.recipes.values() for part in recipe.allocations if part.func is torch.zeros
@@ -520,11 +506,7 @@ def test_repeated_calls_on_packed_tensors_and_on_sequences_of_any_length_give_th
 
     sets = [(*some((2, 400, 3, 4, 64), n=1), *some((2, 400, 4, 64), n=1)) for _ in range(3)]
     for call in packed, varlen:
-        expected = [by_itself(call, *tensors) for tensors in sets]
-        repeats.recipes.clear()
-        for _ in range(3):
-            for tensors, those in zip(sets, expected, strict=True):
-                assert_same(call(*tensors), those)
+        assert_repeated_is_same(call, sets)
         assert n_noted() == 2, list(repeats.recipes.values())
 
 
@@ -533,17 +515,7 @@ def test_threads_with_streams_of_their_own_repeat_the_same_call_at_once():
     sets = [some() for _ in range(4)]
     expected = [by_itself(gradients, *tensors) for tensors in sets]
 
-    def work(tensors, those):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for _ in range(50):
-                results = gradients(*tensors)
-                torch.cuda.current_stream().synchronize()
-                assert_same(results, those)
-
-    torch.cuda.synchronize()
-    with ThreadPoolExecutor(len(sets)) as pool:
-        for done in [pool.submit(work, *each) for each in zip(sets, expected, strict=True)]:
-            done.result()
+    assert_same_in_threads(gradients, sets, expected)
     assert n_noted() == 2
 
 
@@ -554,15 +526,7 @@ def test_a_graph_captures_a_repeated_call(head_dim):
     for _ in range(4):
         flash_attention(q, k, v)
     assert n_noted() == 1
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = flash_attention(q, k, v)
-    other = some((2, 300, 4, head_dim), n=3)
-    for mine, theirs in zip((q, k, v), other, strict=True):
-        mine.copy_(theirs)
-    expected = flash_attention(*other)
-    graph.replay()
-    assert torch.equal(out, expected)
+    assert_graph_replays_with_other_numbers(q, k, v)
 
 
 @on_hopper

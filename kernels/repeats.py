@@ -20,7 +20,7 @@ from kernels.launches import ONCE, Launch, is_watched, listeners, telling_launch
 MOST_KINDS = 1024
 # why a kind has no recipe yet. Noting takes longer than a call: not worth it for what comes twice
 CAME_ONCE = "came once"
-# tried in every call: if tensors begin at one address now, they may not in the next
+# tried in every call: what is in the way now, such as an address inside two tensors, may not be in the next
 NOT_YET = "not noted yet"
 aten = torch.ops.aten
 # PyTorch's operators that only allocate, and functions that repeat them
@@ -135,7 +135,7 @@ def repeated(*, also_depends_on: Callable[[], Hashable]) -> Callable[[Callable],
                 recipes[kind] = CAME_ONCE
             elif known is CAME_ONCE:
                 recipes[kind] = NOT_YET
-            elif known is NOT_YET and begin_apart(given) and not is_watched():
+            elif known is NOT_YET and not is_watched():
                 results, found = noted(function, arguments, given)
                 # another thread may have changed what it depends on
                 recipes[kind] = found if also_depends_on() == others else NOT_YET
@@ -155,7 +155,10 @@ def may_repeat(x: Tensor) -> bool:
 def kind_and_tensors(
     function: Callable, device: int, others: Hashable, arguments: tuple
 ) -> tuple[tuple, list[Tensor]]:
-    """Everything about a call except its tensors' addresses, as a key to look up; and the tensors."""
+    """Everything about a call except its tensors' addresses, as a key to look up; and the tensors.
+
+    Which of the tensors begin at one address belongs to it: what a kernel is given there may be any of them.
+    """
     kind, tensors = [function, device, others], []
     for argument in arguments:
         if isinstance(argument, Tensor):
@@ -167,9 +170,10 @@ def kind_and_tensors(
             kind.append(len(argument))
         else:
             kind.append(argument)
-    for x in tensors:
+    starts = [x.data_ptr() for x in tensors]
+    for x, start in zip(tensors, starts, strict=True):
         # Triton compiles one kernel for addresses that 16 divides and another for all others
-        kind += (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
+        kind += (x.shape, x.stride(), x.dtype, start % 16, starts.index(start))
     return tuple(kind), tensors
 
 
@@ -185,24 +189,21 @@ def noted(function: Callable, arguments: tuple, given: list[Tensor]) -> tuple:
         return results, reason
 
 
-def begin_apart(tensors: list[Tensor]) -> bool:
-    """Whether the address at which a tensor begins tells which of them is meant."""
-    return len({x.data_ptr() for x in tensors}) == len(tensors)
-
-
 def place_of(address: int, tensors: list[Tensor]) -> Place:
     """In the tensor that begins at the address, else in the one around it. Raises ValueError without one."""
     for number, x in enumerate(tensors):
         if x.data_ptr() == address:
             return Place(number, 0)
     offsets = [(number, address - x.data_ptr(), extent(x)) for number, x in enumerate(tensors)]
-    inside = [Place(number, offset) for number, offset, n_bytes in offsets if 0 < offset < n_bytes]
+    # by offset, since tensors that begin at one address are one
+    inside = {offset: Place(number, offset) for number, offset, n_bytes in offsets if 0 < offset < n_bytes}
     if not inside:
         raise ValueError("a kernel reads or writes what is neither given nor allocated in the call")
-    # of two tensors in one piece of memory
+    # of two tensors that begin apart in one piece of memory
     if len(inside) > 1:
         raise ValueError(NOT_YET)
-    return inside[0]
+    (place,) = inside.values()
+    return place
 
 
 def extent(x: Tensor) -> int:

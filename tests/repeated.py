@@ -58,9 +58,9 @@ def seed() -> Tensor:
     return torch.zeros(1, dtype=torch.int64)
 
 
-def documents() -> tuple[Tensor, Tensor]:
+def documents(causal=True) -> tuple[Tensor, Tensor]:
     ids = (torch.arange(1000, dtype=torch.int32) // 300).expand(2, -1).contiguous()
-    return document_bounds(ids, 1000, causal=True, window=None)
+    return document_bounds(ids, 1000, causal=causal, window=None)
 
 
 FORWARD, BACKWARD = operators.attention_forward, operators.attention_backward
@@ -71,6 +71,14 @@ CALLS = {
     "forward_of_parts": (FORWARD, lambda: (*some_packed().unbind(2), *options())),
     "forward_with_counter": (FORWARD, lambda: (*(some(*MANY) for _ in range(3)), *options())),
     "documents": (FORWARD, lambda: (*qkv(), *options(bounds=documents(), causal=False))),
+    # both bounds are one tensor
+    "full_documents": (FORWARD, lambda: (*qkv(), *options(bounds=documents(causal=False), causal=False))),
+    "full_documents_backward": (
+        BACKWARD,
+        lambda: backward(*qkv(), bounds=documents(causal=False), causal=False),
+    ),
+    "one_tensor": (FORWARD, lambda: (*[some(2, 1000, 4, 64)] * 3, *options())),
+    "one_tensor_backward": (BACKWARD, lambda: backward(*[some(2, 1000, 4, 64)] * 3)),
     "dropout": (FORWARD, lambda: (*qkv(), *options(seed=seed()))),
     "backward": (BACKWARD, lambda: backward(*qkv())),
     "backward_with_dlse": (BACKWARD, lambda: backward(*qkv(), dlse=torch.zeros(ROWS))),

@@ -248,19 +248,34 @@ def test_a_kernel_that_always_goes_through_triton_is_never_repeated(on_a_cpu):
     assert list(repeats.recipes.values()) == ["goes through Triton: scratch memory"]
 
 
-def test_tensors_at_one_address_are_not_noted_but_are_served_by_a_noted_call(on_a_cpu):
+def test_which_tensors_begin_at_one_address_makes_another_kind(on_a_cpu):
     function = Function()
     call = wrapped(on_a_cpu, function)
+    # the three are told apart only where they lie apart
+    for chosen in (lambda x, y, z: (x, x, x), lambda x, y, z: (x, y, y), lambda x, y, z: (x, y, z)):
+        n_before = function.n_runs
+        for _ in range(OWN + 2):
+            x, y, z = chosen(*numbers())
+            torch.testing.assert_close(call(x, [y, z]), x + y + z)
+        assert function.n_runs == n_before + OWN
     x, y, z = numbers()
-    for _ in range(5):
-        torch.testing.assert_close(call(x, [x, x]), 3 * x)
-    assert function.n_runs == 5
-    # now an address tells which tensor is meant
-    torch.testing.assert_close(call(x, [y, z]), x + y + z)
-    assert function.n_runs == 6
-    torch.testing.assert_close(call(x, [x, x]), 3 * x)
-    torch.testing.assert_close(call(x, [y, z]), x + y + z)
-    assert function.n_runs == 6
+    for ys in ([x, x], [y, y], [y, z]):
+        torch.testing.assert_close(call(x, ys), x + sum(ys))
+    assert function.n_runs == n_before + OWN
+
+
+def test_a_part_of_a_tensor_given_twice_is_found_in_it(on_a_cpu):
+    class SecondRow(Function):
+        def __call__(self, x, ys):
+            # the same row, whichever of the two it is thought to be a part of
+            return super().__call__(x[0], [ys[0][1], ys[1][1]])
+
+    function = SecondRow()
+    call = wrapped(on_a_cpu, function)
+    for _ in range(OWN + 2):
+        x, y = torch.randn(2, LENGTH), torch.randn(2, LENGTH)
+        torch.testing.assert_close(call(x, [y, y]), x[0] + 2 * y[1])
+    assert function.n_runs == OWN
 
 
 @pytest.mark.parametrize("change", ["option", "layout", "dtype", "address", "list", "also"])
@@ -395,6 +410,10 @@ CALLS = {
     "forward_of_parts": 1,
     "forward_with_counter": 1,
     "documents": 1,
+    "full_documents": 1,
+    "full_documents_backward": 3,
+    "one_tensor": 1,
+    "one_tensor_backward": 3,
     "dropout": 1,
     "backward": 3,
     "backward_with_dlse": 3,
@@ -442,9 +461,9 @@ def n_noted() -> int:
 
 
 def options_of(name: str) -> dict:
-    if name == "documents":
+    if name.endswith("documents"):
         ids = (torch.arange(300, device="cuda", dtype=torch.int32) // 70).expand(2, -1).contiguous()
-        return {"document_ids": ids}
+        return {"document_ids": ids, "causal": name == "documents"}
     if name == "block_mask":
         return {"block_mask": block_masks.strided(300, 2, block_size=128, device="cuda")}
     return {
@@ -461,7 +480,8 @@ def options_of(name: str) -> dict:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "name", ["causal", "full", "window", "documents", "dropout", "block_mask", "cut_lists"]
+    "name",
+    ["causal", "full", "window", "documents", "full_documents", "dropout", "block_mask", "cut_lists"],
 )
 # the last is the portable kernels'
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

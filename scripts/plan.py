@@ -119,17 +119,17 @@ def plan(config: Config, rates: Rates, memory: int, processes: int) -> None:
     if processes > 1:
         print("exchange between processes is not counted")
     head_dim = config.model.head_dim
-    portable = {
+    slower = {
         "precision=fp32": not has_rates(config),
         f"model.head_dim={head_dim}": head_dim not in hopper.HEAD_DIMS,
         f"model.dropout={config.model.dropout}": config.model.dropout > 0.0,
         "deterministic=true": config.deterministic,
         "attention.block_size=64": config.attention.sparse and config.attention.block_size == 64,
     }
-    if any(portable.values()):
-        given = ", ".join(name for name, is_set in portable.items() if is_set)
-        but = "slower than planned here" if has_rates(config) else "no speed: the rates are of bf16 and fp16"
-        print(f"{given}: run by the portable attention kernels, {but}")
+    if any(slower.values()):
+        given = ", ".join(name for name, is_set in slower.items() if is_set)
+        remark = "slower than planned here" if has_rates(config) else "no speed: the rates are of bf16 and fp16"
+        print(f"{given}: {remark}")
     fits = peak_bytes(config, processes) <= USABLE * memory
     print(line(config, rates, processes, "as given" if fits else "as given: does not fit"))
     tried = [(replace(config, recompute=kind), "") for kind in RECOMPUTE]

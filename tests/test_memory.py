@@ -200,10 +200,10 @@ def test_a_plan_says_what_it_leaves_out_where_that_is_there(capsys):
 
     plain = printed(1, "attention.block_size=64")
     assert "exchange" not in plain
-    assert "portable" not in plain
+    assert "slower" not in plain
     assert "exchange between processes is not counted" in printed(4)
     given = ("model.dropout=0.1", "deterministic=true", "attention=window", "attention.block_size=64")
-    expected = "model.dropout=0.1, deterministic=true, attention.block_size=64: run by the portable attention"
+    expected = "model.dropout=0.1, deterministic=true, attention.block_size=64: slower than planned here"
     assert expected in printed(1, *given)
 
 
@@ -213,12 +213,12 @@ def test_a_plan_says_which_heads_and_precisions_the_fast_kernels_do_not_take(cap
         return capsys.readouterr().out
 
     for head_dim in (24, 136):
-        remark = f"model.head_dim={head_dim}: run by the portable attention kernels, slower than planned here"
+        remark = f"model.head_dim={head_dim}: slower than planned here"
         assert remark in printed(f"+model.head_dim={head_dim}")
-    assert "portable" not in printed("+model.head_dim=32") + printed("+model.head_dim=128")
+    assert "slower" not in printed("+model.head_dim=32") + printed("+model.head_dim=128")
     # the rates of products are of 16 bits: memory alone
     wide = printed("precision=fp32", "model.dropout=0.1")
-    assert "precision=fp32, model.dropout=0.1: run by the portable attention kernels, no speed: the" in wide
+    assert "precision=fp32, model.dropout=0.1: no speed: the" in wide
     assert "GiB  as given" in wide
     assert "tokens/s" not in wide
     assert "a step" not in wide

@@ -31,7 +31,6 @@ from train.overrides import (
     CONF,
     explain,
     refuse_idle_overrides,
-    refuse_model_overrides,
     refuse_numbers_for_texts,
 )
 from train.results import write_result
@@ -282,15 +281,7 @@ def composed(overrides: list[str]) -> Config:
             config = parse(compose("config", overrides))
     except HydraException as error:
         raise ValueError(explain(error, Config)) from error
-    refuse_model_overrides(overrides, config.start.weights)
-    refuse_idle_overrides(
-        overrides,
-        weights=config.start.weights,
-        rank=config.lora.rank,
-        spikes=config.spikes.action,
-        schedule=config.optim.schedule,
-        algorithm=config.optim.algorithm,
-    )
+    refuse_idle_overrides(overrides, config)
     return config
 
 

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -18,7 +19,6 @@ from train.overrides import (
     CONF,
     explain,
     refuse_idle_overrides,
-    refuse_model_overrides,
     refuse_numbers_for_texts,
     unknown_key,
 )
@@ -82,11 +82,22 @@ def test_a_key_is_guessed_from_its_last_word_its_initials_and_its_likeness(key, 
     assert unknown_key(key, Config) == f"{key} is no key; did you mean {meant}?"
 
 
+def settings(weights=None, rank=0, spikes="ignore", schedule="cosine", algorithm="adamw") -> SimpleNamespace:
+    """A configuration, of which only these settings are there; all are switched off unless given."""
+    return SimpleNamespace(
+        start=SimpleNamespace(weights=weights),
+        lora=SimpleNamespace(rank=rank),
+        spikes=SimpleNamespace(action=spikes),
+        optim=SimpleNamespace(schedule=schedule, algorithm=algorithm),
+    )
+
+
 @pytest.mark.parametrize("word", ["model.n_layer=2", "model=llama", "+model.qk_norm=true"])
 def test_a_model_beside_weights_is_refused_in_place_of_being_ignored(word):
-    refuse_model_overrides([word], None)
+    refuse_idle_overrides([word], settings())
+    given = ["model.dropout=0.1", "seq_len=64", word]
     with pytest.raises(ValueError, match="has no effect with start.weights=runs/a, whose model is taken"):
-        refuse_model_overrides(["model.dropout=0.1", "seq_len=64", word], "runs/a")
+        refuse_idle_overrides(given, settings(weights="runs/a"))
 
 
 @pytest.mark.parametrize(
@@ -112,13 +123,12 @@ def test_a_model_beside_weights_is_refused_in_place_of_being_ignored(word):
 )
 def test_settings_of_what_is_switched_off_are_refused(word, switch, on, way_out):
     all_on = {"rank": 8, "weights": "runs/a", "spikes": "skip", "schedule": "wsd", "algorithm": "muon"}
-    all_off = {"rank": 0, "weights": None, "spikes": "ignore", "schedule": "cosine", "algorithm": "adamw"}
     switches = ["lora.rank=0", "spikes.action=ignore", "+start.weights=null", "optim.schedule=cosine"]
     switches += ["optim=adamw", "optim.algorithm=adamw", "optim.learning_rate=0.1"]
-    refuse_idle_overrides(["seq_len=64", *switches], **all_off)
-    refuse_idle_overrides(["seq_len=64", word], **all_off | on)
+    refuse_idle_overrides(["seq_len=64", *switches], settings())
+    refuse_idle_overrides(["seq_len=64", word], settings(**on))
     with pytest.raises(ValueError, match=f"^{word} has no effect with {re.escape(way_out)}"):
-        refuse_idle_overrides(["seq_len=64", word], **all_on | switch)
+        refuse_idle_overrides(["seq_len=64", word], settings(**all_on | switch))
 
 
 def through_a_shell(typed: str) -> list[str]:

@@ -32,7 +32,6 @@ from train.overrides import (
     EXIT_REFUSED,
     explain,
     refuse_idle_overrides,
-    refuse_model_overrides,
     refuse_numbers_for_texts,
 )
 from train.restarts import comes_again, is_first_here, tell, was_refused
@@ -72,16 +71,7 @@ def _run(cfg: DictConfig) -> int:
     try:
         answer_ctrl_c()
         config = parse(cfg)
-        words = HydraConfig.get().overrides.task
-        refuse_model_overrides(words, config.start.weights)
-        refuse_idle_overrides(
-            words,
-            weights=config.start.weights,
-            rank=config.lora.rank,
-            spikes=config.spikes.action,
-            schedule=config.optim.schedule,
-            algorithm=config.optim.algorithm,
-        )
+        refuse_idle_overrides(HydraConfig.get().overrides.task, config)
         if config.folder in _folders:
             raise ValueError(
                 f"name={config.name} was used by an earlier run of this --multirun, from whose end this one "

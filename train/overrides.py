@@ -79,39 +79,33 @@ def unknown_key(key: str, schema: type) -> str:
     return f"{key} is no key{_guess(near, ': python -m train --help lists them')}"
 
 
-def refuse_model_overrides(words: list[str], weights: str | None) -> None:
-    """Raises ValueError for KEY=VALUE of the model that has no effect because of start.weights."""
-    for word in words if weights is not None else []:
-        key = key_of(word)
-        if key == "model" or (key.startswith("model.") and key != "model.dropout"):
-            raise ValueError(
-                f"{word} has no effect with start.weights={weights}, whose model is taken: leave it out"
-            )
+def refuse_idle_overrides(words: list[str], config) -> None:
+    """Raises ValueError for KEY=VALUE that another setting leaves without effect.
 
-
-def refuse_idle_overrides(
-    words: list[str], *, weights: str | None, rank: int, spikes: str, schedule: str, algorithm: str
-) -> None:
-    """Raises ValueError for KEY=VALUE of a feature that is switched off: the run would not be as meant.
-
-    weights, rank, spikes, schedule, algorithm: start.weights, lora.rank, spikes.action, optim.schedule and
-    optim.algorithm.
+    config: the train.config.Config that the words have made.
     """
+    weights, optim = config.start.weights, config.optim
     # prefix of keys that nothing reads: the setting that switches them off, and the change to make
     idle = {}
     if weights is None:
         idle["start."] = "start.weights=null: add start.weights=FOLDER, or use model.rotary"
-    if rank == 0:
+    if config.lora.rank == 0:
         idle["lora."] = "lora.rank=0: add lora.rank=16"
-    if spikes == "ignore":
+    if config.spikes.action == "ignore":
         idle["spikes."] = "spikes.action=ignore: add spikes.action=skip"
-    if schedule != "wsd":
-        idle["optim.decay_fraction"] = f"optim.schedule={schedule}: add optim.schedule=wsd"
-    if algorithm != "muon":
-        idle["optim.momentum"] = f"optim.algorithm={algorithm}: add optim=muon"
+    if optim.schedule != "wsd":
+        idle["optim.decay_fraction"] = f"optim.schedule={optim.schedule}: add optim.schedule=wsd"
+    if optim.algorithm != "muon":
+        idle["optim.momentum"] = f"optim.algorithm={optim.algorithm}: add optim=muon"
     for word in words:
+        key = key_of(word)
+        is_of_model = key == "model" or (key.startswith("model.") and key != "model.dropout")
+        if weights is not None and is_of_model:
+            raise ValueError(
+                f"{word} has no effect with start.weights={weights}, whose model is taken: leave it out"
+            )
         for begin, reason in idle.items():
-            if key_of(word).startswith(begin) and key_of(word) != key_of(reason):
+            if key.startswith(begin) and key != key_of(reason):
                 raise ValueError(f"{word} has no effect with {reason}, or leave it out")
 
 

@@ -72,7 +72,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     check_tokenizer(name)
-    # a slow import, which only such folders need
+    # imported here, as that module imports this one
     from data.tokenizer_json import END_OF_TEXT_FILES, FILE, load_json_tokenizer
 
     # files that have changed are read again

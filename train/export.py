@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from data.tokenizer import TOKENIZERS, load_tokenizer
+from data.tokenizer_json import read_settings
 from model import GPT
 from model.pretrained import export_pretrained, weight_files
 from train.terminal import warn
@@ -49,9 +50,6 @@ def raise_token_limit(path: Path, max_seq_len: int) -> None:
     """Gives a tokenizer room for an extended model: transformers truncates texts at model_max_length."""
     if not path.is_file():
         return
-    # a slow import, which only such folders need
-    from data.tokenizer_json import read_settings
-
     settings = read_settings(path)
     limit = settings.get("model_max_length")
     # absent, or no number: none that could be too small
@@ -97,9 +95,6 @@ def token_ids(tokenizer: str) -> dict[str, int | list[int] | None]:
     }
     config = Path(tokenizer, "config.json")
     if tokenizer not in TOKENIZERS and config.is_file():
-        # a slow import, which only such folders need
-        from data.tokenizer_json import read_settings
-
         theirs = read_settings(config)
         ids |= {name: theirs[name] for name in TOKEN_IDS if theirs.get(name) is not None}
     return ids

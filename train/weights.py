@@ -7,6 +7,7 @@ from pathlib import Path
 
 from data.prepare import spelled_out
 from data.tokenizer import Tokenizer
+from data.tokenizer_json import read_settings
 from model import GPT, AttentionConfig, ModelConfig
 from model.attention import why_not_flash
 from model.extend import EXTENSIONS, ROTARY_METHODS, extended_config, extended_state
@@ -180,9 +181,6 @@ def begin_of_text(source: Path | str, tokenizer: Tokenizer) -> list[int]:
         return [tokenizer.end_of_text]
     if tokenizer.begin_of_text:
         return list(tokenizer.begin_of_text)
-    # a slow import, which only such folders need
-    from data.tokenizer_json import read_settings
-
     begin = read_settings(config).get("bos_token_id")
     if begin is None:
         return [tokenizer.end_of_text]
@@ -199,9 +197,6 @@ def ends_of_text(source: Path | str) -> set[int]:
 
     transformers takes those of config.json only where there is no generation_config.json.
     """
-    # a slow import, which only such folders need
-    from data.tokenizer_json import read_settings
-
     ends = []
     for path in (Path(source, "config.json"), Path(source, "generation_config.json")):
         if path.is_file():

@@ -7,7 +7,6 @@ attention on n times as many. FLOPs count the scores that the mask keeps, for a 
 is the TFLOP/s of a GPU in the ring over those of one GPU alone.
 """
 
-import time
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -25,6 +24,7 @@ from scripts.arguments import OVERWRITE, argument, check_least, check_some, resu
 from train.config import DEVICES, one_of
 from train.distributed import join_processes
 from train.results import write_result
+from train.throughput import between, mark
 
 
 @dataclass
@@ -111,31 +111,16 @@ def measure(
 
 def median_seconds(run, qkv, dout, repeats: int, device: torch.device) -> tuple[float, float]:
     """Medians of the forward and of the backward pass, after one of each that is not timed."""
-    times = []
+    times, on_gpu = [], device.type == "cuda"
     for _ in range(repeats + 1):
         dist.barrier()
-        start = mark(device)
+        start = mark(on_gpu)
         out = run()
-        middle = mark(device)
+        middle = mark(on_gpu)
         torch.autograd.grad(out, qkv, dout)
-        times.append((start, middle, mark(device)))
-    pairs = [(seconds(a, b), seconds(b, c)) for a, b, c in times[1:]]
+        times.append((start, middle, mark(on_gpu)))
+    pairs = [(between(a, b), between(b, c)) for a, b, c in times[1:]]
     return tuple(map(median, zip(*pairs, strict=True)))
-
-
-def mark(device: torch.device):
-    if device.type == "cuda":
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-    return time.perf_counter()
-
-
-def seconds(start, end) -> float:
-    if isinstance(start, float):
-        return end - start
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
 
 
 if __name__ == "__main__":

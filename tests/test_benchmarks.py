@@ -232,12 +232,6 @@ def test_the_hosts_time_is_of_one_call_and_without_the_turn_that_compiles(timed,
     assert (row["least_forward_us"], row["least_forward_backward_us"], row["heads"]) == (1.0, 10.0, 2)
 
 
-def test_a_ring_is_timed_in_seconds_by_events_that_tell_milliseconds():
-    start = SimpleNamespace(elapsed_time=lambda end: 2500.0)
-    assert benchmark_ring.seconds(start, SimpleNamespace(synchronize=lambda: None)) == 2.5
-    assert benchmark_ring.seconds(1.0, 3.5) == 2.5
-
-
 def test_ring_passes_are_reported_as_medians_without_the_first(monkeypatch):
     # of four passes: when each begins, where its backward pass begins, and its end
     marks = iter([0.0, 90.0, 180.0, 0.0, 1.0, 11.0, 0.0, 3.0, 23.0, 0.0, 2.0, 32.0])

@@ -1,4 +1,5 @@
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from train.throughput import (
     StepTimer,
     Stopwatch,
     begin_launch,
+    between,
     flop_utilization,
     peak_flops,
     peak_memory_bytes,
@@ -135,3 +137,9 @@ def test_an_unknown_card_has_no_utilization_and_a_known_one_its_share(monkeypatc
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert flop_utilization(989e6, 0.5e6, "bf16", device) == share
     assert flop_utilization(1e9, 1e6, "bf16", torch.device("cpu")) is None
+
+
+def test_seconds_are_between_events_that_tell_milliseconds():
+    start = SimpleNamespace(elapsed_time=lambda end: 2500.0)
+    assert between(start, SimpleNamespace(synchronize=lambda: None)) == 2.5
+    assert between(1.0, 3.5) == 2.5

@@ -65,13 +65,10 @@ class Stopwatch:
         self.start()
 
     def start(self) -> None:
-        self._start = _mark(self._on_gpu)
+        self._start = mark(self._on_gpu)
 
     def seconds(self) -> float:
-        end = _mark(self._on_gpu)
-        if self._on_gpu:
-            end.synchronize()
-        return _between(self._start, end)
+        return between(self._start, mark(self._on_gpu))
 
 
 class RunClock:
@@ -147,12 +144,12 @@ class StepTimer:
         self._steps: list[list[torch.cuda.Event | float]] = []
 
     def start(self) -> None:
-        self._steps.append([_mark(self._on_gpu)])
+        self._steps.append([mark(self._on_gpu)])
 
     def finish(self, phase: str) -> None:
         marks = self._steps[-1]
         assert phase == PHASES[len(marks) - 1], f"{phase} out of order"
-        marks.append(_mark(self._on_gpu))
+        marks.append(mark(self._on_gpu))
 
     def seconds(self) -> dict[str, float]:
         """{"step_seconds", "data_seconds", ...}: means over the steps since the last call."""
@@ -160,13 +157,13 @@ class StepTimer:
         if self._on_gpu:
             torch.cuda.synchronize()
         mean = {
-            f"{phase}_seconds": sum(_between(m[i], m[i + 1]) for m in steps) / len(steps)
+            f"{phase}_seconds": sum(between(m[i], m[i + 1]) for m in steps) / len(steps)
             for i, phase in enumerate(PHASES)
         }
         return {"step_seconds": sum(mean.values()), **mean}
 
 
-def _mark(on_gpu: bool) -> torch.cuda.Event | float:
+def mark(on_gpu: bool) -> torch.cuda.Event | float:
     """Now, on the clock of the device: an event in its stream, or a clock reading."""
     if not on_gpu:
         return time.perf_counter()
@@ -175,8 +172,12 @@ def _mark(on_gpu: bool) -> torch.cuda.Event | float:
     return event
 
 
-def _between(start, end) -> float:
-    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
+def between(start, end) -> float:
+    """Seconds from one mark to another, for which it waits."""
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
 
 
 def peak_memory_bytes(device: torch.device) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from train.optim import build_optimizer
 from train.overrides import CONF
 from train.passes import Passes
 from train.step import autocast_context, forward_backward, update
-from train.throughput import peak_memory_bytes
+from train.throughput import between, mark, peak_memory_bytes
 
 
 class OtherAttention(nn.Module):
@@ -183,17 +183,13 @@ def time_training(name: str, config: Config, warmup_steps: int, steps: int) -> d
 
         for _ in range(warmup_steps):
             step()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)] if on_gpu else []
-        for mark in marks[:1]:
-            mark.record()
-        for index in range(steps):
+        marks = [mark(on_gpu)]
+        for _ in range(steps):
             loss = step()
-            for mark in marks[index + 1 : index + 2]:
-                mark.record()
+            marks.append(mark(on_gpu))
         row = {"model": name, "final_loss": loss, "step_ms": None, "tokens_per_second": None}
         if on_gpu:
-            torch.cuda.synchronize()
-            row["step_ms"] = median(start.elapsed_time(end) for start, end in pairwise(marks))
+            row["step_ms"] = 1000 * median(between(start, end) for start, end in pairwise(marks))
             row["tokens_per_second"] = config.tokens_per_step / row["step_ms"] * 1000
             row["peak_memory_bytes"] = peak_memory_bytes(device)[0]
         return row

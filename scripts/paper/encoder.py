@@ -11,7 +11,7 @@ from kernels.flash_attention import flash_attention
 from scripts.paper import baselines
 from scripts.paper.sparsity import two_blocks
 from scripts.paper.tasks import draw_in_parallel
-from scripts.paper.training import OtherAttention, configure, our_gpt
+from scripts.paper.training import configure, gpt_with
 from train.config import Config
 from train.optim import build_optimizer
 from train.step import autocast_context
@@ -25,9 +25,7 @@ class Encoder(nn.Module):
 
     def __init__(self, config: Config, attention: Callable, n_classes: int):
         super().__init__()
-        self.layers = our_gpt(config)
-        for block in self.layers.blocks:
-            block.attention = OtherAttention(block.attention, attention)
+        self.layers = gpt_with(attention, config)
         self.head = nn.Linear(config.model.n_embd, n_classes)
         self.order: Tensor | None = None
 

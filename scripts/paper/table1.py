@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from kernels.flash_attention import flash_attention
 from scripts.paper import baselines
+from scripts.paper.encoder import encoder_config
 from scripts.paper.memory import reason_in
 from scripts.paper.report import rows_table
-from scripts.paper.training import OtherAttention, configure, our_gpt
+from scripts.paper.training import gpt_with
 from scripts.paper.verdict import Verdict, at_sizes, matching, ratio, value
 from scripts.sdpa import sdpa
 from scripts.timing import median_ms
@@ -62,15 +63,10 @@ class MaskedModel(nn.Module):
 
     def __init__(self, sizes: Sizes, attention):
         super().__init__()
-        overrides = [
-            f"model.{key}={getattr(sizes, key)}" for key in ("n_layer", "n_head", "n_embd", "vocab_size")
-        ]
-        budgets = [f"tokens_per_step={sizes.seq_len}", f"tokens_per_microbatch={sizes.seq_len}"]
-        self.layers = our_gpt(
-            configure(f"seq_len={sizes.seq_len}", "model.dropout=0.1", *overrides, *budgets)
+        config = encoder_config(
+            sizes.seq_len, sizes.n_layer, sizes.n_head, sizes.n_embd, sizes.vocab_size, 0.1
         )
-        for block in self.layers.blocks:
-            block.attention = OtherAttention(block.attention, attention)
+        self.layers = gpt_with(attention, config)
 
     def forward(self, tokens: Tensor, places: Tensor, targets: Tensor) -> Tensor:
         """The loss, (). tokens: (B, T) int64; places: (n,) int64 indices into B * T; targets: (n,) int64."""

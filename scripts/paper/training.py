@@ -92,6 +92,14 @@ def our_gpt(config: Config) -> GPT:
     )
 
 
+def gpt_with(attention: Callable, config: Config) -> GPT:
+    """Our GPT with another function in place of its attention, see OtherAttention."""
+    model = our_gpt(config)
+    for block in model.blocks:
+        block.attention = OtherAttention(block.attention, attention)
+    return model
+
+
 def hugging_face(config: Config, attention: str) -> nn.Module:
     """attention: eager, sdpa, nanoflash, or 2022 for the operations that transformers had then."""
     if attention == "nanoflash":
@@ -119,19 +127,11 @@ def megatron_gpt(config: Config) -> nn.Module:
 
     The residual stream is float32 and the loss PyTorch's, as they were in 2022.
     """
-    model = our_gpt(replace(config, fused_loss=False, low_precision_residual=False))
-    for block in model.blocks:
-        block.attention = OtherAttention(block.attention, partial(baselines.megatron, causal=True))
-        if config.compile:
+    config = replace(config, fused_loss=False, low_precision_residual=False)
+    model = gpt_with(partial(baselines.megatron, causal=True), config)
+    if config.compile:
+        for block in model.blocks:
             block.mlp.compile()
-    return model
-
-
-def eager_gpt(config: Config) -> GPT:
-    """Our GPT, not compiled, with the operations that attention had in 2022."""
-    model = our_gpt(config)
-    for block in model.blocks:
-        block.attention = OtherAttention(block.attention, baselines.hugging_face_2022)
     return model
 
 
@@ -149,7 +149,7 @@ MODELS = {
     "Hugging Face SDPA": (partial(hugging_face, attention="sdpa"), "reference"),
     "Hugging Face, our attention": (partial(hugging_face, attention="nanoflash"), "reference"),
     "Megatron-like": (megatron_gpt, "reference"),
-    "ours, eager attention": (eager_gpt, "reference"),
+    "ours, eager attention": (partial(gpt_with, baselines.hugging_face_2022), "reference"),
     "ours, compiled, SDPA": (compiled_gpt, "sdpa"),
     "ours, not compiled": (our_gpt, "flash"),
     "ours": (compiled_gpt, "flash"),

@@ -39,11 +39,16 @@ def at_sizes(rows: list[dict], **sizes) -> list[dict]:
     return [row for row in rows if all(row.get(key, size) == size for key, size in sizes.items())]
 
 
-def value(rows: list[dict], key: str, **wanted) -> float | None:
-    """The number under `key` of the one row that holds all of these values; None if either is missing."""
+def only(rows: list[dict], **wanted) -> dict:
+    """The one row that holds all of these values; an empty one if there is none."""
     found = matching(rows, **wanted)
     assert len(found) <= 1, f"{len(found)} rows hold {wanted}"
-    return found[0].get(key) if found else None
+    return found[0] if found else {}
+
+
+def value(rows: list[dict], key: str, **wanted) -> float | None:
+    """The number under `key` of the one row that holds all of these values; None if either is missing."""
+    return only(rows, **wanted).get(key)
 
 
 def ratio(a: float | None, b: float | None) -> float | None:
@@ -65,6 +70,4 @@ def total(row: dict) -> float | None:
 
 def only_total(rows: list[dict], **wanted) -> float | None:
     """`total` of the one row that holds all of these values; None if there is none."""
-    found = matching(rows, **wanted)
-    assert len(found) <= 1, f"{len(found)} rows hold {wanted}"
-    return total(found[0]) if found else None
+    return total(only(rows, **wanted))

@@ -26,7 +26,7 @@ from model.attention import IMPLEMENTATIONS
 from model.flops import flops_ledger
 from model.gpt import has_fused_gelu
 from model.recompute import RECOMPUTE
-from scripts.arguments import OVERWRITE, argument, result_file, run_script
+from scripts.arguments import OVERWRITE, argument, check_least, check_some, result_file, run_script
 from scripts.sizes import check_models, read_model
 from train.config import DEVICES, PRECISIONS, one_of
 from train.distributed import join_processes
@@ -227,18 +227,12 @@ def check_counts(arguments: Arguments) -> None:
 
 def check_rows(arguments: Arguments) -> None:
     """Raises ValueError, before anything is measured, for a row that cannot be measured."""
-    for key in ("models", "seq_lens", "implementations", "recompute"):
-        if not getattr(arguments, key):
-            raise ValueError(f"{key} is empty, and nothing would be timed: name one")
+    check_some(arguments, "models", "seq_lens", "implementations", "recompute")
     for key, choices in (("implementations", IMPLEMENTATIONS), ("recompute", RECOMPUTE)):
         for value in getattr(arguments, key):
             one_of(key, value, choices)
-    for key in ("tokens_per_step", "tokens_per_microbatch"):
-        if getattr(arguments, key) < 1:
-            raise ValueError(f"{key} must be at least 1, got {getattr(arguments, key)}")
+    check_least(arguments, "tokens_per_step", "tokens_per_microbatch", "seq_lens")
     for seq_len in arguments.seq_lens:
-        if seq_len < 1:
-            raise ValueError(f"seq_lens must be at least 1, got {seq_len}")
         tokens_per_step, tokens_per_microbatch = tokens_of(arguments, seq_len)
         for key, value, of, unit in (
             ("tokens_per_microbatch", tokens_per_microbatch, "seq_len", seq_len),

@@ -21,7 +21,7 @@ from data.manifest import read_manifest
 from data.shards import ShardError, read_shard
 from data.tokenizer import Tokenizer, is_tokenizer, load_tokenizer, same_tokens, shard_mark
 from model import GPT
-from scripts.arguments import argument, check_place, run_script
+from scripts.arguments import argument, check_least, check_place, run_script
 from scripts.inference import check_inference, find_model
 from train.context import (
     LEAST_LENGTH,
@@ -164,9 +164,7 @@ def new_files(name: str) -> tuple[Path, Path]:
 def check_settings(arguments: Arguments) -> None:
     """Raises ValueError for what cannot be measured on this machine, whatever the model."""
     check_inference(arguments.device, arguments.precision, arguments.attention)
-    for key in ("sequences", "scored", "prompts"):
-        if getattr(arguments, key) < 1:
-            raise ValueError(f"{key} must be at least 1, got {getattr(arguments, key)}")
+    check_least(arguments, "sequences", "scored", "prompts")
     # numpy's generators would refuse it, but only after the text is scored
     if arguments.seed < 0:
         raise ValueError(f"seed must be at least 0, got {arguments.seed}")

@@ -11,6 +11,7 @@ import os
 import random
 import resource
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -369,6 +370,29 @@ def assert_elastic(
     assert len(compared) > len(parts)
     for mine, theirs in compared:
         assert abs(mine - theirs) <= apart, f"{mine} is not {theirs}"
+
+
+def assert_restarted(who: int, step: int, steps: int, *overrides: str, seconds: float = 120) -> None:
+    """Asserts that torchrun restarts a run of two ranks whose rank `who` is killed after `step`."""
+    complete(small_config("whole", steps, *overrides), 2, seconds=seconds)
+    given = [*SMALL, *overrides, "name=restarted", f"total_tokens={steps * 512}"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    path = os.pathsep.join((str(ROOT), *sys.path))
+    process = subprocess.Popen(
+        [*launcher, "--max-restarts=3", "-m", "train", *given],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    lines, killed = [], False
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("step ") and int(line.split()[1].split("/")[0]) >= step and not killed:
+            workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            os.kill(int(workers[who]), signal.SIGKILL)
+            killed = True
+    assert process.wait(60) == 0, "".join(lines)
+    assert "".join(lines).count("continues after step") == 1
+    assert_same_run("whole", "restarted", steps)
 
 
 def tokens_by_step(world_size: int) -> dict[int, list[str]]:

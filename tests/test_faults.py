@@ -359,26 +359,8 @@ def test_a_rank_that_is_stopped_is_named_by_the_others(stopped):
 
 
 def test_under_torchrun_a_worker_that_dies_is_restarted_and_the_run_goes_on():
-    complete(small_config("whole", 80), 2)
-    given = [*SMALL, "name=restarted", f"total_tokens={80 * 512}"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [*launcher, "--max-restarts=3", "-m", "train", *given],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    lines, killed = [], False
-    for line in process.stdout:
-        lines.append(line)
-        step = int(line.split()[1].split("/")[0]) if line.startswith("step ") else 0
-        if step >= 20 and not killed:
-            # rank 0; where there are GPUs another one
-            workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            os.kill(int(workers[0]), signal.SIGKILL)
-            killed = True
-    assert process.wait(60) == 0, "".join(lines)
-    assert "".join(lines).count("continues after step") == 1
-    assert_same_run("whole", "restarted", 80)
+    # rank 0; where there are GPUs another one
+    faults.assert_restarted(0, 20, 80)
 
 
 # as Slurm's own it starts the command on each of two nodes, and passes signals on to both

@@ -1,16 +1,12 @@
 """The faults of test_faults.py where they differ on GPUs: other kernels, NCCL in place of gloo."""
 
-import os
 import signal
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import faults
 import pytest
 import torch
-from faults import ROOT, SMALL, Attempt, assert_same_run, complete, kill_at_random, newest_step, small_config
+from faults import Attempt, assert_same_run, complete, kill_at_random, newest_step, small_config
 
 from train.interruption import EXIT_INTERRUPTED
 from train.watchdog import EXIT_HANGS
@@ -82,21 +78,4 @@ def test_a_rank_that_hangs_is_named_although_the_others_wait_inside_nccl():
 
 def test_under_torchrun_a_worker_that_dies_is_restarted_and_the_run_goes_on():
     need_gpus(2)
-    complete(small_config("whole", 150, *ON_GPUS), 2, seconds=FIRST_SECONDS)
-    given = [*SMALL, *ON_GPUS, "name=restarted", f"total_tokens={150 * 512}"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), *sys.path))}
-    process = subprocess.Popen(
-        [*launcher, "--max-restarts=3", "-m", "train", *given],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    lines, killed = [], False
-    for line in process.stdout:
-        lines.append(line)
-        if line.startswith("step ") and int(line.split()[1].split("/")[0]) >= 40 and not killed:
-            workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            os.kill(int(workers[1]), signal.SIGKILL)
-            killed = True
-    assert process.wait(60) == 0, "".join(lines)
-    assert "".join(lines).count("continues after step") == 1
-    assert_same_run("whole", "restarted", 150)
+    faults.assert_restarted(1, 40, 150, *ON_GPUS, seconds=FIRST_SECONDS)

@@ -101,7 +101,7 @@ def test_shards_are_on_the_disk_before_the_marker_and_that_before_its_name(tmp_p
     shard = path / "shard-00000.safetensors"
     assert synced == [
         (shard, False, shard.stat().st_size),
-        (path / "checkpoint.json.partial", False, marker.stat().st_size),
+        (path / f".checkpoint.json.{os.getpid()}", False, marker.stat().st_size),
         (path, True, 0),
         (tmp_path, True, 0),
     ]

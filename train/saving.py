@@ -36,6 +36,7 @@ from train.free_name import first_free
 from train.page_locked import lock_pages, unlock_pages
 from train.strict_json import to_json
 from train.terminal import warn
+from train.whole_file import write_whole
 
 # names of dtypes in safetensors headers
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
@@ -233,12 +234,7 @@ class ShardWriter(StorageWriter):
     def finish(self, metadata, results: list[list[WriteResult]]) -> None:
         # runs on one process, after all of them have written
         shards = dict(result.storage_data for part in results for result in part)
-        partial = self._path / f"{MARKER}.partial"
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(to_json({**self._info, "shards": shards}, indent=1))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self._path / MARKER)
+        write_whole(self._path / MARKER, to_json({**self._info, "shards": shards}, indent=1))
         for folder in (self._path, self._path.parent):
             sync_folder(folder)
 

@@ -33,7 +33,7 @@ def decode_attention(
     Raises ValueError for other shapes. Source: Flash-Decoding.
     """
     _check({"q": q}, q, k, v, lengths, block_mask)
-    return _decode(q, k, v, lengths, _lists(block_mask), _scale(softmax_scale, q), None)
+    return _decode(q, k, v, lengths, _lists(block_mask), _scale(softmax_scale, q))
 
 
 def append_and_decode(
@@ -108,10 +108,9 @@ def _decode(
     lengths: Tensor,
     blocks: list[Tensor],
     softmax_scale: float,
-    n_splits: int | None,
 ) -> Tensor:
     """blocks: spans, entries and bits of the rows of a block mask, or nothing."""
-    return launch_decode(q, k, v, (None,) * 4, lengths, blocks, softmax_scale, n_splits)
+    return launch_decode(q, k, v, (None,) * 4, lengths, blocks, softmax_scale)
 
 
 @torch.library.custom_op("nanoflash::append_and_decode", mutates_args=("k", "v"))
@@ -127,7 +126,7 @@ def _append_and_decode(
 ) -> Tensor:
     """turn: cos and sin, or nothing."""
     q, *new = split_heads(qkv, k.shape[2])
-    return launch_decode(q, k, v, (*new, *(turn or (None, None))), lengths, blocks, softmax_scale, None)
+    return launch_decode(q, k, v, (*new, *(turn or (None, None))), lengths, blocks, softmax_scale)
 
 
 @_decode.register_fake

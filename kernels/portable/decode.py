@@ -217,7 +217,6 @@ def launch_decode(
     lengths: Tensor,
     blocks: list[Tensor],
     softmax_scale: float,
-    n_splits: int | None,
 ) -> Tensor:
     """out (B, Tq, H, D). new: the newest key and value, cos and sin, each None if there is none."""
     batch, n_query, n_head, head_dim = q.shape
@@ -226,8 +225,7 @@ def launch_decode(
     block_size = blocks[2].shape[1] if blocks else 0
     n_rows = n_query * group
     tile = with_rows(choose_tile("decode", head_dim, q.dtype, q.device, block_size=block_size), n_rows)
-    if n_splits is None:
-        n_splits = choose_splits(batch * n_kv_head, triton.cdiv(capacity, tile.block_n), q.device)
+    n_splits = choose_splits(batch * n_kv_head, triton.cdiv(capacity, tile.block_n), q.device)
     # contiguous, as the kernel reads them
     lengths = lengths.contiguous()
     parts = torch.empty(batch * n_kv_head, n_splits, n_rows, head_dim, dtype=torch.float32, device=q.device)

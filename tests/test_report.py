@@ -149,7 +149,7 @@ def test_speed_is_that_of_all_gpus_and_utilization_that_of_each(four_gpus):
 # with four windows the mean of the two in the middle
 @pytest.mark.parametrize(("first_step", "per_second"), [(0, 1150.0), (20, 1300.0)])
 def test_a_summary_is_of_its_launch_without_the_first_line_which_compiles(
-    four_gpus, tmp_path, first_step, per_second
+    four_gpus, tmp_path, monkeypatch, first_step, per_second
 ):
     def line(step: int, speed: float, memory: int) -> dict:
         metrics = {"step": step, "tokens": step, "train_loss": 3.0, "tokens_per_second": speed}
@@ -159,11 +159,13 @@ def test_a_summary_is_of_its_launch_without_the_first_line_which_compiles(
     speeds = {1: 10.0, 10: 1100.0, 20: 900.0, 30: 1200.0, 40: 1300.0}
     lines = [{"step": 0, "tokens": 0, "val_loss": 9.0}]
     lines += [line(step, speed, step) for step, speed in speeds.items()]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(found) + "\n" for found in lines))
+    monkeypatch.chdir(tmp_path)
     config = parse(composed("total_tokens=1310720", "tokens_per_step=32768", "sample.tokens=0"))
+    config.folder.mkdir(parents=True)
+    (config.folder / "metrics.jsonl").write_text("".join(json.dumps(found) + "\n" for found in lines))
     clock = RunClock(torch.device("cpu"), 0.0)
-    report.finish_run(config, tmp_path, None, 2.0, clock, four_gpus, FLOPS, first_step=first_step)
-    [row] = json.loads((tmp_path / "summary.json").read_text())["rows"]
+    report.finish_run(config, None, 2.0, clock, four_gpus, FLOPS, first_step=first_step)
+    [row] = json.loads((config.folder / "summary.json").read_text())["rows"]
     assert row["tokens_per_second"] == per_second
     assert row["step_ms"] == pytest.approx(1000 / per_second, rel=0.01)
     assert row["data_ms"] == pytest.approx(100 / per_second, rel=0.01)

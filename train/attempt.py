@@ -90,9 +90,7 @@ def begin_attempt(launch: Launch, resume: str, left_out: list[int] | None) -> At
     saver = CheckpointSaver(checkpoints, config.checkpoint, processes)
     logger = None
     if processes.is_main:
-        logger = open_run(
-            config, config.folder, state.first_step, processes, state.weights, train_data, val_data
-        )
+        logger = open_run(config, state.first_step, processes, state.weights, train_data, val_data)
     return Attempt(
         state=state,
         train_data=train_data,

@@ -265,7 +265,6 @@ def _finish(launch: Launch, attempt: Attempt, val_loss: float) -> None:
         with attempt.autocast():
             finish_run(
                 config,
-                config.folder,
                 weights,
                 val_loss,
                 launch.clock,

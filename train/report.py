@@ -76,7 +76,6 @@ def tell_other_steps(config: Config, info: dict, first_step: int, corpus: str) -
 
 def open_run(
     config: Config,
-    folder: Path,
     first_step: int,
     processes: Processes,
     weights: GPT,
@@ -84,6 +83,7 @@ def open_run(
     val_data: TokenLoader,
 ) -> RunLogger:
     """Creates the run folder, says on the terminal what will be trained, and opens the metrics."""
+    folder = config.folder
     folder.mkdir(parents=True, exist_ok=True)
     written = write_config(config, folder, first_step)
     world_size, steps = processes.world_size, config.steps
@@ -195,7 +195,6 @@ def step_metrics(
 
 def finish_run(
     config: Config,
-    folder: Path,
     weights: GPT,
     val_loss: float,
     clock: RunClock,
@@ -212,7 +211,7 @@ def finish_run(
     # imported here: matplotlib takes a second, for which no run should wait at its start
     from train.plot import draw_loss
 
-    has_trained = first_step < config.steps
+    folder, has_trained = config.folder, first_step < config.steps
     logged = [m for m in read_metrics(folder / "metrics.jsonl") if m.get("train_loss") is not None]
     if logged:
         draw_loss({config.name: folder / "metrics.jsonl"}, folder / "loss.png", config.name)

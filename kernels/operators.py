@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels import block_masks, hopper
-from kernels.checks import has_kernels, is_interpreted_wrongly
+from kernels.checks import DTYPES, has_kernels, is_interpreted_wrongly
 from kernels.intervals import document_bounds
 from kernels.layouts import with_tokens_in_memory
 from kernels.problem import CannotBuildError, Problem
@@ -24,8 +24,7 @@ from kernels.repeats import repeated
 # refusal(problem, q, k, v), which returns why it does not take a problem, or None
 IMPLEMENTATIONS = ("hopper", "portable")
 
-# the rows of implementation_table
-TABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# head sizes in implementation_table
 TABLE_HEAD_DIMS = (16, 32, 64, 128, 256)
 
 # set by use_implementation; for the whole process, because autograd runs backward passes in its own threads
@@ -219,7 +218,7 @@ def implementation_table(device: torch.device | str) -> str:
         mask = block_masks.causal(128, block_size=block_size, device=device)
         kinds[kind] = {"causal": False, "blocks": tuple(mask.tensors())}
     kinds["documents and block mask"] = kinds["documents"] | kinds["block mask"]
-    for dtype, head_dim, (kind, options) in product(TABLE_DTYPES, TABLE_HEAD_DIMS, kinds.items()):
+    for dtype, head_dim, (kind, options) in product(DTYPES, TABLE_HEAD_DIMS, kinds.items()):
         x = torch.empty(1, 128, 1, head_dim, dtype=dtype, device=device)
         problem = Problem(**{"softmax_scale": 1.0, "causal": True} | options)
         name, reason = choose_implementation(problem, x, x, x)

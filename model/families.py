@@ -134,20 +134,20 @@ def read_llama_config(theirs: dict) -> ModelConfig:
             f"config.json: attention_bias={both_biases[0]} with mlp_bias={both_biases[1]} is not supported: "
             "both or none"
         )
-    return _read_rotary_family(theirs, bias="all" if both_biases[0] else "none", default_eps=1e-6)
+    return _read_rotary_family(theirs, bias="all" if both_biases[0] else "none")
 
 
 def read_qwen2_config(theirs: dict) -> ModelConfig:
     _require(theirs, use_sliding_window=(False,))
-    return _read_rotary_family(theirs, bias="qkv", default_eps=1e-6)
+    return _read_rotary_family(theirs, bias="qkv")
 
 
 def read_qwen3_config(theirs: dict) -> ModelConfig:
     _require(theirs, use_sliding_window=(False,), attention_bias=(False,))
-    return _read_rotary_family({"head_dim": 128, **theirs}, bias="none", default_eps=1e-6, qk_norm=True)
+    return _read_rotary_family({"head_dim": 128, **theirs}, bias="none", qk_norm=True)
 
 
-def _read_rotary_family(theirs: dict, *, bias: str, default_eps: float, qk_norm: bool = False) -> ModelConfig:
+def _read_rotary_family(theirs: dict, *, bias: str, qk_norm: bool = False) -> ModelConfig:
     # text-embedding models also see later tokens: "is_causal": false
     _require(theirs, hidden_act=("silu",), pretraining_tp=(1,), is_causal=(True,))
     return ModelConfig(
@@ -162,7 +162,7 @@ def _read_rotary_family(theirs: dict, *, bias: str, default_eps: float, qk_norm:
         dropout=0.0,
         rotary=read_rotary(theirs),
         norm="rms",
-        norm_eps=theirs.get("rms_norm_eps", default_eps),
+        norm_eps=theirs.get("rms_norm_eps", 1e-6),
         mlp="swiglu",
         bias=bias,
         qk_norm=qk_norm,

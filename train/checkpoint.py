@@ -108,9 +108,8 @@ def find_checkpoint(folder: Path, resume: str, skipped: list[Path] | None = None
     skipped: a list to which the run's damaged ones are added. Raises ValueError if the checkpoint that resume
     names is damaged, or all that were found.
     """
-    found = list_checkpoints(folder)
     if resume not in ("auto", "never"):
-        own = newest_checkpoint(folder, skipped) if found else None
+        own = newest_checkpoint(folder, skipped)
         if own and spelled_out(read_checkpoint(own)["resume"]) == spelled_out(resume):
             return own
         verify_checkpoint(Path(resume))

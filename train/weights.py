@@ -75,16 +75,21 @@ def began_from(weights: str, run: Path) -> dict | None:
     return None
 
 
+def is_hugging_face(source: Path) -> bool:
+    """Whether a folder holds a Hugging Face model, and no run or checkpoint of ours."""
+    return (source / "config.json").is_file()
+
+
 def locate(source: Path | str) -> Path:
     """A Hugging Face folder itself, or a run's newest checkpoint, which may change at any time."""
     source = Path(source)
-    return source if (source / "config.json").is_file() else _checkpoint(source)
+    return source if is_hugging_face(source) else _checkpoint(source)
 
 
 def check_start(config: StartConfig) -> None:
     """Raises ValueError for weights that load_start could not read, without reading them all."""
     source = Path(config.weights)
-    if (source / "config.json").is_file():
+    if is_hugging_face(source):
         check_pretrained(source)
         return
     # markers are enough: all checkpoints of a run agree on their adapters
@@ -107,7 +112,7 @@ def load_start(model: GPT, config: StartConfig) -> None:
 def read_model_config(source: Path | str) -> ModelConfig:
     """The shape of the model in a Hugging Face folder, a run's folder or a checkpoint."""
     source = Path(source)
-    if (source / "config.json").is_file():
+    if is_hugging_face(source):
         return read_pretrained_config(source)
     return ModelConfig(**read_checkpoint(_checkpoint(source))["config"]["model"])
 
@@ -118,7 +123,7 @@ def load_model(source: Path | str, attention: AttentionConfig) -> GPT:
     Adapters are merged into it. Raises ValueError if there is none.
     """
     source = Path(source)
-    if (source / "config.json").is_file():
+    if is_hugging_face(source):
         return load_pretrained(source, attention)
     checkpoint = _checkpoint(source)
     config = read_checkpoint(checkpoint)["config"]
@@ -145,7 +150,7 @@ def run_attention(source: Path | str, implementation: str, device: str) -> Atten
     """
     source = Path(source)
     trained = {}
-    if not (source / "config.json").is_file():
+    if not is_hugging_face(source):
         trained = read_checkpoint(_checkpoint(source))["config"]["attention"]
     attention = AttentionConfig(**{**trained, "implementation": "reference"})
     reason = why_not_flash(read_model_config(source))
@@ -165,7 +170,7 @@ def run_attention(source: Path | str, implementation: str, device: str) -> Atten
 
 def tokenizer_name(source: Path | str) -> str:
     """The name that load_tokenizer takes for this model's text: its run's, or the Hugging Face folder."""
-    if (Path(source) / "config.json").is_file():
+    if is_hugging_face(Path(source)):
         return str(source)
     return read_checkpoint(_checkpoint(Path(source)))["config"]["data"]["tokenizer"]
 

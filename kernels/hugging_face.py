@@ -9,6 +9,7 @@ that are given them. Only `register` imports transformers.
 """
 
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -67,6 +68,15 @@ def register() -> None:
 
     if NAME in AttentionInterface():
         return
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, mask_interface(flash_attention_mask))
+    load_without_a_package(modeling_flash_attention_utils)
+    support_sinks(PreTrainedModel)
+    refuse_unfit_models(PreTrainedModel)
+
+
+def mask_interface(flash_attention_mask: Callable) -> Callable:
+    """What makes a mask for our attention: flash_attention_mask, or document numbers for packed sequences."""
 
     def mask_or_documents(
         *, batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function, attention_mask=None,
@@ -96,23 +106,25 @@ def register() -> None:
         # not all models give their layers position_ids, but all give them the mask
         return documents.int().view(DOCUMENTS)
 
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, mask_or_documents)
+    return mask_or_documents
 
+
+def load_without_a_package(utils: ModuleType) -> None:
     # transformers takes every name that contains "flash" for one of its packages, and loads the functions of
     # that package before it looks at what is registered: give it functions under our name
-    load = modeling_flash_attention_utils._lazy_imports
+    load = utils._lazy_imports
 
     def load_ours_too(implementation, *args, **kwargs):
         if implementation != NAME:
             return load(implementation, *args, **kwargs)
-        utils = modeling_flash_attention_utils
         return flash_attention, flash_attention_varlen, None, utils._pad_input, utils._unpad_input
 
-    modeling_flash_attention_utils._lazy_imports = load_ours_too
+    utils._lazy_imports = load_ours_too
 
+
+def support_sinks(models: type) -> None:
     # models with sinks list the packages that support them, and would load the first of these instead of ours
-    check = PreTrainedModel._check_and_adjust_attn_implementation
+    check = models._check_and_adjust_attn_implementation
 
     def check_with_ours(self, implementation, *args, **kwargs):
         listed = self._compatible_flash_implementations or ()
@@ -120,11 +132,13 @@ def register() -> None:
             self._compatible_flash_implementations = [*listed, NAME]
         return check(self, implementation, *args, **kwargs)
 
-    PreTrainedModel._check_and_adjust_attn_implementation = check_with_ours
+    models._check_and_adjust_attn_implementation = check_with_ours
 
+
+def refuse_unfit_models(models: type) -> None:
     # transformers checks whether a model supports flash attention only for its own packages. A model without
     # that support would run its own attention with our masks, which leave causality to the kernel
-    choose = PreTrainedModel.get_correct_attn_implementation
+    choose = models.get_correct_attn_implementation
 
     def choose_if_taken(self, implementation, *args, **kwargs):
         for what_it_does, model_types in UNFIT.items():
@@ -139,7 +153,7 @@ def register() -> None:
             )
         return choose(self, implementation, *args, **kwargs)
 
-    PreTrainedModel.get_correct_attn_implementation = choose_if_taken
+    models.get_correct_attn_implementation = choose_if_taken
 
 
 def attention_forward(

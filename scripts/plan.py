@@ -127,8 +127,8 @@ def plan(config: Config, rates: Rates, memory: int, processes: int) -> None:
     }
     if any(slower.values()):
         given = ", ".join(name for name, is_set in slower.items() if is_set)
-        remark = "slower than planned here" if has_rates(config) else "no speed: the rates are of bf16 and fp16"
-        print(f"{given}: {remark}")
+        but = "slower than planned here" if has_rates(config) else "no speed: the rates are of bf16 and fp16"
+        print(f"{given}: {but}")
     fits = peak_bytes(config, processes) <= USABLE * memory
     print(line(config, rates, processes, "as given" if fits else "as given: does not fit"))
     tried = [(replace(config, recompute=kind), "") for kind in RECOMPUTE]

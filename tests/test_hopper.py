@@ -13,8 +13,9 @@ from kernels import block_masks, hopper, portable
 from kernels.flash_attention import flash_attention, flash_attention_varlen
 from kernels.hopper.launch import keys_per_query
 from kernels.hopper.prepare_and_round import prepare_kernel, round_kernel
+from kernels.hopper.schedule import division
 from kernels.hopper.sums import SLOTS
-from kernels.hopper.tiles import division, forward_tile, sum_pays, turn_heads
+from kernels.hopper.tiles import forward_tile, sum_pays, turn_heads
 from kernels.intervals import mean_keys
 from kernels.operators import use_implementation
 from kernels.problem import CannotBuildError, Problem

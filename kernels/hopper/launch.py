@@ -11,6 +11,7 @@ from kernels.dropout import limit_bits, line_bits
 from kernels.hopper.backward_64 import backward_64_kernel
 from kernels.hopper.backward_128 import backward_128_kernel
 from kernels.hopper.cut_lists import without_intervals
+from kernels.hopper.descriptors import float32_descriptor, head_descriptor, tile_width
 from kernels.hopper.dq import dq_kernel
 from kernels.hopper.dropout import signed
 from kernels.hopper.forward import forward_kernel
@@ -18,20 +19,16 @@ from kernels.hopper.key_tiles import BLOCK_N, CONSUMERS
 from kernels.hopper.key_tiles import ROWS as BACKWARD_ROWS
 from kernels.hopper.prepare_and_round import prepare_kernel, round_kernel
 from kernels.hopper.query_tiles import ROWS
+from kernels.hopper.schedule import division, order_arguments
 from kernels.hopper.sums import COUNTS, PART, SLOTS, STRETCH
 from kernels.hopper.tiles import (
     backward_section_heads,
     backward_tile,
     cdiv,
-    division,
     dq_tile,
-    float32_descriptor,
     forward_tile,
-    head_descriptor,
-    order_arguments,
     section_heads,
     sum_pays,
-    tile_width,
     turn_heads,
     turns_pay,
 )

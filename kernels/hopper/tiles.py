@@ -4,21 +4,15 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from torch import Tensor
-from triton.experimental.gluon.language import NVMMASharedLayout
-
-from kernels.launches import Descriptor
-from kernels.layouts import bulk_strides
-
 # shapes whose derived numbers are cached, because computing them takes Python longer than a launch
 MOST_SHAPES = 1024
 # how much of the 50 MB of L2 the data that is reread within one section of heads may take
 SECTION_BYTES = 32 * 2**20
-# shared memory layouts, made once, because making one takes Python longer than the rest of a descriptor
-HEAD_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-FLOAT32_LAYOUTS = {
-    rank: NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank) for rank in (1, 2)
-}
+
+
+def cdiv(n: int, size: int) -> int:
+    """n / size, rounded up; Triton's own takes Python ten times as long."""
+    return -(-n // size)
 
 
 class ForwardTile(NamedTuple):
@@ -131,38 +125,6 @@ def dq_tile(width: int, mask: str, dropout: bool = False) -> DqTile:
     return DqTile(2, 128, 2, 4, 240, 24) if width == 64 else DqTile(2, 128, 1, 2, 240, 24)
 
 
-def float32_descriptor(x: Tensor, block: tuple[int, ...]) -> Descriptor:
-    return Descriptor(x, tuple(x.shape), x.stride(), block, FLOAT32_LAYOUTS[len(block)])
-
-
-def cdiv(n: int, size: int) -> int:
-    """n / size, rounded up; Triton's own takes Python ten times as long."""
-    return -(-n // size)
-
-
-def tile_width(head_dim: int) -> int:
-    """Channels of a head in shared memory: copies fill missing ones with zeros, and do not write them out."""
-    return 64 if head_dim <= 64 else 128
-
-
-def head_descriptor(x: Tensor, rows: int) -> Descriptor:
-    """Tiles of `rows` tokens of one head of (B, T, H, D), by strides: T and D are clipped batch by batch."""
-    batch, seq, n_head, head_dim = x.shape
-    stride_b, stride_t, stride_h = bulk_strides(x)
-    shape, block = (batch, n_head, seq, head_dim), (1, 1, rows, tile_width(head_dim))
-    return Descriptor(x, shape, (stride_b, stride_h, stride_t, 1), block, HEAD_LAYOUT)
-
-
-@lru_cache(MOST_SHAPES)
-def order_arguments(n_heads: int, n_tiles: int, section: int) -> tuple[int, int, int, int]:
-    """The arguments of schedule.TileOrder: the heads of a section, and divisions by the sizes of sections.
-
-    n_heads: of all batches; n_tiles: of one head.
-    """
-    last_section = n_heads % section or section
-    return section, division(section * n_tiles), division(section), division(last_section)
-
-
 def key_section_bytes(mask: str) -> int:
     """The most bytes that the keys and values of one section take, as measured.
 
@@ -177,8 +139,8 @@ def section_heads(seq_k: int, head_dim: int, mask: str, group: int, n_heads: int
     bytes_per_head = 2 * seq_k * head_dim * 2
     n_kv_heads = n_heads // group
     most = key_section_bytes(mask) // bytes_per_head
-    n_sections = -(-n_kv_heads // max(1, most))
-    return -(-n_kv_heads // n_sections) * group
+    n_sections = cdiv(n_kv_heads, max(1, most))
+    return cdiv(n_kv_heads, n_sections) * group
 
 
 @lru_cache(MOST_SHAPES)
@@ -208,15 +170,3 @@ def turn_heads(n_tiles: int, n_kv_heads: int, n_sm: int) -> int:
     others' sums to be rounded (0.8 of the speed with half as many); with more, less stays in L2.
     """
     return min(math.ceil(15 / 16 * n_sm / n_tiles), n_kv_heads)
-
-
-@lru_cache(MOST_SHAPES)
-def division(divisor: int) -> int:
-    """What `quotient` takes instead of a divisor: a multiplier in 32 bits, a shift above them.
-
-    Exact for 0 <= n < 2**30. Source: Granlund and Montgomery, Division by invariant integers, 1994.
-    """
-    shift = (divisor - 1).bit_length()
-    multiplier = 2**32 * (2**shift - divisor) // divisor + 1
-    # the highest bit makes every one an int64, so that no divisor compiles a kernel of its own
-    return 1 << 62 | shift << 32 | multiplier

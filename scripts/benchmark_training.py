@@ -163,7 +163,7 @@ def main(arguments: Arguments) -> None:
         check_cpu(given)
     rows = []
     for aim, given in wanted:
-        for label, name, seq_len, step in jobs(given):
+        for label, name, seq_len, step in steps_to_measure(given):
             rows.append({"label": label, **aim, **measure(given, name, seq_len, step)})
             print(describe(rows[-1]), flush=True)
             if arguments.out:
@@ -244,7 +244,7 @@ def check_rows(arguments: Arguments) -> None:
 
 def check_cpu(arguments: Arguments) -> None:
     """Raises ValueError for rows on a CPU that need a GPU."""
-    steps = [step for *_, step in jobs(arguments)]
+    steps = [step for *_, step in steps_to_measure(arguments)]
     if arguments.device == "cpu" and any(step.implementation == "flash" or step.fused_loss for step in steps):
         ladder = ", without ladder=true" if arguments.ladder else ""
         raise ValueError(
@@ -257,7 +257,7 @@ def tokens_of(arguments: Arguments, seq_len: int) -> tuple[int, int]:
     return max(arguments.tokens_per_step, seq_len), max(arguments.tokens_per_microbatch, seq_len)
 
 
-def jobs(arguments: Arguments):
+def steps_to_measure(arguments: Arguments):
     """(label, model, length, step) of every row."""
     if arguments.ladder:
         step = PLAIN

@@ -268,8 +268,8 @@ def test_training_rows_are_printed_in_the_units_of_their_columns():
 
 def test_a_ladder_switches_one_thing_on_after_the_other_up_to_the_defaults():
     arguments = benchmark_training.Arguments(ladder=True)
-    steps = [step for *_, step in benchmark_training.jobs(arguments)]
-    [(*_, usual)] = benchmark_training.jobs(benchmark_training.Arguments())
+    steps = [step for *_, step in benchmark_training.steps_to_measure(arguments)]
+    [(*_, usual)] = benchmark_training.steps_to_measure(benchmark_training.Arguments())
     assert steps[-1] == usual
     for before, after in pairwise(map(asdict, steps)):
         assert sum(before[key] != after[key] for key in before) == 1
@@ -298,7 +298,7 @@ def test_a_row_of_training_is_of_its_timed_steps_in_its_own_precision(monkeypatc
         tokens_per_microbatch=64, warmup_steps=2, device="cpu", precision="fp32", compile=False,
         fused_loss=False,
     )  # fmt: skip
-    [(*_, step)] = benchmark_training.jobs(arguments)
+    [(*_, step)] = benchmark_training.steps_to_measure(arguments)
     row = benchmark_training.measure(arguments, "tiny", 32, step)
     assert (row["step_ms"], row["first_step_seconds"], row["tokens_per_second"]) == (2000.0, 2.0, 64.0)
     assert (row["batch"], row["peak_memory_bytes"], row["mfu_palm"]) == (2, 3, (7.0, 64.0, "fp32"))

@@ -999,7 +999,7 @@ def test_benchmark_training_says_of_each_row_whether_gelu_was_inside_of_the_prod
         ({"precision": "fp32"}, False),
     ):
         arguments = replace(usual, **given)
-        [(*_, step)] = benchmark_training.jobs(arguments)
+        [(*_, step)] = benchmark_training.steps_to_measure(arguments)
         assert benchmark_training.measure(arguments, "tiny", 32, step)["fused_gelu"] is had, given
 
 
@@ -1030,7 +1030,7 @@ def test_benchmark_training_writes_each_job_with_its_aim_as_json_and_as_a_table(
 def test_the_jobs_of_the_benchmark_are_steps_of_whole_sequences_of_known_models():
     check_models([job.model for job in benchmark_training.JOBS])
     for _, given in benchmark_training.aims(benchmark_training.Arguments(jobs=True)):
-        [(label, name, seq_len, step)] = benchmark_training.jobs(given)
+        [(label, name, seq_len, step)] = benchmark_training.steps_to_measure(given)
         overrides = [f"model={name}", f"seq_len={seq_len}"]
         for key in ("tokens_per_step", "tokens_per_microbatch"):
             overrides.append(f"{key}={max(getattr(given, key), seq_len)}")
@@ -1082,7 +1082,7 @@ def test_benchmark_training_takes_the_mean_over_the_steps_that_it_times(monkeypa
         tokens_per_microbatch=64, warmup_steps=1, device="cpu", precision="fp32", compile=False,
         fused_loss=False,
     )  # fmt: skip
-    [(*_, step)] = benchmark_training.jobs(given)
+    [(*_, step)] = benchmark_training.steps_to_measure(given)
     row = benchmark_training.measure(given, "tiny", 32, step)
     assert (row["step_ms"], row["tokens_per_second"]) == (2000.0, 64.0)
 

@@ -17,9 +17,9 @@ from kernels.hopper.dropout import signed
 from kernels.hopper.forward import forward_kernel
 from kernels.hopper.key_tiles import BLOCK_N, CONSUMERS
 from kernels.hopper.key_tiles import ROWS as BACKWARD_ROWS
+from kernels.hopper.order import division, order_arguments
 from kernels.hopper.prepare_and_round import prepare_kernel, round_kernel
 from kernels.hopper.query_tiles import ROWS
-from kernels.hopper.schedule import division, order_arguments
 from kernels.hopper.sums import COUNTS, PART, SLOTS, STRETCH
 from kernels.hopper.tiles import (
     backward_section_heads,

@@ -3,31 +3,16 @@
 `nth` counts the tiles that a thread block has had: its first is tile 0.
 """
 
-from functools import lru_cache
-
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from kernels.hopper.block_lists import BlockLists
 from kernels.hopper.primitives import opaque, record
-from kernels.hopper.tiles import MOST_SHAPES
-
-
-@lru_cache(MOST_SHAPES)
-def division(divisor: int) -> int:
-    """What `quotient` takes instead of a divisor: a multiplier in 32 bits, a shift above them.
-
-    Exact for 0 <= n < 2**30. Source: Granlund and Montgomery, Division by invariant integers, 1994.
-    """
-    shift = (divisor - 1).bit_length()
-    multiplier = 2**32 * (2**shift - divisor) // divisor + 1
-    # the highest bit makes every one an int64, so that no divisor compiles a kernel of its own
-    return 1 << 62 | shift << 32 | multiplier
 
 
 @gluon.jit
 def quotient(n, division):
-    """n // d, for the division of d, as given above: dividing at run time takes 30 instructions."""
+    """n // d, for division = order.division(d): dividing at run time takes 30 instructions."""
     multiplier = division.to(gl.int32)
     shift = (division >> 32).to(gl.int32) & 31
     return (gl.umulhi(n, multiplier) + n) >> shift
@@ -45,7 +30,7 @@ class TileOrder:
     n_heads: gl.tensor  # of all batches
     n_tiles: gl.tensor  # of one head
     section: gl.tensor  # heads
-    # divisions by the tiles of a section, by its heads, and by the heads of the last section
+    # order.division by the tiles of a section, by its heads, and by the heads of the last section
     by_section_tiles: gl.tensor
     by_section: gl.tensor
     by_last_section: gl.tensor
@@ -109,16 +94,6 @@ class TileOrder:
             if i < self.total():
                 i += gl.atomic_add(counter_ptr, 1, sem="relaxed")
         return i
-
-
-@lru_cache(MOST_SHAPES)
-def order_arguments(n_heads: int, n_tiles: int, section: int) -> tuple[int, int, int, int]:
-    """The arguments of TileOrder: the heads of a section, and divisions by the sizes of sections.
-
-    n_heads: of all batches; n_tiles: of one head.
-    """
-    last_section = n_heads % section or section
-    return section, division(section * n_tiles), division(section), division(last_section)
 
 
 @record

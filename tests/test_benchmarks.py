@@ -235,7 +235,7 @@ def test_the_hosts_time_is_of_one_call_and_without_the_turn_that_compiles(timed,
 def test_ring_passes_are_reported_as_medians_without_the_first(monkeypatch):
     # of four passes: when each begins, where its backward pass begins, and its end
     marks = iter([0.0, 90.0, 180.0, 0.0, 1.0, 11.0, 0.0, 3.0, 23.0, 0.0, 2.0, 32.0])
-    monkeypatch.setattr(benchmark_ring, "mark", lambda device: next(marks))
+    monkeypatch.setattr(benchmark_ring, "mark", lambda on_gpu: next(marks))
     monkeypatch.setattr(benchmark_ring.dist, "barrier", lambda: None)
     x = torch.ones(1, requires_grad=True)
     assert benchmark_ring.median_seconds(lambda: x * 1, (x,), x.detach(), 3, x.device) == (2.0, 20.0)

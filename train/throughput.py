@@ -154,8 +154,6 @@ class StepTimer:
     def seconds(self) -> dict[str, float]:
         """{"step_seconds", "data_seconds", ...}: means over the steps since the last call."""
         steps, self._steps = self._steps, []
-        if self._on_gpu:
-            torch.cuda.synchronize()
         mean = {
             f"{phase}_seconds": sum(between(m[i], m[i + 1]) for m in steps) / len(steps)
             for i, phase in enumerate(PHASES)

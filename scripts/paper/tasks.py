@@ -188,6 +188,11 @@ def draw_in_parallel(task, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     workers = min(len(os.sched_getaffinity(0)), len(seeds))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         drawn = [pool.submit(task, n=EXAMPLES_IN_PART, seed=seed) for seed in seeds]
-        parts = [part.result() for part in drawn]
+        try:
+            parts = [part.result() for part in drawn]
+        except BaseException:
+            # nobody waits for the other parts
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     tokens, targets = (np.concatenate(column)[:n] for column in zip(*parts, strict=True))
     return tokens, targets

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -814,6 +815,24 @@ def test_examples_do_not_depend_on_how_many_cores_draw_them(monkeypatch):
     assert (labels == others[1]).all()
     # each part is drawn anew
     assert (tokens[:3] != tokens[3:6]).any()
+
+
+def draw_or_fail(folder: Path, n: int, seed: int):
+    """Leaves a file for each part that was begun, and fails in the first."""
+    (folder / str(seed)).touch()
+    if seed == 0:
+        raise ValueError("no such picture")
+    time.sleep(0.3)
+    return np.zeros((n, 1)), np.zeros(n)
+
+
+def test_a_part_that_fails_to_be_drawn_ends_the_others(monkeypatch, tmp_path):
+    monkeypatch.setattr(tasks, "EXAMPLES_IN_PART", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
+    with pytest.raises(ValueError, match="no such picture"):
+        tasks.draw_in_parallel(partial(draw_or_fail, tmp_path), 40, seed=0)
+    # those that were begun or handed to a worker by then
+    assert len(list(tmp_path.iterdir())) < 20
 
 
 def test_a_model_without_memory_gains_nothing_from_context():

@@ -11,6 +11,7 @@ import math
 import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 
 import numpy as np
@@ -187,12 +188,10 @@ def draw_in_parallel(task, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
         return task(n=n, seed=seeds[0])
     workers = min(len(os.sched_getaffinity(0)), len(seeds))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        drawn = [pool.submit(task, n=EXAMPLES_IN_PART, seed=seed) for seed in seeds]
-        try:
-            parts = [part.result() for part in drawn]
-        except BaseException:
-            # nobody waits for the other parts
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        parts = list(pool.map(partial(_draw_part, task, EXAMPLES_IN_PART), seeds))
     tokens, targets = (np.concatenate(column)[:n] for column in zip(*parts, strict=True))
     return tokens, targets
+
+
+def _draw_part(task, n: int, seed: int):
+    return task(n=n, seed=seed)

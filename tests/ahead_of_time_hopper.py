@@ -15,6 +15,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from kernels.hopper.backward_64 import backward_64_kernel
 from kernels.hopper.backward_128 import backward_128_kernel
+from kernels.hopper.backward_256 import backward_256_kernel
 from kernels.hopper.dq import dq_kernel
 from kernels.hopper.forward import ROWS, forward_kernel
 from kernels.hopper.launch import registers
@@ -23,6 +24,7 @@ from kernels.hopper.tiles import backward_tile, dq_tile, forward_tile
 from tests.assembler import machine_code_of, used_by
 
 INTEGERS = ("bounds_ptr", "counts_ptr", "counter_ptr", "spans_ptr", "entries_ptr", "bits_ptr")
+HEAD_DIMS = (64, 128, 256)
 MASKS = ("full", "causal", "window", "intervals", "blocks")
 
 
@@ -40,6 +42,7 @@ def forward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int, drop
     tile = forward_tile(head_dim, mask, seq_q)
     rows = {"q_desc": ROWS.value, "out_desc": ROWS.value, "k_desc": tile.block_n, "v_desc": tile.block_n}
     descriptors = {name: descriptor(dtype, 1, 1, n, head_dim) for name, n in rows.items()}
+    descriptors["out_desc"] = descriptor(dtype, 1, 1, ROWS.value, min(head_dim, 128))
     constants = {
         "MASK": mask,
         "BLOCK_N": tile.block_n,
@@ -60,25 +63,26 @@ def backward_configuration(
 ) -> tuple:
     """The same for the backward pass."""
     tile = backward_tile(head_dim, sums_dq)
-    kernel = backward_64_kernel if head_dim == 64 else backward_128_kernel
-    rows = {"q_desc": 64, "dout_desc": 64, "k_desc": 128, "v_desc": 128, "dk_desc": 64, "dv_desc": 64}
-    if head_dim == 128:
-        rows |= {"dk_desc": 128, "dv_desc": 128}
+    kernel = {64: backward_64_kernel, 128: backward_128_kernel, 256: backward_256_kernel}[head_dim]
+    keys, rows_out, width_out = {64: (128, 64, 64), 128: (128, 128, 128), 256: (64, 64, 64)}[head_dim]
+    rows = {"q_desc": 64, "dout_desc": 64, "k_desc": keys, "v_desc": keys}
     descriptors = {name: descriptor(dtype, 1, 1, n, head_dim) for name, n in rows.items()}
+    descriptors |= dict.fromkeys(("dk_desc", "dv_desc"), descriptor(dtype, 1, 1, rows_out, width_out))
     descriptors["minus_lse_desc"] = descriptor("fp32", 64, swizzle=0)
     descriptors["minus_delta_desc"] = descriptor("fp32", 64, swizzle=0)
     descriptors["sum_desc"] = descriptors["dq_desc"] = descriptor("fp32", 64, 64, swizzle=0)
     descriptors["part_desc"] = descriptor("fp32", PART.value, 64, swizzle=0)
     constants = {
         "MASK": mask,
-        "SUMS_DQ": sums_dq,
-        "KV_STAGES": tile.kv_stages,
         "STAGES": tile.stages,
-        "DS_STAGES": tile.ds_stages,
         "CONSUMER_REGISTERS": tile.consumer_registers,
-        "REDUCER_REGISTERS": tile.reducer_registers,
         "PRODUCER_REGISTERS": tile.producer_registers,
     }
+    if head_dim == 256:
+        constants["P_STAGES"] = tile.ds_stages
+    else:
+        constants |= {"SUMS_DQ": sums_dq, "KV_STAGES": tile.kv_stages, "DS_STAGES": tile.ds_stages}
+        constants["REDUCER_REGISTERS"] = tile.reducer_registers
     if head_dim == 64:
         constants["DQ_STAGES"] = tile.dq_stages
     return kernel, descriptors, constants, registers(3 if sums_dq else 2)
@@ -153,8 +157,11 @@ def main(arguments: list[str]) -> None:
         name: values.split(",") for name, _, values in (a.partition("=") for a in arguments)
     }
     for mask, head_dim, dtype, kernel, dropout in product(
-        chosen["mask"], (64, 128), chosen["dtype"], chosen["kernel"], chosen["dropout"]
+        chosen["mask"], HEAD_DIMS, chosen["dtype"], chosen["kernel"], chosen["dropout"]
     ):
+        # no sums of dq are made for heads of 256
+        if (kernel, head_dim) == ("backward", 256):
+            continue
         drops = dropout == "true"
         # the forward tile depends on the number of keys
         tiles = {forward_tile(head_dim, mask, n): n for n in (256, 2048, 65536)}

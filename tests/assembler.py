@@ -69,7 +69,11 @@ def machine_code_of(compiled: CompiledKernel) -> dict:
         # -ndf: no analysis of where indirect branches lead
         command = [disassembler, "-ndf", "-c", binary.name]
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return report_of(compiled) | {"hgmma": code.count("HGMMA"), "overwritten": overwritten_operands(code)}
+    return report_of(compiled) | {
+        "hgmma": code.count("HGMMA"),
+        "overwritten": overwritten_operands(code),
+        "spilled_in_loops": spilled_between_products(code),
+    }
 
 
 def overwritten_operands(code: str) -> list[str]:
@@ -79,6 +83,25 @@ def overwritten_operands(code: str) -> list[str]:
     constant of the loop whose registers the assembler has reused too early: then the product is wrong from
     the second iteration on.
     """
+    found = []
+    for loop in innermost_loops(code):
+        written = [written_registers(text) for text in loop]
+        for place, text in enumerate(loop):
+            if product := re.match(r"HGMMA\S* R\d+, R(\d+), gdesc", text):
+                operand = set(range(int(product[1]), int(product[1]) + 4))
+                if any(operand & w for w in written) and not any(operand & w for w in written[:place]):
+                    found.append(text)
+    return found
+
+
+def spilled_between_products(code: str) -> list[str]:
+    """Stores and loads of spilled registers in innermost loops with products: paid for in each step."""
+    loops = [loop for loop in innermost_loops(code) if any(text.startswith("HGMMA") for text in loop)]
+    return [text for loop in loops for text in loop if re.match(r"(STL|LDL)\b", text)]
+
+
+def innermost_loops(code: str) -> list[list[str]]:
+    """The instructions of each loop that contains no other."""
     labels, instructions = {}, []
     for line in code.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):
@@ -87,17 +110,11 @@ def overwritten_operands(code: str) -> list[str]:
             instructions.append(instruction[1])
     jumps = ((re.match(r"BRA\b.*?(\.L_x_\d+)", text), end) for end, text in enumerate(instructions))
     loops = [(labels[jump[1]], end) for jump, end in jumps if jump and labels.get(jump[1], end + 1) <= end]
-    found = []
-    for begin, end in loops:
-        if any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in loops):
-            continue
-        written = [written_registers(text) for text in instructions[begin : end + 1]]
-        for place, text in enumerate(instructions[begin : end + 1]):
-            if product := re.match(r"HGMMA\S* R\d+, R(\d+), gdesc", text):
-                operand = set(range(int(product[1]), int(product[1]) + 4))
-                if any(operand & w for w in written) and not any(operand & w for w in written[:place]):
-                    found.append(text)
-    return found
+    return [
+        instructions[begin : end + 1]
+        for begin, end in loops
+        if not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in loops)
+    ]
 
 
 def written_registers(instruction: str) -> set[int]:

@@ -27,7 +27,7 @@ def run_random_problem(generator: random.Random, longest: int) -> tuple[dict, li
     if generator.random() < 0.3:
         # more tiles than a card has multiprocessors, so that a block takes several
         batch, n_kv_head = 12, 12
-    head_dim = generator.choice([64, 64, 128, 128, 40, 96])
+    head_dim = generator.choice([64, 64, 128, 128, 256, 40, 96, 192])
     seq_q, seq_k = (generator.randint(1, longest) for _ in range(2))
     options = {"causal": mask not in ("full", "blocks"), "deterministic": generator.random() < 0.5}
     if mask == "window":

@@ -273,7 +273,7 @@ def test_a_gpu_computes_everything_as_accurately_as_torch(options, block_size, h
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("sums_dq", [True, False])
 def test_the_hopper_kernels_walk_the_lists_as_accurately_as_torch(
     sums_dq, head_dim, dtype, device, monkeypatch
@@ -305,7 +305,7 @@ def test_the_hopper_kernels_walk_the_lists_as_accurately_as_torch(
 @on_hopper
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 @pytest.mark.parametrize("kind", ["causal", "window", "documents", "padding", "documents of a causal mask"])
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192])
 @pytest.mark.parametrize("sums_dq", [True, False])
 def test_the_hopper_kernels_take_what_intervals_leave_of_the_lists(
     sums_dq, head_dim, kind, dropout_p, device, monkeypatch
@@ -335,7 +335,7 @@ def test_the_hopper_kernels_take_what_intervals_leave_of_the_lists(
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("sums_dq", [True, False])
 def test_heads_that_share_keys_may_have_masks_of_their_own_on_hopper(
     sums_dq, head_dim, dtype, device, monkeypatch
@@ -389,7 +389,7 @@ def test_other_documents_lengths_and_masks_compile_no_kernel_that_cuts_lists(dev
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_the_hopper_kernels_give_the_same_bits_but_for_dq(head_dim, device, monkeypatch):
     monkeypatch.setattr(import_module("kernels.hopper.launch"), "sum_pays", lambda *_: True)
     q, k, v = random_qkv(2, 1111, 1111, 4, 2, head_dim, torch.bfloat16, device)
@@ -407,15 +407,17 @@ def test_the_hopper_kernels_give_the_same_bits_but_for_dq(head_dim, device, monk
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("sums_dq", [True, False])
 def test_new_masks_lengths_and_batches_compile_no_kernel(sums_dq, head_dim, device, monkeypatch):
     kernels = [forward_kernel, dkdv_kernel, dq_kernel]
     if IS_HOPPER:
         launch = import_module("kernels.hopper.launch")
         monkeypatch.setattr(launch, "sum_pays", lambda *_: sums_dq)
-        backward_kernel = launch.backward_64_kernel if head_dim == 64 else launch.backward_128_kernel
-        kernels = [launch.forward_kernel, backward_kernel, launch.dq_kernel]
+        kernels = [
+            launch.forward_kernel, launch.backward_64_kernel, launch.backward_128_kernel,
+            launch.backward_256_kernel, launch.dq_kernel,
+        ]  # fmt: skip
     counts = []
     for batch, seq_len, name in ((3, 300, "window(9)"), (1, 1000, "strided(3)"), (2, 65, "causal()")):
         q, k, v = random_qkv(batch, seq_len, seq_len, 2, 2, head_dim, torch.bfloat16, device)

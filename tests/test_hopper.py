@@ -63,7 +63,6 @@ def test_every_configuration_compiles_ahead_of_time_without_waste(mask, version)
         fp16 = ["mask=causal", "dtype=fp16", "kernel=forward,backward"]
         configurations += compile_apart("tests.ahead_of_time_hopper", version, *fp16)
     assert_nothing_is_wasted(configurations)
-    assert [c for c in configurations if c["spilled"] > 0] == []
 
 
 @each_triton
@@ -72,12 +71,12 @@ def test_every_kernel_compiles_with_dropout_without_waste(mask, version):
     given = [f"mask={mask}", "dropout=true"]
     configurations = compile_apart("tests.ahead_of_time_hopper", version, *given)
     assert_nothing_is_wasted(configurations)
-    assert [c for c in configurations if c["spilled"] > 0] == []
 
 
 def assert_nothing_is_wasted(configurations: list[dict]) -> None:
     assert {(c["kernel"], c["head_dim"]) for c in configurations} == {
-        (kernel, head_dim) for kernel in ("forward", "backward", "dkdv", "dq") for head_dim in (64, 128)
+        *((kernel, head_dim) for kernel in ("forward", "dkdv", "dq") for head_dim in (64, 128, 256)),
+        *(("backward", head_dim) for head_dim in (64, 128)),
     }
     for c in configurations:
         assert c["shared"] <= SHARED_MEMORY, c
@@ -86,6 +85,13 @@ def assert_nothing_is_wasted(configurations: list[dict]) -> None:
         # serialized products: a silent loss of half the speed
         assert c["warnings"] == [], c
         assert c["hgmma"] > 0, c
+        if c["head_dim"] <= 128 or c["kernel"] == "dkdv":
+            assert c["spilled"] == 0, c
+        else:
+            # out or dq of wide heads leaves few registers: some numbers of a tile are spilled, and dropout's
+            # dq has no more than a few in its steps
+            assert c["spilled"] <= 200, c
+            assert len(c["spilled_in_loops"]) <= (4 if c["kernel"] == "dq" else 0), c
         # the forward kernel carries P from step to step; no other has such an operand
         assert c["kernel"] == "forward" or c["overwritten"] == [], c
 
@@ -317,7 +323,7 @@ def test_what_fails_on_a_card_is_no_failure_to_compile(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "shape", "dtype", "words"),
     [
-        ({}, (1, 8, 2, 136), torch.bfloat16, "heads of 32 to 128"),
+        ({}, (1, 8, 2, 24), torch.bfloat16, "heads of 32 to 256"),
         ({}, (1, 8, 2, 64), torch.float32, "dtype"),
         ({"softmax_scale": 0.0}, (1, 8, 2, 64), torch.bfloat16, "softmax_scale"),
         ({"blocks": lists(block_size=64), "causal": False}, (1, 8, 2, 64), torch.bfloat16, "not of 64"),
@@ -335,7 +341,7 @@ def test_refuses_each_feature_by_name(change, shape, dtype, words):
 @either_order
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("seq_len", [1, 63, 64, 65, 127, 128, 129, 191, 193, 777, 1024])
 def test_is_as_accurate_as_torch_at_any_length(seq_len, head_dim, causal, dtype, deterministic):
     q, k, v = random_qkv(2, seq_len, seq_len, 3, 3, head_dim, dtype, "cuda")
@@ -347,7 +353,7 @@ def test_is_as_accurate_as_torch_at_any_length(seq_len, head_dim, causal, dtype,
 @either_order
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "documents", "blocks"])
-@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
 # short tiles and long ones, uneven ones, queries before the first key
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(129, 129), (777, 777), (1500, 1500), (200, 513)])
 def test_dropout_keeps_what_the_reference_keeps(seq_q, seq_k, head_dim, mask, dtype, deterministic):
@@ -367,7 +373,7 @@ def test_dropout_keeps_what_the_reference_keeps(seq_q, seq_k, head_dim, mask, dt
 @on_hopper
 @either_order
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "documents", "blocks"])
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 160, 256])
 # tiles that blocks are dealt alone, and more than those
 @pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.usefixtures("fresh_memory_is_nan")
@@ -392,7 +398,7 @@ def test_nothing_is_read_or_left_unwritten(batch, head_dim, mask, deterministic)
 @on_hopper
 @either_order
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "documents", "blocks"])
-@pytest.mark.parametrize("head_dim", range(32, 128, 8))
+@pytest.mark.parametrize("head_dim", [*range(32, 128, 8), 136, 160, 192, 248])
 def test_narrower_heads_are_exact_and_their_neighbours_are_left_alone(head_dim, mask, deterministic):
     options = {"causal": mask not in ("full", "blocks"), "deterministic": deterministic}
     if mask == "window":
@@ -409,7 +415,7 @@ def test_narrower_heads_are_exact_and_their_neighbours_are_left_alone(head_dim, 
 @pytest.mark.gpu
 @on_hopper
 @either_order
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(1, 513), (64, 300), (300, 100), (513, 1), (200, 1000)])
 def test_causal_is_aligned_to_the_last_query_and_key(seq_q, seq_k, causal, head_dim, deterministic):
@@ -420,7 +426,7 @@ def test_causal_is_aligned_to_the_last_query_and_key(seq_q, seq_k, causal, head_
 @pytest.mark.gpu
 @on_hopper
 @either_order
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("window", [1, 100, 512])
 def test_windows_and_documents_cut_the_same_keys_as_the_reference(window, head_dim, deterministic):
     q, k, v = random_qkv(2, 1000, 1000, 4, 2, head_dim, torch.bfloat16, "cuda")
@@ -450,7 +456,7 @@ def test_every_form_of_the_forward_kernel_is_exact_under_every_mask(form, mask, 
 @pytest.mark.gpu
 @on_hopper
 @either_order
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_window_inside_of_the_last_block_of_keys_is_cut(head_dim, deterministic):
     # the queries see the end of the block, but not its beginning
     q, k, v = random_qkv(1, 1, 640, 2, 2, head_dim, torch.bfloat16, "cuda")
@@ -459,7 +465,7 @@ def test_a_window_inside_of_the_last_block_of_keys_is_cut(head_dim, deterministi
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_tensors_that_bulk_copies_cannot_read_are_read_too(head_dim):
     # rows that begin between multiples of 16 bytes, and channels that do not follow each other
     broken = torch.randn(2, head_dim, 130, 4, device="cuda").bfloat16().permute(0, 2, 3, 1)
@@ -471,7 +477,7 @@ def test_tensors_that_bulk_copies_cannot_read_are_read_too(head_dim):
 @pytest.mark.gpu
 @on_hopper
 @either_order
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_rings_wrap_and_blocks_take_several_tiles(head_dim, deterministic):
     # more tiles than multiprocessors, uneven, and more steps than ring stages
     q, k, v = random_qkv(3, 1300, 1300, 36, 12, head_dim, torch.bfloat16, "cuda")
@@ -518,7 +524,7 @@ def test_turns_of_sections_of_a_single_head_end_and_are_exact(mask, n_kv_head, m
 @pytest.mark.gpu
 @on_hopper
 @either_order
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("lengths_q", "lengths_k"),
@@ -547,7 +553,7 @@ def test_queries_without_keys_leave_the_rings_in_step(lengths_q, lengths_k, caus
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_keys_that_no_query_sees_add_to_no_other_heads_sums(head_dim):
     # the second sequence has keys but no queries, and begins where the queries end
     q, k, v = random_qkv(1, 128, 256, 2, 2, head_dim, torch.bfloat16, "cuda")
@@ -580,7 +586,7 @@ def test_the_backward_pass_of_heads_of_64_holds_sums_of_a_few_heads_alone():
 @on_hopper
 @either_order
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_block_takes_several_tiles_of_one_step(head_dim, causal, deterministic):
     # the first step of each is its last
     q, k, v = random_qkv(8, 40, 300, 48, 48, head_dim, torch.bfloat16, "cuda")
@@ -598,7 +604,7 @@ def test_long_tiles_of_three_warpgroups_are_exact(deterministic):
 @pytest.mark.gpu
 @on_hopper
 @either_order
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_two_hundred_runs_give_the_same_bits(head_dim, deterministic):
     q, k, v = (x.detach() for x in random_qkv(4, 1111, 1111, 8, 4, head_dim, torch.bfloat16, "cuda"))
     dout = torch.randn_like(q)
@@ -622,7 +628,7 @@ def test_two_hundred_runs_give_the_same_bits(head_dim, deterministic):
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_gradients_of_short_rows_are_exact_and_the_same_bits_unasked(head_dim, causal, monkeypatch):
     monkeypatch.setattr("kernels.hopper.launch.sum_pays", sum_pays)
     q, k, v = random_qkv(16, 250, 250, 12, 6, head_dim, torch.bfloat16, "cuda")
@@ -634,7 +640,7 @@ def test_gradients_of_short_rows_are_exact_and_the_same_bits_unasked(head_dim, c
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_short_documents_of_long_sequences_are_exact_and_the_same_bits_unasked(head_dim, monkeypatch):
     monkeypatch.setattr("kernels.hopper.launch.sum_pays", sum_pays)
     q, k, v = random_qkv(2, 2000, 2000, 12, 6, head_dim, torch.bfloat16, "cuda")
@@ -649,7 +655,7 @@ def test_short_documents_of_long_sequences_are_exact_and_the_same_bits_unasked(h
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_deterministic_gradients_of_block_masks_are_exact_and_the_same_bits(head_dim):
     # of each batch and head its own, lines without a block, partial and full ones; grouped heads share one
     for n_kv_head, seq_q, seq_k in ((4, 300, 700), (2, 1111, 1111)):
@@ -667,7 +673,7 @@ def test_deterministic_gradients_of_block_masks_are_exact_and_the_same_bits(head
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_deterministic_gradients_are_written_in_place(head_dim):
     q, k, v = (x.detach() for x in random_qkv(2, 777, 777, 4, 4, head_dim, torch.bfloat16, "cuda"))
     dout, now = torch.randn_like(q), problem(softmax_scale=head_dim**-0.5, deterministic=True)

@@ -121,7 +121,7 @@ def test_blocks_that_ask_a_counter_get_as_much_work_under_a_causal_mask(grid, he
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "intervals", "blocks"])
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 160, 256])
 @pytest.mark.parametrize("group", [1, 4])
 def test_keys_and_values_of_a_section_take_their_share_of_l2_or_are_one_head(mask, head_dim, group):
     n_heads = 48
@@ -130,7 +130,7 @@ def test_keys_and_values_of_a_section_take_their_share_of_l2_or_are_one_head(mas
         assert section % group == 0
         assert group <= section <= n_heads
         kept = section // group * 4 * seq_k * head_dim
-        most = key_section_bytes(mask)
+        most = key_section_bytes(mask, head_dim)
         assert kept <= most <= 32 * 2**20 or section == group
         # one more would not fit, but where sections of one size are smaller
         n_sections = -(-n_heads // section)

@@ -28,17 +28,17 @@ def on_hopper(monkeypatch):
 
 
 @pytest.mark.usefixtures("on_hopper")
-def test_on_hopper_all_of_16_bit_heads_of_32_to_128_but_blocks_of_64_runs_on_its_kernels():
+def test_on_hopper_all_of_16_bit_heads_of_32_to_256_but_blocks_of_64_runs_on_its_kernels():
     found = table()
     assert {kind for _, _, kind in found} == KINDS
     assert len(found) == 3 * 5 * len(KINDS)
     for (dtype, head_dim, kind), (name, reason) in found.items():
-        is_taken = dtype != "float32" and head_dim in (32, 64, 128)
+        is_taken = dtype != "float32" and head_dim in (32, 64, 128, 256)
         if is_taken and kind != "block mask of 64":
             assert (name, reason) == ("hopper", "the fastest that takes this problem")
         else:
             assert name == "portable"
-            words = "dtype" if dtype == "float32" else "not of 64" if is_taken else "heads of 32 to 128"
+            words = "dtype" if dtype == "float32" else "not of 64" if is_taken else "heads of 32 to 256"
             assert reason.startswith("hopper ")
             assert words in reason
 

@@ -484,19 +484,19 @@ def options_of(name: str) -> dict:
     ["causal", "full", "window", "documents", "full_documents", "dropout", "block_mask", "cut_lists"],
 )
 # the last is the portable kernels'
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 16])
 def test_repeated_calls_give_the_bits_of_calls_by_themselves(name, head_dim):
     options = options_of(name)
     assert_repeated_is_same(gradients, [some((2, 300, 4, head_dim)) for _ in range(4)], **options)
     # forward and backward; lists that Hopper's kernels cut begin as copies
-    copies = name == "cut_lists" and head_dim <= 128 and IS_HOPPER
+    copies = name == "cut_lists" and head_dim > 16 and IS_HOPPER
     assert n_noted() == (0 if copies else 2), list(repeats.recipes.values())
 
 
 @on_hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("n_kv_head", [1, 2])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("seq_len", [1, 9000])
 def test_repeated_calls_of_grouped_heads_clear_their_counters(n_kv_head, head_dim, seq_len):
     shape, of_keys = ((2, seq_len, n, head_dim) for n in (4, n_kv_head))
@@ -507,7 +507,7 @@ def test_repeated_calls_of_grouped_heads_clear_their_counters(n_kv_head, head_di
         part for recipe in repeats.recipes.values() for part in recipe.allocations if part.func is torch.zeros
     ]
     # more tiles than are dealt out are taken from a counter
-    assert bool(cleared) == (seq_len == 9000 and head_dim == 128)
+    assert bool(cleared) == (seq_len == 9000 and head_dim >= 128)
 
 
 @pytest.mark.gpu
@@ -540,7 +540,7 @@ def test_threads_with_streams_of_their_own_repeat_the_same_call_at_once():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 256], ids=["hopper", "portable"])
+@pytest.mark.parametrize("head_dim", [64, 16], ids=["hopper", "portable"])
 def test_a_graph_captures_a_repeated_call(head_dim):
     q, k, v = some((2, 300, 4, head_dim), n=3)
     for _ in range(4):

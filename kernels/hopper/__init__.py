@@ -1,4 +1,4 @@
-"""Gluon kernels for sm_90, the fast path for 16-bit heads of 32 to 128. Imports without a GPU or Gluon."""
+"""Gluon kernels for sm_90, the fast path for 16-bit heads of 32 to 256. Imports without a GPU or Gluon."""
 
 import warnings
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from kernels.layouts import bulk_readable
 from kernels.problem import MOST_HEADS, CannotBuildError, Problem
 
-# tiles have 64 or 128 channels: for heads narrower than 32 the portable kernels are as fast
-HEAD_DIMS = range(32, 129, 8)
+# tiles have 64, 128 or 256 channels: for heads narrower than 32 the portable kernels are as fast
+HEAD_DIMS = range(32, 257, 8)
 DTYPES = (torch.bfloat16, torch.float16)
 # row and tile numbers are int32 in the kernels
 MOST_ROWS = 2**30

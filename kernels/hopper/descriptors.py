@@ -15,14 +15,17 @@ FLOAT32_LAYOUTS = {
 
 def tile_width(head_dim: int) -> int:
     """Channels of a head in shared memory: copies fill missing ones with zeros, and do not write them out."""
-    return 64 if head_dim <= 64 else 128
+    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
-def head_descriptor(x: Tensor, rows: int) -> Descriptor:
-    """Tiles of `rows` tokens of one head of (B, T, H, D), by strides: T and D are clipped batch by batch."""
+def head_descriptor(x: Tensor, rows: int, width: int | None = None) -> Descriptor:
+    """Tiles of `rows` tokens of one head of (B, T, H, D), by strides: T and D are clipped batch by batch.
+
+    width: of a tile, in channels; by default tile_width.
+    """
     batch, seq, n_head, head_dim = x.shape
     stride_b, stride_t, stride_h = bulk_strides(x)
-    shape, block = (batch, n_head, seq, head_dim), (1, 1, rows, tile_width(head_dim))
+    shape, block = (batch, n_head, seq, head_dim), (1, 1, rows, width or tile_width(head_dim))
     return Descriptor(x, shape, (stride_b, stride_h, stride_t, 1), block, HEAD_LAYOUT)
 
 

@@ -22,8 +22,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.block_lists import BLOCK_SIZE, BlockLists, hide_unseen
-from kernels.hopper.dropout import PAIRS_OF_EIGHT, Dropout, draw, gradient, make_dropout, make_words
-from kernels.hopper.primitives import Ring, copy_out, make_ring, opaque, record, unpack_pairs
+from kernels.hopper.dropout import (
+    PAIRS_OF_EIGHT,
+    Dropout,
+    draw,
+    gradient,
+    gradient_of_marked,
+    make_dropout,
+    make_words,
+    mark,
+)
+from kernels.hopper.primitives import (
+    Ring,
+    copy_out,
+    make_ring,
+    opaque,
+    pack_pairs,
+    record,
+    unpack_pairs,
+)
 from kernels.hopper.query_tiles import ROWS, key_block, locate, places, skip, words_at
 from kernels.hopper.schedule import Mask, TileOrder
 from kernels.hopper.softmax import hide
@@ -39,7 +56,7 @@ class Tiles:
     k: gl.shared_memory_descriptor  # (STAGES, 1, 1, BLOCK_N, D)
     v: gl.shared_memory_descriptor
     out: gl.shared_memory_descriptor  # (STAGES * BLOCK_N / ROWS, 1, 1, ROWS, D), shares k's memory
-    dq: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, D)
+    dq: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, D), shares q's memory for heads of 256
     q_ring: Ring
     k_ring: Ring
     v_ring: Ring
@@ -59,7 +76,7 @@ class Tiles:
     HEAD_DIM: gl.constexpr
     CONSUMERS: gl.constexpr
     HAS_DLSE: gl.constexpr
-    OUT_STAGES: gl.constexpr  # buffers of k that a tile's out takes
+    OUT_STAGES: gl.constexpr  # buffers of k that a tile's out takes; 0 if lse and delta are there already
 
 
 @gluon.jit
@@ -140,32 +157,53 @@ def lse_and_delta(tiles, out, dout, line, rows):
 
 
 @gluon.jit
-def step(tiles, q, dout, dq, n_k, n_v, place, masked, first, end, minus_lse, minus_delta, dropping):
-    """Adds one block of keys to dq, uses n_k and n_v of the rings; minus_lse: (ROWS,) in base 2."""
+def step(tiles, buffer, dq, n_k, n_v, place, masked, limits, minus_lse, minus_delta, dropping):
+    """Adds one block of keys to dq, uses n_k and n_v of the rings.
+
+    buffer: of q and dout; limits: first and end of the keys that each query sees, or with lists its line in
+    tiles of bits; minus_lse: (ROWS,) in base 2.
+    """
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dq.type.layout, 2)
+    WIDE: gl.constexpr = tiles.HEAD_DIM == 256
+    # wide heads lack the registers for S, dP and dropout's words at a time: dP follows P, which is rounded
+    LATE_DP: gl.constexpr = WIDE and tiles.dropout.IS_ON
     zeros = gl.full([ROWS, tiles.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
+    if WIDE:
+        # opaque: otherwise the addresses of all parts of q and dout are computed before the loop, and spilled
+        buffer = opaque(buffer)
+    q = tiles.q.index(buffer).reshape([ROWS, tiles.HEAD_DIM])
+    dout = tiles.dout.index(buffer).reshape([ROWS, tiles.HEAD_DIM])
     k = tiles.k.index(tiles.k_ring.take(n_k)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
     s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (ROWS, BLOCK_N)
     v_stage = tiles.v_ring.take(n_v)
     v = tiles.v.index(v_stage).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
-    dp = warpgroup_mma(dout, v.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (ROWS, BLOCK_N)
-    if tiles.dropout.IS_ON:
-        masks = tiles.dropout.masks(zeros, draw(dropping, tiles.dropout.read(zeros, v_stage)))
-    s = warpgroup_mma_wait(1, deps=[s])
+    if not LATE_DP:
+        dp = warpgroup_mma(dout, v.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (ROWS, BLOCK_N)
+        if tiles.dropout.IS_ON:
+            masks = tiles.dropout.masks(zeros, draw(dropping, tiles.dropout.read(zeros, v_stage)))
+    s = warpgroup_mma_wait(0 if LATE_DP else 1, deps=[s])
     p = gl.exp2(s * tiles.scale_log2 + gl.expand_dims(minus_lse, 1))
     # mask after the exponentials: the assembler moves no wait across a branch, and dP overlaps with them
     if masked:
         if tiles.mask.KIND == "blocks":
-            p = hide_unseen(p, words_at(tiles, place, first, p), 0.0)
+            p = hide_unseen(p, words_at(tiles, place, limits[0], p), 0.0)
         else:
-            p = hide(p, first, end, place, 0.0, tiles.mask.KIND)
+            p = hide(p, limits[0], limits[1], place, 0.0, tiles.mask.KIND)
+    if LATE_DP:
+        pairs = pack_pairs(p, k.dtype)
+        dp = warpgroup_mma(dout, v.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (ROWS, BLOCK_N)
+        pairs = mark(pairs, tiles.dropout.masks(zeros, draw(dropping, tiles.dropout.read(zeros, v_stage))))
     dp = warpgroup_mma_wait(0, deps=[dp])
     tiles.v_ring.release(n_v)
     minus_delta = gl.expand_dims(minus_delta, 1)
     if tiles.dropout.IS_ON:
         minus_delta, _ = gl.broadcast(minus_delta, dp)
-        ds = unpack_pairs(gradient(p, dp, minus_delta, masks, k.dtype), k.dtype, A_LAYOUT)
+        if LATE_DP:
+            ds = gradient_of_marked(pairs, dp, minus_delta, k.dtype)
+        else:
+            ds = gradient(p, dp, minus_delta, masks, k.dtype)
+        ds = unpack_pairs(ds, k.dtype, A_LAYOUT)
     else:
         ds = gl.convert_layout((p * (dp + minus_delta)).to(k.dtype), A_LAYOUT)
     dq = warpgroup_mma(ds, k, dq, is_async=True)  # (ROWS, D)
@@ -180,6 +218,7 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.HEAD_DIM, 16])
     KIND: gl.constexpr = tiles.mask.KIND
+    WIDE: gl.constexpr = tiles.HEAD_DIM == 256
     n = gl.to_tensor(0)
     for nth in range(tiles.order.n_dealt()):
         batch, head, row, begin, whole_begin, whole_end, end = locate(tiles, tiles.order.dealt(nth))
@@ -191,36 +230,39 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
             _, whole_begin, whole_end, own_end = places(tiles, batch, row, ROWS)
         n_k = n + (nth + 1) * tiles.OUT_STAGES
         q_stage = tiles.q_ring.take(nth)
-        out = take_out(tiles, part, n_k - tiles.OUT_STAGES)
+        if tiles.OUT_STAGES > 0:
+            out = take_out(tiles, part, n_k - tiles.OUT_STAGES)
         if row >= 0:
             # opaque: otherwise addresses derived from it are computed at kernel start, and spilled
             rows = opaque(row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT)))
             buffer = q_stage * tiles.CONSUMERS + part
-            q = tiles.q.index(buffer).reshape([ROWS, tiles.HEAD_DIM])
-            dout = tiles.dout.index(buffer).reshape([ROWS, tiles.HEAD_DIM])
             line = batch * tiles.n_head + head
-            minus_lse, minus_delta = lse_and_delta(tiles, out, dout, line, rows)
-            minus_lse *= tiles.scale_log2
-            if KIND == "blocks":
-                # in place of an interval, each query has its line in the tiles of bits
-                key_first = rows % BLOCK_SIZE
-                key_end = key_first
+            if tiles.OUT_STAGES > 0:
+                dout = tiles.dout.index(buffer).reshape([ROWS, tiles.HEAD_DIM])
+                minus_lse, minus_delta = lse_and_delta(tiles, out, dout, line, rows)
             else:
-                key_first, key_end = tiles.mask.keys_of(batch, rows)
+                minus_lse = gl.load(tiles.minus_lse_ptr + line * tiles.padded + rows)
+                minus_delta = gl.load(tiles.minus_delta_ptr + line * tiles.padded + rows)
+            minus_lse *= tiles.scale_log2
+            limits = (rows % BLOCK_SIZE, rows) if KIND == "blocks" else tiles.mask.keys_of(batch, rows)
             dq = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, DQ_LAYOUT)
             dropping = begin_to_drop(tiles, batch, head, row)
             for place in range(begin, own_end):
                 masked = (place < whole_begin) | (place >= whole_end)
                 j = place - begin
                 dq = step(
-                    tiles, q, dout, dq, n_k + j, n + j, place, masked, key_first, key_end,
-                    minus_lse, minus_delta, dropping
+                    tiles, buffer, dq, n_k + j, n + j, place, masked, limits, minus_lse, minus_delta, dropping
                 )  # fmt: skip
-            tiles.q_ring.release(nth)
             scale = tiles.softmax_scale
             if tiles.dropout.IS_ON:
                 scale *= tiles.dropout.keep_scale
-            copy_out(dq_desc, [batch, head, row, 0], dq * scale, tiles.dq.index(INDEX), 0)
+            if WIDE:
+                copy_out(dq_desc, [batch, head, row, 0], dq * scale, tiles.dq.index(part), 0)
+                tma.store_wait(0)
+                tiles.q_ring.release(nth)
+            else:
+                tiles.q_ring.release(nth)
+                copy_out(dq_desc, [batch, head, row, 0], dq * scale, tiles.dq.index(INDEX), 0)
         else:
             own_end = begin
             tiles.q_ring.release(nth)
@@ -256,24 +298,30 @@ def dq_kernel(
         by_section_tiles, by_section, by_last_section, MASK != "full"
     )  # fmt: skip
     PARTS: gl.constexpr = BLOCK_N // ROWS
-    OUT_STAGES: gl.constexpr = (CONSUMERS + PARTS - 1) // PARTS
+    WIDE: gl.constexpr = HEAD_DIM == 256
+    OUT_STAGES: gl.constexpr = 0 if WIDE else (CONSUMERS + PARTS - 1) // PARTS
+    V_STAGES: gl.constexpr = 1 if WIDE else STAGES
     # a tile's first k is copied before its queries, and out is released after they arrive: one buffer more
     gl.static_assert(STAGES > OUT_STAGES)
     k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
+    q = gl.allocate_shared_memory(dtype, [Q_STAGES * CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
+    dq = q
+    if not WIDE:
+        dq = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], dq_desc.layout)
     tiles = Tiles(
-        gl.allocate_shared_memory(dtype, [Q_STAGES * CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout),
+        q,
         gl.allocate_shared_memory(dtype, [Q_STAGES * CONSUMERS, 1, 1, ROWS, HEAD_DIM], dout_desc.layout),
         k,
-        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout),
+        gl.allocate_shared_memory(dtype, [V_STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout),
         k._reinterpret(dtype, [STAGES * PARTS, 1, 1, ROWS, HEAD_DIM], out_desc.layout),
-        gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], dq_desc.layout),
+        dq,
         make_ring(Q_STAGES, CONSUMERS),
         make_ring(STAGES, CONSUMERS),
-        make_ring(STAGES, CONSUMERS),
+        make_ring(V_STAGES, CONSUMERS),
         order, Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK),
         make_dropout(
             seed_ptr, keep_limit, keep_line, keep_scale,
-            make_words(DROPOUT, STAGES, PAIRS_OF_EIGHT, BLOCK_N), DROPOUT
+            make_words(DROPOUT, V_STAGES, PAIRS_OF_EIGHT, BLOCK_N), DROPOUT
         ),
         n_head, by_n_head,
         lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, padded,

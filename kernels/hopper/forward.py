@@ -40,6 +40,7 @@ from kernels.hopper.steps import (
     walk,
     words_buffer,
 )
+from kernels.hopper.wide_steps import consume_wide
 
 
 @record
@@ -77,7 +78,12 @@ class Tiles:
 
 @gluon.jit
 def produce(tiles, q_desc, k_desc, v_desc, group, counter_ptr, DEALT: gl.constexpr):
-    """Takes tiles and fills the rings as they empty: Q, then each K with the V of the block before."""
+    """Takes tiles and fills the rings as they empty: Q, then each K with the V of the block before.
+
+    With one buffer of Q, which empties last, the first K precedes it, and each K has its own V with it: the
+    last V of a tile would wait for the next Q, which waits for that V.
+    """
+    ONE_Q: gl.constexpr = tiles.q_ring.STAGES == 1
     nth = gl.to_tensor(0)
     n = 0
     batch_before = 0
@@ -87,12 +93,9 @@ def produce(tiles, q_desc, k_desc, v_desc, group, counter_ptr, DEALT: gl.constex
     while i < tiles.order.total():
         batch, head, row, begin, _, _, end = locate(tiles, i)
         kv_head = head // group
-        stage, full = tiles.q_ring.fill(nth)
-        announce(tiles.number.index(stage), i)
-        mbarrier.expect(full, tiles.CONSUMERS * q_desc.block_type.nbytes)
-        for c in gl.static_range(tiles.CONSUMERS):
-            buffer = tiles.q.index(stage * tiles.CONSUMERS + c)
-            tma.async_copy_global_to_shared(q_desc, [batch, head, row + c * ROWS, 0], full, buffer)
+        number = i
+        if not ONE_Q:
+            copy_queries(tiles, q_desc, batch, head, row, number, nth)
         nth += 1
         for j in range(end - begin):
             # a thread block asks for its next tile as late as it can without waiting for the answer: so it
@@ -105,23 +108,41 @@ def produce(tiles, q_desc, k_desc, v_desc, group, counter_ptr, DEALT: gl.constex
                 tiles.dropout.leave_pairs(words_buffer(tiles, n), block)
             mbarrier.expect(full, k_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(k_desc, [batch, kv_head, block, 0], full, tiles.k.index(stage))
-            if n > 0:
-                stage, full = tiles.v_ring.fill(n - 1)
-                mbarrier.expect(full, v_desc.block_type.nbytes)
-                before = [batch_before, head_before, block_before, 0]
-                tma.async_copy_global_to_shared(v_desc, before, full, tiles.v.index(stage))
+            if ONE_Q:
+                if j == 0:
+                    copy_queries(tiles, q_desc, batch, head, row, number, nth - 1)
+                copy_values(tiles, v_desc, batch, kv_head, block, n)
+            elif n > 0:
+                copy_values(tiles, v_desc, batch_before, head_before, block_before, n - 1)
             batch_before = batch
             head_before = kv_head
             block_before = block
             n += 1
-    stage, full = tiles.v_ring.fill(n - 1)
-    mbarrier.expect(full, v_desc.block_type.nbytes)
-    before = [batch_before, head_before, block_before, 0]
-    tma.async_copy_global_to_shared(v_desc, before, full, tiles.v.index(stage))
+    if not ONE_Q:
+        copy_values(tiles, v_desc, batch_before, head_before, block_before, n - 1)
     # a number past the last tile ends the consumers
     stage, full = tiles.q_ring.fill(nth)
     announce(tiles.number.index(stage), i)
     mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def copy_queries(tiles, q_desc, batch, head, row, i, nth):
+    """Fills the ring of Q with the rows of the i-th tile in order, the nth of this thread block."""
+    stage, full = tiles.q_ring.fill(nth)
+    announce(tiles.number.index(stage), i)
+    mbarrier.expect(full, tiles.CONSUMERS * q_desc.block_type.nbytes)
+    for c in gl.static_range(tiles.CONSUMERS):
+        buffer = tiles.q.index(stage * tiles.CONSUMERS + c)
+        tma.async_copy_global_to_shared(q_desc, [batch, head, row + c * ROWS, 0], full, buffer)
+
+
+@gluon.jit
+def copy_values(tiles, v_desc, batch, kv_head, block, n):
+    """Fills the ring of V with keys from `block` on, use n of the ring."""
+    stage, full = tiles.v_ring.fill(n)
+    mbarrier.expect(full, v_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(v_desc, [batch, kv_head, block, 0], full, tiles.v.index(stage))
 
 
 @gluon.jit
@@ -268,14 +289,15 @@ def forward_kernel(
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     lists = BlockLists(spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head)
-    WORDS_BUFFERS: gl.constexpr = STAGES if reads_early(CONSUMERS, MASK) else STAGES + 1
+    EARLY: gl.constexpr = HEAD_DIM < 256 and reads_early(CONSUMERS, MASK)
+    WORDS_BUFFERS: gl.constexpr = STAGES if EARLY else STAGES + 1
     words = make_words(DROPOUT, WORDS_BUFFERS, PAIRS_OF_EIGHT, BLOCK_N)
     tiles = Tiles(
         gl.allocate_shared_memory(dtype, [Q_STAGES * CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout),
         make_numbers(Q_STAGES),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout),
-        gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], out_desc.layout),
+        gl.allocate_shared_memory(dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout),  # noqa: RUF005
         make_ring(Q_STAGES, CONSUMERS),
         make_ring(STAGES, CONSUMERS),
         make_ring(STAGES, CONSUMERS),
@@ -298,7 +320,17 @@ def forward_kernel(
     )
     fence_async_shared()
     copies = (tiles, q_desc, k_desc, v_desc, group, counter_ptr, DEALT)
-    if BLOCKS == 2:
+    if HEAD_DIM == 256:
+        gl.warp_specialize(
+            [
+                (consume_wide, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(0))),
+                (consume_wide, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(1))),
+                (produce, copies),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    elif BLOCKS == 2:
         gl.warp_specialize(
             [
                 (consume_short, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(0))),

@@ -24,7 +24,7 @@ ROWS = gl.constexpr(64)
 CONSUMERS = gl.constexpr(2)
 BLOCK_N = gl.constexpr(128)
 
-# arguments of the two kernels that are not worth specializing on
+# arguments of the kernels that are not worth specializing on
 NOT_SPECIALIZED = [
     "group", "seq_q", "seq_k", "window", "padded", "n_heads", "n_tiles", "n_kv_head", "section",
     "by_section_tiles", "by_section", "by_last_section", "by_n_kv_head",
@@ -35,7 +35,7 @@ NOT_SPECIALIZED = [
 
 @record
 class KeyTiles:
-    """All tiles of BLOCK_N keys, which the thread blocks take one by one from a counter."""
+    """All tiles of KEYS keys, which the thread blocks take one by one from a counter."""
 
     order: TileOrder
     mask: Mask
@@ -43,6 +43,7 @@ class KeyTiles:
     by_n_kv_head: gl.tensor
     group: gl.tensor
     padded: gl.tensor  # rows of one head in lse, delta and dq
+    KEYS: gl.constexpr
 
     @gluon.jit
     def locate(self, i):
@@ -50,7 +51,7 @@ class KeyTiles:
         head, tile = self.order.find(i)
         batch = quotient(head, self.by_n_kv_head)
         kv_head = head - batch * self.n_kv_head
-        key, begin, whole_begin, whole_end, end = visit(self.mask, batch, kv_head, tile)
+        key, begin, whole_begin, whole_end, end = visit(self.mask, batch, kv_head, tile, self.KEYS)
         return batch, kv_head, key, begin, whole_begin, whole_end, end
 
     @gluon.jit
@@ -72,14 +73,14 @@ class KeyTiles:
 @gluon.jit
 def make_key_tiles(
     mask, group, padded, n_heads, n_tiles, n_kv_head, section, by_section_tiles, by_section, by_last_section,
-    by_n_kv_head,
+    by_n_kv_head, KEYS: gl.constexpr = BLOCK_N
 ):  # fmt: skip
-    """The tiles of all heads of k and v, from the arguments of the two kernels."""
+    """The tiles of all heads of k and v, from the arguments of the kernels."""
     order = TileOrder(
         n_heads, n_tiles, section,
         by_section_tiles, by_section, by_last_section, False
     )  # fmt: skip
-    return KeyTiles(order, mask, n_kv_head, by_n_kv_head, group, padded)
+    return KeyTiles(order, mask, n_kv_head, by_n_kv_head, group, padded, KEYS)
 
 
 @gluon.jit
@@ -97,21 +98,22 @@ def copy_queries(tiles, q_desc, dout_desc, minus_lse_desc, minus_delta_desc, bat
 
 
 @gluon.jit
-def visit(mask, batch, kv_head, tile):
-    """The first key of a tile, and the ranges of places that it visits, in the form of blocks_between.
+def visit(mask, batch, kv_head, tile, KEYS: gl.constexpr):
+    """The first of KEYS keys of a tile, and the ranges of places that it visits, see blocks_between.
 
     Tiles with lists are numbered from the longest list on.
     """
     if mask.KIND == "blocks":
-        tile, begin, whole_end, end = mask.lists.longest(batch, kv_head, tile)
-        key = tile * BLOCK_N
+        PARTS: gl.constexpr = BLOCK_SIZE // KEYS
+        line, begin, whole_end, end = mask.lists.longest(batch, kv_head, tile // PARTS)
+        key = line * BLOCK_SIZE + tile % PARTS * KEYS
         # a listed block is two places
         begin, whole_end, end = begin * 2, whole_end * 2, end * 2
         whole_begin = begin
     else:
-        key = tile * BLOCK_N
+        key = tile * KEYS
         first_of_first, end_of_first = mask.queries_of(batch, key)
-        first_of_last, end_of_last = mask.queries_of(batch, key + BLOCK_N - 1)
+        first_of_last, end_of_last = mask.queries_of(batch, key + KEYS - 1)
         if mask.KIND == "intervals":
             # the interval of keys that nobody sees may begin past the last query, among other heads' sums
             # (seq_q - 1 instead would be computed at kernel start, and spilled)
@@ -120,7 +122,7 @@ def visit(mask, batch, kv_head, tile):
             first_of_first, end_of_first, first_of_last, end_of_last, ROWS
         )
         # a tile that reaches past the last key needs a mask in every block
-        if key + BLOCK_N > mask.seq_k:
+        if key + KEYS > mask.seq_k:
             whole_end = whole_begin
     return key, begin, whole_begin, whole_end, end
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from kernels.dropout import limit_bits, line_bits
 from kernels.hopper.backward_64 import backward_64_kernel
 from kernels.hopper.backward_128 import backward_128_kernel
+from kernels.hopper.backward_256 import backward_256_kernel
 from kernels.hopper.cut_lists import without_intervals
 from kernels.hopper.descriptors import float32_descriptor, head_descriptor, tile_width
 from kernels.hopper.dq import dq_kernel
@@ -123,7 +124,7 @@ def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tupl
         head_descriptor(q, ROWS.value),
         head_descriptor(k, tile.block_n),
         head_descriptor(v, tile.block_n),
-        head_descriptor(out, ROWS.value),
+        head_descriptor(out, ROWS.value, min(width, 128)),
         lse,
         counter,
         lse if problem.key_bounds is None else problem.key_bounds,
@@ -170,8 +171,9 @@ class Plan(NamedTuple):
     group: int
     n_q_heads: int
     n_kv_heads: int
-    # tiles of keys of each head
+    # tiles of keys of each head, and the keys of a tile
     n_tiles: int
+    tile_keys: int
     # multiprocessors of the GPU
     n_sm: int
     # whether dq is summed beside dk and dv, or computed by dq.py
@@ -223,7 +225,8 @@ def attention_backward(
     """dq, dk, dv, contiguous or in `gradients`.
 
     In three launches: lse and delta; the gradients; rounding what is left of dq. Or in two: lse, delta and
-    dq; dk and dv. Heads that share keys but not masks get copies of the keys, see backward_apart.
+    dq; dk and dv. Heads of more than 128 take three again: lse and delta; dq; dk and dv. Heads that share
+    keys but not masks get copies of the keys, see backward_apart.
     """
     if problem.blocks and problem.blocks[0].shape[1] > k.shape[2]:
         return backward_apart(problem, dout, dlse, q, k, v, out, lse, gradients)
@@ -242,13 +245,13 @@ def attention_backward(
         dlse = dlse.contiguous()
     dq, dk, dv = gradients or (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     tensors = Tensors(dout, dlse, q, k, v, out, lse, dq, dk, dv, minus_lse, minus_delta, dq_sum, counts)
-    if plan.sums_dq:
+    if plan.sums_dq or plan.width == 256:
         launch_prepare(problem, plan, tensors)
-        launch_gradients(problem, plan, tensors)
-        launch_round(problem, plan, tensors)
-    else:
+    if not plan.sums_dq:
         launch_dq(problem, plan, tensors)
-        launch_gradients(problem, plan, tensors)
+    launch_gradients(problem, plan, tensors)
+    if plan.sums_dq:
+        launch_round(problem, plan, tensors)
     return dq, dk, dv
 
 
@@ -284,18 +287,25 @@ def plan_backward(problem: Problem, q: Tensor, k: Tensor) -> Plan:
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
     width, group = tile_width(head_dim), n_head // n_kv_head
-    n_q_heads, n_kv_heads, n_tiles = batch * n_head, batch * n_kv_head, cdiv(seq_k, BLOCK_N.value)
+    n_q_heads, n_kv_heads = batch * n_head, batch * n_kv_head
+    tile_keys = BACKWARD_ROWS.value if width == 256 else BLOCK_N.value
+    n_tiles = cdiv(seq_k, tile_keys)
+    if problem.blocks:
+        n_tiles = cdiv(seq_k, BLOCK_N.value) * (BLOCK_N.value // tile_keys)
     n_sm = multiprocessors(q.device)
     keys = keys_per_query(problem, seq_q, seq_k)
-    # otherwise dq.py computes dq: the same bits in every run, and faster where rows are short
-    sums_dq = not problem.deterministic and sum_pays(
-        width, mask_kind(problem), keys, memory_bandwidth(q.device)
+    # otherwise dq.py computes dq: the same bits in every run, and faster where rows are short or heads wide
+    sums_dq = (
+        width < 256
+        and not problem.deterministic
+        and sum_pays(width, mask_kind(problem), keys, memory_bandwidth(q.device))
     )
     # dq.py writes lse and delta in whole blocks: of 128 rows for lists, of 64 for intervals
-    rows = PREPARE_ROWS if sums_dq or problem.blocks else ROWS.value
+    prepares = sums_dq or width == 256
+    rows = PREPARE_ROWS if prepares or problem.blocks else ROWS.value
     padded = cdiv(seq_q, rows) * rows
     section = backward_section_heads(seq_q, width, group, n_kv_heads)
-    rounded_sections, n_sums = 0, n_q_heads
+    rounded_sections, n_sums = 0, n_q_heads if sums_dq else 0
     # sums.py rounds only rows of 64 channels
     if sums_dq and head_dim == 64 and turns_pay(n_tiles * n_q_heads, n_sm, keys):
         section = turn_heads(n_tiles, n_kv_heads, n_sm)
@@ -303,8 +313,8 @@ def plan_backward(problem: Problem, q: Tensor, k: Tensor) -> Plan:
         n_sums = min(SLOTS.value * section * group, n_sums)
     n_sections = cdiv(n_kv_heads, section)
     return Plan(
-        batch, seq_q, seq_k, n_head, n_kv_head, head_dim, width, group, n_q_heads, n_kv_heads, n_tiles, n_sm,
-        sums_dq, padded, section, n_sections, rounded_sections, n_sums,
+        batch, seq_q, seq_k, n_head, n_kv_head, head_dim, width, group, n_q_heads, n_kv_heads, n_tiles,
+        tile_keys, n_sm, sums_dq, padded, section, n_sections, rounded_sections, n_sums,
     )  # fmt: skip
 
 
@@ -336,7 +346,7 @@ def launch_prepare(problem: Problem, plan: Plan, tensors: Tensors) -> None:
         BLOCK_M=PREPARE_ROWS,
         COUNTS=COUNTS.value,
         HAS_DLSE=dlse is not None,
-        num_warps=4,
+        num_warps=16 if plan.width == 256 else 4,
     )
 
 
@@ -396,33 +406,42 @@ def launch_gradients(problem: Problem, plan: Plan, tensors: Tensors) -> None:
     tile = backward_tile(width, plan.sums_dq)
     side = BACKWARD_ROWS.value
     squares = tensors.dq_sum.view(-1, side)
-    # for heads of 128, dk and dv leave through the buffers of k and v
-    rows_out = side if width == 64 else BLOCK_N.value
-    arguments = (
+    # dk and dv of heads of 128 leave through the buffers of k and v, the others 64 x 64 at a time
+    rows_out, width_out = (BLOCK_N.value, 128) if width == 128 else (side, 64)
+    inputs = (
         head_descriptor(tensors.q, side),
         head_descriptor(tensors.dout, side),
-        head_descriptor(tensors.k, BLOCK_N.value),
-        head_descriptor(tensors.v, BLOCK_N.value),
+        head_descriptor(tensors.k, plan.tile_keys),
+        head_descriptor(tensors.v, plan.tile_keys),
         float32_descriptor(tensors.minus_lse, (side,)),
         float32_descriptor(tensors.minus_delta, (side,)),
-        float32_descriptor(squares, (side, side)),
-        head_descriptor(tensors.dk, rows_out),
-        head_descriptor(tensors.dv, rows_out),
+    )
+    outputs = (
+        head_descriptor(tensors.dk, rows_out, width_out),
+        head_descriptor(tensors.dv, rows_out, width_out),
+    )
+    work = (
         lse if problem.query_bounds is None else problem.query_bounds,
         *list_arguments(problem.transposed_column_lists, lse),
         *dropout_arguments(problem, lse),
         tensors.counts,
     )
+    sizes = {}
+    if width == 256:
+        kernel, arguments, sizes["P_STAGES"] = backward_256_kernel, inputs + outputs + work, tile.ds_stages
+    else:
+        kernel = backward_64_kernel if width == 64 else backward_128_kernel
+        arguments = (*inputs, float32_descriptor(squares, (side, side)), *outputs, *work)
+        sizes |= {"SUMS_DQ": plan.sums_dq, "KV_STAGES": tile.kv_stages, "DS_STAGES": tile.ds_stages}
+        sizes["REDUCER_REGISTERS"] = tile.reducer_registers
     if width == 64:
-        kernel, sizes = backward_64_kernel, {"DQ_STAGES": tile.dq_stages}
+        sizes["DQ_STAGES"] = tile.dq_stages
         arguments += (
             float32_descriptor(squares, (PART.value, side)),
             dq,
             *bulk_strides(dq),
             plan.rounded_sections,
         )
-    else:
-        kernel, sizes = backward_128_kernel, {}
     launch(
         kernel,
         (min(plan.n_kv_heads * plan.n_tiles, plan.n_sm),),
@@ -441,12 +460,8 @@ def launch_gradients(problem: Problem, plan: Plan, tensors: Tensors) -> None:
         gradient_scale(problem),
         MASK=mask_kind(problem),
         DROPOUT=problem.dropout_p > 0.0,
-        SUMS_DQ=plan.sums_dq,
-        KV_STAGES=tile.kv_stages,
         STAGES=tile.stages,
-        DS_STAGES=tile.ds_stages,
         CONSUMER_REGISTERS=tile.consumer_registers,
-        REDUCER_REGISTERS=tile.reducer_registers,
         PRODUCER_REGISTERS=tile.producer_registers,
         num_warps=4,
         maxnreg=registers(CONSUMERS.value + plan.sums_dq),

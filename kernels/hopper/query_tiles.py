@@ -65,6 +65,24 @@ def words_at(tiles, place, lines, x):
 
 
 @gluon.jit
+def own_places(tiles, batch, row, begin, whole_begin, whole_end, end):
+    """What a warpgroup's rows visit of what its tile does: all of a list, of an interval what they see."""
+    own_begin = begin
+    own_end = end
+    if tiles.mask.KIND != "blocks":
+        own_begin, whole_begin, whole_end, own_end = places(tiles, batch, row, ROWS)
+        if tiles.mask.KIND == "intervals":
+            # the interval of rows that see nothing may lie past the last block that the tile visits
+            own_begin = gl.minimum(own_begin, end - 1)
+            own_end = gl.minimum(own_end, end)
+        # the first tile's surplus rows lie before row 0
+        if row < 0:
+            own_begin = begin
+            own_end = begin
+    return own_begin, whole_begin, whole_end, own_end
+
+
+@gluon.jit
 def skip(tiles, n_k, n_v):
     """Releases a block of keys and values that only other rows of the tile see.
 

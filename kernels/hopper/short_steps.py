@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 from kernels.hopper.block_lists import hide_unseen
 from kernels.hopper.dropout import is_lowered, weights
 from kernels.hopper.primitives import unpack_pairs
-from kernels.hopper.query_tiles import ROWS, locate, places, skip, words_at
+from kernels.hopper.query_tiles import ROWS, locate, own_places, skip, words_at
 from kernels.hopper.softmax import LOWEST, hide, partial_sum, shift_of, softmax
 from kernels.hopper.steps import begin_to_drop, read_words, scores_of_nothing, store
 
@@ -52,31 +52,22 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
     """Attention of 64 rows of every tile of this thread block."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.HEAD_DIM, 16])
-    # a list serves all rows of a tile; of an interval, each warpgroup visits the part that its rows see
     LISTED: gl.constexpr = tiles.mask.KIND == "blocks"
     n = gl.to_tensor(0)
     nth = 0
     i = tiles.take(nth)
     while i < tiles.order.total():
         batch, head, row, begin, whole_begin, whole_end, end = locate(tiles, i)
-        own_begin = begin
-        own_end = end
         row += INDEX * ROWS
         lines = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
         if LISTED:
             first = INDEX * ROWS + lines
             key_end = first
         else:
-            own_begin, whole_begin, whole_end, own_end = places(tiles, batch, row, ROWS)
             first, key_end = tiles.mask.keys_of(batch, gl.maximum(row, 0) + lines)
-            if tiles.mask.KIND == "intervals":
-                # the interval of rows that see nothing may lie past the last block that the tile visits
-                own_begin = gl.minimum(own_begin, end - 1)
-                own_end = gl.minimum(own_end, end)
-            # the first tile's surplus rows lie before row 0
-            if row < 0:
-                own_begin = begin
-                own_end = begin
+        own_begin, whole_begin, whole_end, own_end = own_places(
+            tiles, batch, row, begin, whole_begin, whole_end, end
+        )
         shift = shift_of(row + lines, tiles.q.dtype, is_lowered(tiles))
         dropping = begin_to_drop(tiles, batch, head, row)
         q = tiles.queries(nth, INDEX)

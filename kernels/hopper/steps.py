@@ -7,8 +7,6 @@ l_i: (ROWS, 4), see softmax.partial_sum. n counts blocks of keys, and so uses of
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -16,10 +14,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.hopper.block_lists import hide_unseen
 from kernels.hopper.dropout import is_lowered, weights
 from kernels.hopper.primitives import (
+    copy_out_in_parts,
     named_barrier_arrive,
     named_barrier_sync,
     opaque,
-    thread_barrier,
     unpack_pairs,
 )
 from kernels.hopper.query_tiles import ROWS, words_at
@@ -200,14 +198,9 @@ def store(tiles, out_desc, lse_ptr, o, m_i, l_i, head, row, INDEX: gl.constexpr)
     o = o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout)), 1)
     # opaque: otherwise addresses are computed at kernel start, and spilled where dropout takes the registers
     buffer = tiles.out.index(opaque(gl.to_tensor(INDEX)) if tiles.dropout.IS_ON else INDEX)
-    # the previous tile must have left the buffer
-    tma.store_wait(0)
-    thread_barrier()
-    buffer.reshape([ROWS, tiles.HEAD_DIM]).store(o.to(tiles.q.dtype))
-    fence_async_shared()
-    thread_barrier()
     batch = quotient(head, tiles.by_n_head)
-    tma.async_copy_shared_to_global(out_desc, [batch, head - batch * tiles.n_head, row, 0], buffer)
+    # once the previous tile has left the buffer
+    copy_out_in_parts(out_desc, batch, head - batch * tiles.n_head, row, o, buffer)
 
     lse = gl.where(empty, float("-inf"), (m_i + gl.log2(l_i)) * LN2)
     gl.store(lse_ptr + head.to(gl.int64) * tiles.mask.seq_q + rows, lse, mask=rows < tiles.mask.seq_q)

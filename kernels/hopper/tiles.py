@@ -42,6 +42,8 @@ SHORT_ROWS = {"full": 400, "causal": 520, "window": 1024}
 
 
 def forward_tile(width: int, mask: str, keys_per_query: float) -> ForwardTile:
+    if width == 256:
+        return ForwardTile(2, 64, 1, 2, 240, 32)
     if width == 128:
         return ForwardTile(2, 128, 2, 2, 240, 24)
     # a list serves 128 queries, so two warpgroups; the length of documents is not known here
@@ -60,7 +62,8 @@ class BackwardTile(NamedTuple):
 
     stages, kv_stages, ds_stages, dq_stages: buffers in the rings of queries, K, dS and (heads of 64) dq. The
     reducer is the warpgroup that computes dq. Without it (SUMS_DQ=False) ds_stages and dq_stages have no
-    effect; with it, heads of 128 have one buffer of V. Otherwise V has as many as K.
+    effect; with it, heads of 128 have one buffer of V. Otherwise V has as many as K. Heads of 256 have no
+    reducer; their ds_stages are buffers of P.
     """
 
     stages: int
@@ -73,6 +76,8 @@ class BackwardTile(NamedTuple):
 
 
 def backward_tile(width: int, sums_dq: bool = True) -> BackwardTile:
+    if width == 256:
+        return BackwardTile(2, 1, 2, 0, 240, 0, 32)
     # without dq, shared memory has room for more stages, or for a second V
     if not sums_dq:
         return BackwardTile(4 if width == 64 else 3, 2, 1, 1, 240, 0, 24)
@@ -115,6 +120,8 @@ class DqTile(NamedTuple):
 
 
 def dq_tile(width: int, mask: str, dropout: bool = False) -> DqTile:
+    if width == 256:
+        return DqTile(2, 64, 1, 2, 240, 32)
     # dropout's draws take the registers of 64 keys
     if width == 128 and dropout:
         return DqTile(2, 64, 1, 4, 240, 24)
@@ -125,12 +132,15 @@ def dq_tile(width: int, mask: str, dropout: bool = False) -> DqTile:
     return DqTile(2, 128, 2, 4, 240, 24) if width == 64 else DqTile(2, 128, 1, 2, 240, 24)
 
 
-def key_section_bytes(mask: str) -> int:
+def key_section_bytes(mask: str, head_dim: int) -> int:
     """The most bytes that the keys and values of one section take, as measured.
 
     The fewer the heads, the more thread blocks read one of them at a time; under a full mask, in step.
     """
-    return SECTION_BYTES // {"full": 4, "causal": 2}.get(mask, 1)
+    # otherwise a section of wide heads has about as many tiles as there are multiprocessors, and in the
+    # rounds that dq.py deals some would get the long tiles of every section
+    causal = 1 if head_dim > 128 else 2
+    return SECTION_BYTES // {"full": 4, "causal": causal}.get(mask, 1)
 
 
 @lru_cache(MOST_SHAPES)
@@ -138,7 +148,7 @@ def section_heads(seq_k: int, head_dim: int, mask: str, group: int, n_heads: int
     """Query heads whose keys and values stay in L2 together, in sections of equal size."""
     bytes_per_head = 2 * seq_k * head_dim * 2
     n_kv_heads = n_heads // group
-    most = key_section_bytes(mask) // bytes_per_head
+    most = key_section_bytes(mask, head_dim) // bytes_per_head
     n_sections = cdiv(n_kv_heads, max(1, most))
     return cdiv(n_kv_heads, n_sections) * group
 

@@ -1,0 +1,148 @@
+"""A warpgroup of the forward kernel with heads of 136 to 256: O alone takes 128 registers of a thread.
+
+So tiles of keys are 64 wide, and nothing stays pending from tile to tile. S of the next block is issued
+behind the product with V; the two warpgroups take turns, so that one computes its softmax while the other's
+products run. tiles: forward.Tiles.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
+
+from kernels.hopper.block_lists import BLOCK_SIZE, hide_unseen
+from kernels.hopper.dropout import is_lowered, weights
+from kernels.hopper.primitives import opaque, unpack_pairs
+from kernels.hopper.query_tiles import ROWS, locate, own_places, words_at
+from kernels.hopper.softmax import LOWEST, hide, partial_sum, shift_of, softmax
+from kernels.hopper.steps import (
+    begin_to_drop,
+    pass_turn,
+    read_words,
+    scores_of_nothing,
+    skip_in_turn,
+    store,
+    take_turn,
+)
+
+
+@gluon.jit
+def scores(tiles, q_buffer, n):
+    """Issues S = Q K_n^T, (ROWS, BLOCK_N)."""
+    k = tiles.k.index(n % tiles.k_ring.STAGES).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
+    # opaque: otherwise the addresses of q's parts are computed before the loop, and spilled
+    q = tiles.q.index(opaque(q_buffer)).reshape([ROWS, tiles.HEAD_DIM])
+    return warpgroup_mma(q, k.permute((1, 0)), scores_of_nothing(tiles), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def hide_at(tiles, s, batch, row, place):
+    """s, -inf where queries do not see keys; what they see is found anew, for lack of registers."""
+    rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s.type.layout))
+    if tiles.mask.KIND == "blocks":
+        s = hide_unseen(s, words_at(tiles, place, rows % BLOCK_SIZE, s), float("-inf"))
+    else:
+        first, end = tiles.mask.keys_of(batch, rows)
+        s = hide(s, first, end, place, float("-inf"), tiles.mask.KIND)
+    return s
+
+
+@gluon.jit
+def step(
+    tiles, q_buffer, s, o, m_i, l_i, n, batch, row, place, masked, scale_log2, shift, dropping,
+    LAST: gl.constexpr, INDEX: gl.constexpr
+):  # fmt: skip
+    """Adds block n of keys, given its scores s; returns the next block's too, unless it is the LAST."""
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
+    if masked:
+        s = hide_at(tiles, s, batch, row, place)
+    p, alpha, m_i, l_i = softmax(s, m_i, l_i, scale_log2, shift)
+    o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout)), 1)
+    if tiles.dropout.IS_ON:
+        p = unpack_pairs(weights(tiles, p, dropping, read_words(tiles, n)), tiles.q.dtype, P_LAYOUT)
+    else:
+        p = gl.convert_layout(p.to(tiles.q.dtype), P_LAYOUT)
+    v = tiles.v.index(tiles.v_ring.take(n)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
+    if not LAST:
+        tiles.k_ring.take(n + 1)
+    take_turn(n, INDEX)
+    o = warpgroup_mma(p, v, o, is_async=True)  # (ROWS, D)
+    if not LAST:
+        s = scores(tiles, q_buffer, n + 1)
+    pass_turn(n, INDEX, tiles.CONSUMERS)
+    if not LAST:
+        o = warpgroup_mma_wait(1, deps=[o])
+        tiles.v_ring.release(n)
+        s = warpgroup_mma_wait(0, deps=[s])
+        tiles.k_ring.release(n + 1)
+    else:
+        o = warpgroup_mma_wait(0, deps=[o])
+        tiles.v_ring.release(n)
+    return s, o, m_i, l_i
+
+
+@gluon.jit
+def consume_wide(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
+    """Attention of 64 rows of every tile of this thread block."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.HEAD_DIM, 16])
+    LISTED: gl.constexpr = tiles.mask.KIND == "blocks"
+    n = gl.to_tensor(0)
+    nth = 0
+    if INDEX == tiles.CONSUMERS - 1:
+        pass_turn(n, INDEX, tiles.CONSUMERS)
+    i = tiles.take(nth)
+    while i < tiles.order.total():
+        batch, head, row, begin, whole_begin, whole_end, end = locate(tiles, i)
+        row += INDEX * ROWS
+        own_begin, whole_begin, whole_end, own_end = own_places(
+            tiles, batch, row, begin, whole_begin, whole_end, end
+        )
+        for skipped in range(n, n + end - own_end):
+            skip_in_turn(tiles, skipped, INDEX)
+        n += end - own_end
+        if own_begin < own_end:
+            lines = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
+            shift = shift_of(row + lines, tiles.q.dtype, is_lowered(tiles))
+            dropping = begin_to_drop(tiles, batch, head, row)
+            o = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
+            m_i = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
+            l_i = partial_sum(scores_of_nothing(tiles))
+            tiles.k_ring.take(n)
+            take_turn(n, INDEX)
+            s = scores(tiles, INDEX, n)
+            pass_turn(n, INDEX, tiles.CONSUMERS)
+            s = warpgroup_mma_wait(0, deps=[s])
+            tiles.k_ring.release(n)
+            last = own_end - own_begin - 1
+            for j in range(last):
+                place = own_end - 1 - j
+                masked = place >= whole_end
+                if not LISTED:
+                    masked |= place < whole_begin
+                s, o, m_i, l_i = step(
+                    tiles, INDEX, s, o, m_i, l_i, n + j, batch, row, place, masked, scale_log2,
+                    shift, dropping, False, INDEX
+                )  # fmt: skip
+            # all scores are there
+            tiles.q_ring.release(nth)
+            masked = own_begin >= whole_end
+            if not LISTED:
+                masked |= own_begin < whole_begin
+            _, o, m_i, l_i = step(
+                tiles, INDEX, s, o, m_i, l_i, n + last, batch, row, own_begin, masked, scale_log2,
+                shift, dropping, True, INDEX
+            )  # fmt: skip
+            store(tiles, out_desc, lse_ptr, o, m_i, l_i, batch * tiles.n_head + head, row, INDEX)
+        else:
+            take_turn(n, INDEX)
+            pass_turn(n, INDEX, tiles.CONSUMERS)
+            tiles.q_ring.release(nth)
+        n += own_end - own_begin
+        for skipped in range(n, n + own_begin - begin):
+            skip_in_turn(tiles, skipped, INDEX)
+        n += own_begin - begin
+        nth += 1
+        i = tiles.take(nth)
+    tma.store_wait(0)
+    if INDEX == 0:
+        take_turn(n, INDEX)

@@ -1,0 +1,127 @@
+"""The partitions of a kernel on a CPU, for gluon_on_cpu.py: threads, and the barriers between them."""
+
+import random
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+
+
+class DeadlockError(RuntimeError):
+    pass
+
+
+class Partitions:
+    """Threads of which one runs at a time, chosen at random where one waits or signals."""
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+        self.turn = threading.Condition()
+        self.running = None
+        # what each partition waits for; None: it can go on
+        self.wanted: dict[int, Callable[[], bool] | None] = {}
+        self.errors: list[BaseException] = []
+        self.own = threading.local()
+
+    def run(self, parts: list[tuple]) -> None:
+        threads = [threading.Thread(target=self.part, args=(i, *part)) for i, part in enumerate(parts)]
+        self.wanted = dict.fromkeys(range(len(parts)))
+        with self.turn:
+            self.running = self.random.randrange(len(parts))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.errors:
+            raise self.errors[0]
+
+    def part(self, number: int, function: Callable, arguments: tuple) -> None:
+        self.own.number, self.own.products, self.own.copies = number, [], []
+        try:
+            self.wait_for_turn()
+            function(*arguments)
+            complete(self.own.copies, 0)
+            assert not self.own.products, "a product is never waited for"
+        except BaseException as error:
+            self.errors.append(error)
+        with self.turn:
+            del self.wanted[number]
+            self.choose()
+
+    def wait_until(self, condition: Callable[[], bool] = lambda: True) -> None:
+        """Gives up this partition's turn, and returns in another one, once the condition holds."""
+        with self.turn:
+            self.wanted[self.own.number] = condition
+            self.choose()
+        self.wait_for_turn()
+
+    def wait_for_turn(self) -> None:
+        with self.turn:
+            self.turn.wait_for(lambda: self.running == self.own.number or self.errors)
+            if self.errors:
+                raise DeadlockError("another partition has failed")
+            self.wanted[self.own.number] = None
+
+    def choose(self) -> None:
+        able = [number for number, wanted in self.wanted.items() if wanted is None or wanted()]
+        if able:
+            self.running = self.random.choice(able)
+        elif self.wanted and not self.errors:
+            self.errors.append(DeadlockError(f"partitions {sorted(self.wanted)} wait for each other"))
+        self.turn.notify_all()
+
+
+# the program that runs: its number, how many there are, its partitions, and arrivals at its named barriers
+program = SimpleNamespace(id=0, count=1, partitions=None, named={})
+
+
+def complete(pending: list, n_left: int) -> None:
+    """Runs what was issued, in order, but for the last n_left."""
+    while len(pending) > n_left:
+        pending.pop(0)()
+
+
+class Barrier:
+    """An mbarrier: a phase ends once all arrivals and all announced bytes have come."""
+
+    def __init__(self):
+        self.count = self.left = self.bytes = self.phase = 0
+
+    def arrive(self, n_arrivals=1, n_bytes=0):
+        self.left -= n_arrivals
+        self.bytes += n_bytes
+        self.end_phase()
+        program.partitions.wait_until()
+
+    def receive(self, n_bytes):
+        self.bytes -= n_bytes
+        self.end_phase()
+
+    def end_phase(self):
+        assert self.left >= 0, "more arrivals than the barrier expects"
+        if self.left == 0 and self.bytes == 0:
+            self.phase += 1
+            self.left = self.count
+
+
+class Barriers:
+    def __init__(self, n: int):
+        self.barriers = [Barrier() for _ in range(n)]
+
+    def index(self, i):
+        return self.barriers[int(i)]
+
+
+def init_barrier(barrier, count):
+    barrier.count = barrier.left = count
+
+
+def wait_barrier(barrier, phase, pred=True):
+    if pred:
+        program.partitions.wait_until(lambda: barrier.phase % 2 != int(phase) % 2)
+
+
+def named_barrier(number: int, waits: bool) -> None:
+    """bar.sync or bar.arrive of one of two warpgroups: the other's makes it complete."""
+    arrived = program.named[number] = program.named.get(number, 0) + 1
+    meeting = (arrived + 1) // 2 * 2
+    program.partitions.wait_until((lambda: program.named[number] >= meeting) if waits else lambda: True)

@@ -1,0 +1,230 @@
+"""What a kernel computes with on a CPU, for gluon_on_cpu.py: tensors, shared memory, pointers, copies."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+
+from kernels import launches
+from tests.gluon_partitions import complete, program
+
+
+class Constant(int):
+    value = property(int)
+
+
+class Tensor:
+    """A tensor of a kernel, or a scalar."""
+
+    def __init__(self, x):
+        self.x = x if isinstance(x, torch.Tensor) else torch.tensor(x)
+
+    shape = property(lambda self: list(self.x.shape))
+    dtype = property(lambda self: self.x.dtype)
+    type = property(lambda self: SimpleNamespace(layout=None))
+
+    def to(self, dtype, bitcast=False):
+        return Tensor(self.x.view(dtype) if bitcast else self.x.to(dtype))
+
+    def reshape(self, shape):
+        return Tensor(self.x.reshape(shape))
+
+    def permute(self, order):
+        return Tensor(self.x.permute(order))
+
+    def __bool__(self):
+        return bool(self.x)
+
+    def __index__(self):
+        return int(self.x)
+
+    def __hash__(self):
+        return id(self)
+
+
+def unwrapped(x):
+    return x.x if isinstance(x, Tensor) else x
+
+
+def operator(function: Callable, reflected: bool = False):
+    def operate(self, other):
+        if isinstance(other, Pointer):
+            return NotImplemented
+        a, b = self.x, unwrapped(other)
+        return Tensor(function(b, a) if reflected else function(a, b))
+
+    return operate
+
+
+def quotient(a, b):
+    return torch.div(torch.as_tensor(a), b, rounding_mode="trunc")
+
+
+OPERATORS = {
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
+    "truediv": lambda a, b: a / b, "floordiv": quotient,
+    "mod": lambda a, b: torch.fmod(torch.as_tensor(a), b),
+    "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b,
+    "rshift": lambda a, b: a >> b, "lshift": lambda a, b: a << b,
+}  # fmt: skip
+for name, function in OPERATORS.items():
+    setattr(Tensor, f"__{name}__", operator(function))
+    setattr(Tensor, f"__r{name}__", operator(function, reflected=True))
+for name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Tensor, f"__{name}__", operator(getattr(torch, name)))
+Tensor.__neg__ = lambda self: Tensor(-self.x)
+Tensor.__invert__ = lambda self: Tensor(~self.x)
+
+
+class Product(Tensor):
+    """The result of an asynchronous product: no numbers before it is waited for."""
+
+    def __init__(self, compute: Callable[[], torch.Tensor], shape: list[int]):
+        self.compute, self.size, self.result = compute, shape, None
+
+    @property
+    def x(self):
+        assert self.result is not None, "a product is used before it is waited for"
+        return self.result
+
+    shape = property(lambda self: self.size)
+
+    def settle(self) -> None:
+        self.result = self.compute()
+
+
+def product(a, b, acc, use_acc=True, precision=None, is_async=False) -> Product:
+    assert is_async
+
+    def compute():
+        result = unwrapped(a).float() @ unwrapped(b).float()
+        return result + unwrapped(acc) if use_acc else result
+
+    pending = Product(compute, [a.shape[0], b.shape[1]])
+    program.partitions.own.products.append(pending.settle)
+    return pending
+
+
+def wait_for_products(n_left=0, deps=()):
+    complete(program.partitions.own.products, n_left)
+    settled = [Tensor(x.x) for x in deps]
+    return settled[0] if len(settled) == 1 else tuple(settled)
+
+
+class Memory(Tensor):
+    """A view of shared memory."""
+
+    def index(self, i):
+        return Memory(self.x[int(i)])
+
+    def reshape(self, shape):
+        return Memory(self.x.view(list(shape)))
+
+    def slice(self, start, length, dim=0):
+        return Memory(self.x.narrow(dim, int(start), length))
+
+    def permute(self, order):
+        return Memory(self.x.permute(order))
+
+    def load(self, layout=None):
+        return Tensor(self.x.clone())
+
+    def store(self, x):
+        assert list(self.x.shape) == list(x.shape)
+        self.x.copy_(x.x)
+
+    def _reinterpret(self, dtype, shape, layout):
+        return Memory(self.x.view(-1).view(dtype).view(shape))
+
+
+class Block:
+    """The tensor descriptor of a bulk copy."""
+
+    def __init__(self, descriptor: launches.Descriptor):
+        self.x = torch.as_strided(
+            descriptor.tensor.detach(), descriptor.shape, descriptor.strides,
+            descriptor.tensor.storage_offset(),
+        )  # fmt: skip
+        self.dtype, self.layout = self.x.dtype, descriptor.layout
+        shape = list(descriptor.block)
+        self.block_type = SimpleNamespace(shape=shape, nbytes=torch.Size(shape).numel() * self.x.itemsize)
+
+    def places(self, coordinates):
+        """For each dimension the elements of the tensor, and those of the block, that both have."""
+        sizes = zip(map(int, coordinates), self.block_type.shape, self.x.shape, strict=True)
+        ranges = [(c, max(c, 0), min(c + size, whole)) for c, size, whole in sizes]
+        if any(begin >= end for _, begin, end in ranges):
+            return None
+        return tuple(slice(b, e) for _, b, e in ranges), tuple(slice(b - c, e - c) for c, b, e in ranges)
+
+
+def copy_in(desc, coordinates, barrier, memory):
+    block = torch.zeros(desc.block_type.shape, dtype=desc.dtype)
+    if places := desc.places(coordinates):
+        block[places[1]] = desc.x[places[0]]
+    memory.x.copy_(block.view(memory.x.shape))
+    barrier.receive(desc.block_type.nbytes)
+
+
+def copy_out(desc, coordinates, memory):
+    def copy():
+        if places := desc.places(coordinates):
+            desc.x[places[0]] = memory.x.view(desc.block_type.shape)[places[1]]
+
+    coordinates = [int(c) for c in coordinates]
+    program.partitions.own.copies.append(copy)
+
+
+def add_out(desc, coordinates, memory):
+    """reduce_add_to_global of kernels/hopper/primitives.py."""
+
+    def add():
+        if places := desc.places(coordinates):
+            desc.x[places[0]] += memory.x.view(desc.block_type.shape)[places[1]]
+
+    coordinates = [int(c) for c in coordinates]
+    program.partitions.own.copies.append(add)
+
+
+class Pointer:
+    """Addresses of elements of a tensor."""
+
+    def __init__(self, tensor: torch.Tensor, offsets=0):
+        self.memory, self.offsets = tensor, offsets
+
+    dtype = property(lambda self: SimpleNamespace(element_ty=self.memory.dtype))
+
+    def __add__(self, offsets):
+        return Pointer(self.memory, self.offsets + unwrapped(offsets))
+
+    def flat(self):
+        n_elements = self.memory.untyped_storage().nbytes() // self.memory.itemsize
+        return torch.as_strided(self.memory, (n_elements,), (1,), 0)
+
+    def choose(self, mask):
+        offsets = torch.as_tensor(self.offsets)
+        mask = torch.as_tensor(unwrapped(mask))
+        offsets, mask = torch.broadcast_tensors(offsets, mask)
+        offsets = offsets + self.memory.storage_offset()
+        inside = offsets[mask]
+        assert inside.numel() == 0 or 0 <= inside.min() <= inside.max() < self.flat().numel(), "outside"
+        return offsets, mask
+
+
+def load(pointer, mask=True, other=0):
+    offsets, mask = pointer.choose(mask)
+    found = torch.zeros(offsets.shape, dtype=pointer.memory.dtype) + unwrapped(other)
+    found[mask] = pointer.flat()[offsets[mask]]
+    return Tensor(found.to(pointer.memory.dtype))
+
+
+def store(pointer, x, mask=True):
+    offsets, mask = pointer.choose(mask)
+    x = torch.as_tensor(unwrapped(x)).to(pointer.memory.dtype).expand(offsets.shape)
+    pointer.flat()[offsets[mask]] = x[mask]
+
+
+def add_atomically(pointer, x, sem=None):
+    before = load(pointer)
+    store(pointer, before + x)
+    return before

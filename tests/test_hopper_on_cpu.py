@@ -1,0 +1,133 @@
+"""The Hopper kernels without a GPU, see gluon_on_cpu.py; test_hopper.py tests what compilers make of them."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+
+from kernels import block_masks, hopper
+from kernels.flash_attention import flash_attention, flash_attention_varlen
+from kernels.operators import use_implementation
+from kernels.reference import visible_keys
+from tests.accuracy import assert_as_accurate_as_torch, random_qkv
+from tests.gluon_on_cpu import hopper_on_cpu
+from tests.gluon_partitions import DeadlockError
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the real kernels run on the GPU")
+
+HEAD_DIMS = [40, 64, 128, 160, 256]
+MASKS = ["full", "causal", "window", "documents", "blocks"]
+either_order = pytest.mark.parametrize("deterministic", [False, True])
+
+
+@pytest.fixture
+def launch(monkeypatch):
+    """kernels.hopper.launch of a CPU that passes for a Hopper GPU of three multiprocessors."""
+    launch = hopper_on_cpu(seed=torch.initial_seed() % 2**20)
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
+    monkeypatch.setattr(hopper, "launcher", lambda: launch)
+    # the interpreter's fault is in products, of which what it runs has none
+    monkeypatch.setattr("kernels.checks.is_interpreted_wrongly", lambda device, dtype: False)
+    # rows long enough for sums of dq would take long here
+    monkeypatch.setattr(launch, "sum_pays", lambda *_: True)
+    return launch
+
+
+def hopper_attention(*arguments, **options):
+    with use_implementation("hopper"):
+        return flash_attention(*arguments, **options)
+
+
+def options_of(mask: str, seq_q: int, seq_k: int) -> dict:
+    options = {"causal": mask not in ("full", "blocks")}
+    if mask == "window":
+        options["window"] = 90
+    if mask == "documents":
+        options["document_ids"] = (torch.rand(2, seq_k) < 0.02).cumsum(1).int()
+    if mask == "blocks":
+        # absent, partial and full blocks, and a row of none
+        blocks = torch.randint(3, (-(-seq_q // 128), -(-seq_k // 128)))
+        blocks[0] = 0
+        shares = torch.tensor([0.0, 0.3, 1.0])[blocks].repeat_interleave(128, 0).repeat_interleave(128, 1)
+        options["block_mask"] = block_masks.from_dense(torch.rand(seq_q, seq_k) < shares[:seq_q, :seq_k])
+    return options
+
+
+@either_order
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_mask_is_as_accurate_as_torch_however_partitions_take_turns(
+    head_dim, mask, deterministic, launch
+):
+    for seq_len in (1, 65, 300):
+        q, k, v = random_qkv(2, seq_len, seq_len, 4, 2, head_dim, torch.float16, "cpu")
+        options = options_of(mask, seq_len, seq_len)
+        assert_as_accurate_as_torch(hopper_attention, q, k, v, deterministic=deterministic, **options)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_dropout_keeps_what_the_reference_keeps(dtype, head_dim, mask, launch):
+    q, k, v = random_qkv(2, 200, 200, 4, 2, head_dim, dtype, "cpu")
+    options = options_of(mask, 200, 200) | {"dropout_p": 0.1, "dropout_seed": 2**40 + 3}
+    for deterministic in (False, True):
+        assert_as_accurate_as_torch(hopper_attention, q, k, v, deterministic=deterministic, **options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(1, 300), (200, 70), (70, 200)])
+def test_queries_are_aligned_to_the_last_key(seq_q, seq_k, head_dim, causal, launch):
+    q, k, v = random_qkv(1, seq_q, seq_k, 2, 1, head_dim, torch.float16, "cpu")
+    for deterministic in (False, True):
+        assert_as_accurate_as_torch(hopper_attention, q, k, v, causal=causal, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(
+    ("lengths_q", "lengths_k"),
+    [([64, 1], [64, 0]), ([64, 192], [64, 64]), ([130, 0, 64, 300], [64, 64, 0, 200])],
+)
+def test_queries_without_keys_leave_the_rings_in_step(lengths_q, lengths_k, head_dim, causal, launch):
+    q, _, _ = random_qkv(1, sum(lengths_q), 1, 6, 1, head_dim, torch.float16, "cpu")
+    _, k, v = random_qkv(1, 1, sum(lengths_k), 1, 3, head_dim, torch.float16, "cpu")
+    starts_q, starts_k = (torch.tensor([0, *accumulate(x)]).int() for x in (lengths_q, lengths_k))
+    pairs = zip(lengths_q, lengths_k, strict=True)
+    seen = torch.block_diag(*(visible_keys(*pair, causal=causal)[0, 0] for pair in pairs)).bool()
+
+    def packed(q, k, v, **_):
+        with use_implementation("hopper"):
+            out, lse = flash_attention_varlen(
+                q[0], k[0], v[0], starts_q, cu_seqlens_k=starts_k, causal=causal, return_lse=True
+            )
+        return out[None], lse[None]
+
+    assert_as_accurate_as_torch(packed, q, k, v, block_mask=block_masks.from_dense(seen), causal=False)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_blocks_take_many_tiles_of_one_step(head_dim, launch):
+    q, k, v = random_qkv(4, 40, 100, 6, 6, head_dim, torch.float16, "cpu")
+    for deterministic in (False, True):
+        assert_as_accurate_as_torch(hopper_attention, q, k, v, deterministic=deterministic)
+
+
+def test_a_buffer_that_is_never_released_is_a_deadlock(launch, monkeypatch):
+    monkeypatch.setattr(launch.forward_kernel.__globals__["Ring"], "release", lambda self, i: None)
+    q, k, v = random_qkv(1, 300, 300, 2, 2, 64, torch.float16, "cpu")
+    with pytest.raises(DeadlockError, match="wait for each other"):
+        hopper_attention(q, k, v)
+
+
+@pytest.mark.parametrize("method", ["fill", "take"])
+def test_a_buffer_that_is_used_without_waiting_for_it_is_noticed(method, launch, monkeypatch):
+    def at_once(self, i, wanted=True):
+        stage = i % self.STAGES
+        return stage if method == "take" else (stage, self.full.index(stage))
+
+    monkeypatch.setattr(launch.forward_kernel.__globals__["Ring"], method, at_once)
+    q, k, v = random_qkv(1, 300, 300, 2, 2, 64, torch.float16, "cpu")
+    with pytest.raises((AssertionError, DeadlockError)):
+        assert_as_accurate_as_torch(hopper_attention, q, k, v)

@@ -173,5 +173,5 @@ def test_recorded_rows_are_what_the_compiler_makes_today(given, version):
     recorded = compile_apart(module, version, *arguments)
     # neither by the record nor by what Triton keeps
     anew = {"COMPILE_ANEW": "1", "TRITON_ALWAYS_COMPILE": "1"}
-    assert len(recorded) == 2
+    assert len(recorded) >= 2
     assert recorded == compile_apart(module, version, *arguments, **anew)

@@ -1,12 +1,14 @@
 """dq on sm_90 in a fixed order, in Gluon: dq = dS k, dS = P * (dP - delta), P = exp(S - lse).
 
-For deterministic=True and for queries that see few keys (tiles.sum_pays), where backward_64.py and
+For deterministic=True, for queries that see few keys (tiles.sum_pays), where backward_64.py and
 backward_128.py leave dq out: they would add it to its sum in any order, and the sum costs 16 D bytes per
-query. This kernel runs before them and writes lse and delta in the form that they read. Tiles, roles and
-rings are those of forward.py: a thread block is persistent, one warp fills rings of q, dout, k and v tiles by
-bulk copies, and CONSUMERS warpgroups own 64 query rows each, whose dq stays in registers. out, read once per
-tile, passes through the ring of k. dS is the left operand of its product without leaving the registers. q and
-dout, left operands throughout a tile, stay in shared memory: ptxas would reuse their registers in the loop.
+query; and for all heads of more than 128 channels, beside backward_256.py. This kernel runs before them and
+writes lse and delta in the form that they read, or for wide heads reads them so, from prepare_kernel. Tiles,
+roles and rings are those of forward.py: a thread block is persistent, one warp fills rings of q, dout, k and
+v tiles by bulk copies, and CONSUMERS warpgroups own 64 query rows each, whose dq stays in registers. out,
+read once per tile where delta is made here, passes through the ring of k. dS is the left operand of its
+product without leaving the registers. q and dout, left operands throughout a tile, stay in shared memory:
+ptxas would reuse their registers in the loop.
 
 Sources: FlashAttention-2 (arXiv:2307.08691), FlashAttention-3 (arXiv:2407.08608).
 """
@@ -56,7 +58,7 @@ class Tiles:
     k: gl.shared_memory_descriptor  # (STAGES, 1, 1, BLOCK_N, D)
     v: gl.shared_memory_descriptor
     out: gl.shared_memory_descriptor  # (STAGES * BLOCK_N / ROWS, 1, 1, ROWS, D), shares k's memory
-    dq: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, D), shares q's memory for heads of 256
+    dq: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, D); for heads of 256, q itself
     q_ring: Ring
     k_ring: Ring
     v_ring: Ring
@@ -257,7 +259,7 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
             if tiles.dropout.IS_ON:
                 scale *= tiles.dropout.keep_scale
             if WIDE:
-                copy_out(dq_desc, [batch, head, row, 0], dq * scale, tiles.dq.index(part), 0)
+                copy_out(dq_desc, [batch, head, row, 0], dq * scale, tiles.dq.index(buffer), 0)
                 tma.store_wait(0)
                 tiles.q_ring.release(nth)
             else:

@@ -51,7 +51,7 @@ class Tiles:
     number: gl.shared_memory_descriptor  # (Q_STAGES, 1) int32, the number in order of q's tile
     k: gl.shared_memory_descriptor  # (STAGES, 1, 1, BLOCK_N, D)
     v: gl.shared_memory_descriptor
-    out: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, D)
+    out: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, D), or half of D for heads of 256
     q_ring: Ring
     k_ring: Ring
     v_ring: Ring
@@ -291,13 +291,14 @@ def forward_kernel(
     lists = BlockLists(spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head)
     EARLY: gl.constexpr = HEAD_DIM < 256 and reads_early(CONSUMERS, MASK)
     WORDS_BUFFERS: gl.constexpr = STAGES if EARLY else STAGES + 1
+    OUT_WIDTH: gl.constexpr = out_desc.block_type.shape[3]
     words = make_words(DROPOUT, WORDS_BUFFERS, PAIRS_OF_EIGHT, BLOCK_N)
     tiles = Tiles(
         gl.allocate_shared_memory(dtype, [Q_STAGES * CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout),
         make_numbers(Q_STAGES),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout),
-        gl.allocate_shared_memory(dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout),  # noqa: RUF005
+        gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, OUT_WIDTH], out_desc.layout),
         make_ring(Q_STAGES, CONSUMERS),
         make_ring(STAGES, CONSUMERS),
         make_ring(STAGES, CONSUMERS),

@@ -300,7 +300,7 @@ def plan_backward(problem: Problem, q: Tensor, k: Tensor) -> Plan:
         and not problem.deterministic
         and sum_pays(width, mask_kind(problem), keys, memory_bandwidth(q.device))
     )
-    # dq.py writes lse and delta in whole blocks: of 128 rows for lists, of 64 for intervals
+    # lse and delta come in whole blocks: from prepare_kernel, and from dq.py for lists, of 128 rows, else of 64
     prepares = sums_dq or width == 256
     rows = PREPARE_ROWS if prepares or problem.blocks else ROWS.value
     padded = cdiv(seq_q, rows) * rows
@@ -351,7 +351,7 @@ def launch_prepare(problem: Problem, plan: Plan, tensors: Tensors) -> None:
 
 
 def launch_dq(problem: Problem, plan: Plan, tensors: Tensors) -> None:
-    """Writes dq, minus_lse and minus_delta, and clears the count of tiles."""
+    """Writes dq, and but for wide heads minus_lse and minus_delta, and clears the count of tiles."""
     lse, dlse, minus_lse = tensors.lse, tensors.dlse, tensors.minus_lse
     tile = dq_tile(plan.width, mask_kind(problem), problem.dropout_p > 0.0)
     n_tiles = cdiv(plan.seq_q, tile.consumers * ROWS.value)

@@ -63,7 +63,7 @@ class BackwardTile(NamedTuple):
     stages, kv_stages, ds_stages, dq_stages: buffers in the rings of queries, K, dS and (heads of 64) dq. The
     reducer is the warpgroup that computes dq. Without it (SUMS_DQ=False) ds_stages and dq_stages have no
     effect; with it, heads of 128 have one buffer of V. Otherwise V has as many as K. Heads of 256 have no
-    reducer; their ds_stages are buffers of P.
+    reducer, and one buffer of K and V each; their ds_stages are buffers of P.
     """
 
     stages: int
@@ -108,7 +108,8 @@ def sum_pays(width: int, mask: str, keys_per_query: float, bandwidth: float) -> 
 class DqTile(NamedTuple):
     """The sizes of dq.py.
 
-    consumers: warpgroups of 64 query rows; q_stages: buffers in the rings of Q and dout; stages: of K and V.
+    consumers: warpgroups of 64 query rows; q_stages: buffers in the rings of Q and dout; stages: of K and V,
+    but of K alone for heads of 256, which have one of V.
     """
 
     consumers: int

@@ -86,6 +86,8 @@ def consume_wide(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.HEAD_DIM, 16])
     LISTED: gl.constexpr = tiles.mask.KIND == "blocks"
+    # so a warpgroup's queries are always in the buffer of its number
+    gl.static_assert(tiles.q_ring.STAGES == 1)
     n = gl.to_tensor(0)
     nth = 0
     if INDEX == tiles.CONSUMERS - 1:

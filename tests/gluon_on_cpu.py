@@ -5,13 +5,16 @@ modules made here, and its launch.py calls the kernels, program by program. What
 about is brought about here:
 
 - Partitions take turns at random. If all of them wait, that is a deadlock, and an error.
-- A copy into shared memory is made when it is issued, as early as possible: what is still read then changes.
+- A copy into shared memory is made when it is issued, and changes what is still read then; or at random
+  later, and what does not wait for it reads what was there before.
 - A product is computed, and a copy to global memory made, when it is waited for, as late as possible: what a
-  buffer held that was released before is lost. A product that is used before it is waited for is an error.
+  buffer held that was released before is lost. What is used before it is waited for, or never waited for, is
+  an error.
 - Fresh shared memory holds NaN.
 
-Layouts, registers and warps have no counterpart, and of inline assembly only what gluon_assembly.py knows.
-Programs run one after the other: those that wait for each other, as in sums.py, only run on a GPU.
+Layouts, registers, warps, fences and the width of integers have no counterpart, and of inline assembly only
+what gluon_assembly.py knows. Programs run one after the other: those that wait for each other, as in sums.py,
+only run on a GPU.
 """
 
 import importlib

@@ -19,6 +19,8 @@ class Partitions:
         self.running = None
         # what each partition waits for; None: it can go on
         self.wanted: dict[int, Callable[[], bool] | None] = {}
+        # bulk copies into shared memory that are on their way
+        self.arriving: list[Callable[[], None]] = []
         self.errors: list[BaseException] = []
         self.own = threading.local()
 
@@ -39,8 +41,8 @@ class Partitions:
         try:
             self.wait_for_turn()
             function(*arguments)
-            complete(self.own.copies, 0)
             assert not self.own.products, "a product is never waited for"
+            assert not self.own.copies, "the end of a copy is never waited for"
         except BaseException as error:
             self.errors.append(error)
         with self.turn:
@@ -61,13 +63,29 @@ class Partitions:
                 raise DeadlockError("another partition has failed")
             self.wanted[self.own.number] = None
 
+    def arrive(self, copy: Callable[[], None]) -> None:
+        """Makes a copy at once or, at random, later: behind others that were issued after it, too."""
+        if self.random.random() < 0.5:
+            copy()
+        else:
+            self.arriving.append(copy)
+
     def choose(self) -> None:
-        able = [number for number, wanted in self.wanted.items() if wanted is None or wanted()]
+        able = self.able()
+        while self.arriving and not self.errors and (not able or self.random.random() < 0.3):
+            try:
+                self.arriving.pop(self.random.randrange(len(self.arriving)))()
+            except AssertionError as error:
+                self.errors.append(error)
+            able = self.able()
         if able:
             self.running = self.random.choice(able)
         elif self.wanted and not self.errors:
             self.errors.append(DeadlockError(f"partitions {sorted(self.wanted)} wait for each other"))
         self.turn.notify_all()
+
+    def able(self) -> list[int]:
+        return [number for number, wanted in self.wanted.items() if wanted is None or wanted()]
 
 
 # the program that runs: its number, how many there are, its partitions, and arrivals at its named barriers

@@ -162,8 +162,12 @@ def copy_in(desc, coordinates, barrier, memory):
     block = torch.zeros(desc.block_type.shape, dtype=desc.dtype)
     if places := desc.places(coordinates):
         block[places[1]] = desc.x[places[0]]
-    memory.x.copy_(block.view(memory.x.shape))
-    barrier.receive(desc.block_type.nbytes)
+
+    def arrive():
+        memory.x.copy_(block.view(memory.x.shape))
+        barrier.receive(desc.block_type.nbytes)
+
+    program.partitions.arrive(arrive)
 
 
 def copy_out(desc, coordinates, memory):

@@ -190,6 +190,9 @@ def launch_all(passes: list[str]) -> None:
         wide_q, wide_k = (torch.zeros(2, 1000, n, 128, dtype=torch.float16) for n in (4, 2))
         problem, dlse = Problem(softmax_scale=0.1, causal=False), torch.zeros_like(lse)
         launch.attention_backward(problem, wide_q.clone(), dlse, wide_q, wide_k, wide_k, wide_q.clone(), lse)
+    if "heads_of_256" in passes:
+        wide = torch.zeros(2, 1000, 4, 256, dtype=torch.bfloat16)
+        launch.attention_backward(Problem(**plain), wide, None, wide, wide, wide, wide, lse)
     blocks = tuple(block_masks.strided(1000, 2, block_size=128).tensors())
     if "cut_lists" in passes:
         problem = Problem(**plain, window=300, blocks=blocks)

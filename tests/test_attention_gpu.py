@@ -211,7 +211,7 @@ def test_a_cuda_graph_draws_another_dropout_mask_in_every_replay(device):
 @on_hopper
 @pytest.mark.parametrize("implementation", ["hopper"], indirect=True)
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_cuda_graph_replays_both_passes_of_hopper(head_dim, deterministic, device):
     # more tiles than thread blocks: what counts them must begin anew in each replay
     q, k, v = random_qkv(4, 1111, 1111, 24, 12, head_dim, torch.bfloat16, device)

@@ -157,7 +157,7 @@ def test_heads_of_a_gradient_may_begin_behind_two_billion_elements():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's test")
-@pytest.mark.parametrize(("head_dim", "width"), [(64, 64), (32, 64), (96, 128)])
+@pytest.mark.parametrize(("head_dim", "width"), [(64, 64), (32, 64), (96, 128), (200, 256)])
 def test_sums_are_zeroed_and_counts_begin_at_zero_for_the_first_sections_alone(head_dim, width):
     (batch, seq_len, n_head), n_sums, n_sections = (2, 70, 3), 4, 3
     # behind the last channel of a head other heads have theirs

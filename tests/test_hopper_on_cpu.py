@@ -15,13 +15,13 @@ from tests.gluon_partitions import DeadlockError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the real kernels run on the GPU")
 
-HEAD_DIMS = [40, 64, 128, 160, 256]
+HEAD_DIMS = [40, 64, 128, 136, 256]
 MASKS = ["full", "causal", "window", "documents", "blocks"]
 either_order = pytest.mark.parametrize("deterministic", [False, True])
 
 
 @pytest.fixture
-def launch(monkeypatch):
+def launch(monkeypatch, fresh_memory_is_nan):
     """kernels.hopper.launch of a CPU that passes for a Hopper GPU of three multiprocessors."""
     launch = hopper_on_cpu(seed=torch.initial_seed() % 2**20)
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
@@ -30,6 +30,8 @@ def launch(monkeypatch):
     monkeypatch.setattr("kernels.checks.is_interpreted_wrongly", lambda device, dtype: False)
     # rows long enough for sums of dq would take long here
     monkeypatch.setattr(launch, "sum_pays", lambda *_: True)
+    # sums that take turns wait for other thread blocks
+    monkeypatch.setattr(launch, "turns_pay", lambda *_: False)
     return launch
 
 
@@ -107,6 +109,27 @@ def test_queries_without_keys_leave_the_rings_in_step(lengths_q, lengths_k, head
     assert_as_accurate_as_torch(packed, q, k, v, block_mask=block_masks.from_dense(seen), causal=False)
 
 
+@either_order
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_lists_of_each_head_and_lists_that_intervals_cut_are_exact(head_dim, deterministic, launch):
+    q, k, v = random_qkv(2, 200, 300, 4, 2, head_dim, torch.bfloat16, "cpu")
+    of_heads = block_masks.from_dense(torch.rand(2, 4, 200, 300) < 0.5)
+    for options in ({"causal": False}, {"causal": True}, {"window": 100}):
+        assert_as_accurate_as_torch(
+            hopper_attention, q, k, v, block_mask=of_heads, deterministic=deterministic, **options
+        )
+
+
+@either_order
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_packed_and_head_major_tensors_are_read_in_place(head_dim, deterministic, launch):
+    packed = torch.randn(2, 150, 3, 2, head_dim).bfloat16()
+    head_major = torch.randn(3, 2, 2, 150, head_dim).bfloat16().transpose(2, 3)
+    for q, k, v in (packed.unbind(2), head_major):
+        options = {"window": 70, "deterministic": deterministic}
+        assert_as_accurate_as_torch(hopper_attention, q, k, v, **options)
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_blocks_take_many_tiles_of_one_step(head_dim, launch):
     q, k, v = random_qkv(4, 40, 100, 6, 6, head_dim, torch.float16, "cpu")
@@ -122,12 +145,18 @@ def test_a_buffer_that_is_never_released_is_a_deadlock(launch, monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["fill", "take"])
-def test_a_buffer_that_is_used_without_waiting_for_it_is_noticed(method, launch, monkeypatch):
+@pytest.mark.parametrize("share", [1, 2])
+def test_a_buffer_that_is_used_without_waiting_for_it_is_noticed(share, method, launch, monkeypatch):
+    ring = launch.forward_kernel.__globals__["Ring"]
+    waiting = getattr(ring, method)
+
     def at_once(self, i, wanted=True):
+        if int(i) % share:
+            return waiting(self, i) if method == "fill" else waiting(self, i, wanted)
         stage = i % self.STAGES
         return stage if method == "take" else (stage, self.full.index(stage))
 
-    monkeypatch.setattr(launch.forward_kernel.__globals__["Ring"], method, at_once)
-    q, k, v = random_qkv(1, 300, 300, 2, 2, 64, torch.float16, "cpu")
+    monkeypatch.setattr(ring, method, at_once)
+    q, k, v = random_qkv(1, 500, 500, 2, 2, 64, torch.float16, "cpu")
     with pytest.raises((AssertionError, DeadlockError)):
         assert_as_accurate_as_torch(hopper_attention, q, k, v)

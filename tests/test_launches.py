@@ -24,6 +24,7 @@ KERNELS = {
     "forward": [FORWARD],
     "backward": [PREPARE, ("backward_64", 10), ROUND],
     "heads_of_128": [PREPARE, ("backward_128", 9), ROUND],
+    "heads_of_256": [PREPARE, ("dq", 6), ("backward_256", 8)],
     # dk and dv beside a dq of their own
     "cut_lists": [CUT, FORWARD, CUT, CUT, ("dq", 6), ("backward_64", 10)],
     "dropout": [FORWARD],

@@ -37,7 +37,7 @@ def test_autocast_casts_the_packed_tensor(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("seq_len", [1, 100, 1024])
 def test_hopper_writes_the_gradient_in_place(seq_len, head_dim):
     qkv = torch.randn(2, seq_len, 3, 4, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)

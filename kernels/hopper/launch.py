@@ -300,7 +300,7 @@ def plan_backward(problem: Problem, q: Tensor, k: Tensor) -> Plan:
         and not problem.deterministic
         and sum_pays(width, mask_kind(problem), keys, memory_bandwidth(q.device))
     )
-    # lse and delta come in whole blocks: from prepare_kernel, and from dq.py for lists, of 128 rows, else of 64
+    # lse and delta come in whole blocks: of 128 rows from prepare_kernel and for lists, else of 64 from dq.py
     prepares = sums_dq or width == 256
     rows = PREPARE_ROWS if prepares or problem.blocks else ROWS.value
     padded = cdiv(seq_q, rows) * rows

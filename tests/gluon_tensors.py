@@ -196,8 +196,6 @@ class Pointer:
     def __init__(self, tensor: torch.Tensor, offsets=0):
         self.memory, self.offsets = tensor, offsets
 
-    dtype = property(lambda self: SimpleNamespace(element_ty=self.memory.dtype))
-
     def __add__(self, offsets):
         return Pointer(self.memory, self.offsets + unwrapped(offsets))
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from kernels.dropout import WORD, multiply_words
 from tests.gluon_partitions import named_barrier
 from tests.gluon_tensors import Tensor, unwrapped
 
@@ -59,11 +60,7 @@ def assembly(asm, constraints, args, dtype, is_pure, pack):
         square = torch.stack(apart(x), -1).permute(0, 2, 1, 3, 4).reshape(n, m, 8, 8).mT
         return Tensor(joined(*square.reshape(n, m, 8, 4, 2).permute(0, 2, 1, 3, 4).unbind(-1)))
     if "mul.wide.u32" in asm:
-        # in two halves: the whole product needs 64 unsigned bits
-        a, b = x.long() & 0xFFFFFFFF, rest[0].long() & 0xFFFFFFFF
-        low, high = (a & 0xFFFF) * b, (a >> 16) * b
-        carry = low + ((high & 0xFFFF) << 16)
-        words = (high >> 16) + (carry >> 32), carry
+        words = multiply_words(x.long() & WORD, rest[0].long() & WORD)
         return tuple(Tensor(word.to(torch.int32)) for word in words)
     if "fma.rn.relu" in asm:
         slope, start = numbers(rest[1], kind)

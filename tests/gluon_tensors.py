@@ -170,24 +170,16 @@ def copy_in(desc, coordinates, barrier, memory):
     program.partitions.arrive(arrive)
 
 
-def copy_out(desc, coordinates, memory):
+def copy_out(desc, coordinates, memory, adds=False):
+    """A copy to global memory, or with `adds` reduce_add_to_global of kernels/hopper/primitives.py."""
+
     def copy():
         if places := desc.places(coordinates):
-            desc.x[places[0]] = memory.x.view(desc.block_type.shape)[places[1]]
+            x = memory.x.view(desc.block_type.shape)[places[1]]
+            desc.x[places[0]] = desc.x[places[0]] + x if adds else x
 
     coordinates = [int(c) for c in coordinates]
     program.partitions.own.copies.append(copy)
-
-
-def add_out(desc, coordinates, memory):
-    """reduce_add_to_global of kernels/hopper/primitives.py."""
-
-    def add():
-        if places := desc.places(coordinates):
-            desc.x[places[0]] += memory.x.view(desc.block_type.shape)[places[1]]
-
-    coordinates = [int(c) for c in coordinates]
-    program.partitions.own.copies.append(add)
 
 
 class Pointer:

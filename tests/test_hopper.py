@@ -92,8 +92,9 @@ def assert_nothing_is_wasted(configurations: list[dict]) -> None:
             # dq has no more than a few in its steps
             assert c["spilled"] <= 200, c
             assert len(c["spilled_in_loops"]) <= (4 if c["kernel"] == "dq" else 0), c
-        # the forward kernel carries P from step to step; no other has such an operand
-        assert c["kernel"] == "forward" or c["overwritten"] == [], c
+        # the forward kernel of narrower heads carries P from step to step; no other has such an operand
+        carries_p = c["kernel"] == "forward" and c["head_dim"] <= 128
+        assert carries_p or c["overwritten"] == [], c
 
 
 def test_division_by_multiplication_is_exact():

@@ -65,9 +65,6 @@ from kernels.hopper.schedule import Mask
 HEAD_DIM = gl.constexpr(256)
 # channels of dk and dv that leave at a time
 PART = gl.constexpr(64)
-# the warpgroups, by the gradient each of them holds, as they take turns in issuing products
-VALUES = gl.constexpr(0)
-KEYS = gl.constexpr(1)
 # layouts of a 64 x 64 product, and of dk and dv
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 D_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
@@ -124,7 +121,7 @@ def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delt
                 line += tiles.work.padded
         t += 1
         i = tiles.work.take_behind_the_first(counter_ptr)
-    # a number past the last tile ends both warpgroups, which have also asked for its first queries
+    # a number past the last tile ends both warpgroups
     _, full = tiles.k_ring.fill(t)
     announce(tiles.numbers.index(0), i)
     mbarrier.arrive(full, count=1)
@@ -266,8 +263,6 @@ def backward_256_kernel(
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     P_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    # each step waits for the next one's queries while it holds its own
-    gl.static_assert(STAGES > 1)
     lists = BlockLists(spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head)
     work = make_key_tiles(
         Mask(seq_q, seq_k, window, bounds_ptr, lists, MASK), group, padded, n_heads, n_tiles, n_kv_head,

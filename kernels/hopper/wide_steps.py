@@ -26,11 +26,11 @@ from kernels.hopper.steps import (
 
 
 @gluon.jit
-def scores(tiles, q_buffer, n):
+def scores(tiles, n, INDEX: gl.constexpr):
     """Issues S = Q K_n^T, (ROWS, BLOCK_N)."""
     k = tiles.k.index(n % tiles.k_ring.STAGES).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
     # opaque: otherwise the addresses of q's parts are computed before the loop, and spilled
-    q = tiles.q.index(opaque(q_buffer)).reshape([ROWS, tiles.HEAD_DIM])
+    q = tiles.q.index(opaque(gl.to_tensor(INDEX))).reshape([ROWS, tiles.HEAD_DIM])
     return warpgroup_mma(q, k.permute((1, 0)), scores_of_nothing(tiles), use_acc=False, is_async=True)
 
 
@@ -48,12 +48,12 @@ def hide_at(tiles, s, batch, row, place):
 
 @gluon.jit
 def step(
-    tiles, q_buffer, s, o, m_i, l_i, n, batch, row, place, masked, scale_log2, shift, dropping,
+    tiles, s, o, m_i, l_i, n, batch, row, place, whole_begin, whole_end, scale_log2, shift, dropping,
     LAST: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
     """Adds block n of keys, given its scores s; returns the next block's too, unless it is the LAST."""
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
-    if masked:
+    if (place < whole_begin) | (place >= whole_end):
         s = hide_at(tiles, s, batch, row, place)
     p, alpha, m_i, l_i = softmax(s, m_i, l_i, scale_log2, shift)
     o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout)), 1)
@@ -67,16 +67,13 @@ def step(
     take_turn(n, INDEX)
     o = warpgroup_mma(p, v, o, is_async=True)  # (ROWS, D)
     if not LAST:
-        s = scores(tiles, q_buffer, n + 1)
+        s = scores(tiles, n + 1, INDEX)
     pass_turn(n, INDEX, tiles.CONSUMERS)
+    o = warpgroup_mma_wait(0 if LAST else 1, deps=[o])
+    tiles.v_ring.release(n)
     if not LAST:
-        o = warpgroup_mma_wait(1, deps=[o])
-        tiles.v_ring.release(n)
         s = warpgroup_mma_wait(0, deps=[s])
         tiles.k_ring.release(n + 1)
-    else:
-        o = warpgroup_mma_wait(0, deps=[o])
-        tiles.v_ring.release(n)
     return s, o, m_i, l_i
 
 
@@ -85,7 +82,6 @@ def consume_wide(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
     """Attention of 64 rows of every tile of this thread block."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.HEAD_DIM, 16])
-    LISTED: gl.constexpr = tiles.mask.KIND == "blocks"
     # so a warpgroup's queries are always in the buffer of its number
     gl.static_assert(tiles.q_ring.STAGES == 1)
     n = gl.to_tensor(0)
@@ -111,28 +107,21 @@ def consume_wide(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             l_i = partial_sum(scores_of_nothing(tiles))
             tiles.k_ring.take(n)
             take_turn(n, INDEX)
-            s = scores(tiles, INDEX, n)
+            s = scores(tiles, n, INDEX)
             pass_turn(n, INDEX, tiles.CONSUMERS)
             s = warpgroup_mma_wait(0, deps=[s])
             tiles.k_ring.release(n)
             last = own_end - own_begin - 1
             for j in range(last):
-                place = own_end - 1 - j
-                masked = place >= whole_end
-                if not LISTED:
-                    masked |= place < whole_begin
                 s, o, m_i, l_i = step(
-                    tiles, INDEX, s, o, m_i, l_i, n + j, batch, row, place, masked, scale_log2,
-                    shift, dropping, False, INDEX
+                    tiles, s, o, m_i, l_i, n + j, batch, row, own_end - 1 - j, whole_begin, whole_end,
+                    scale_log2, shift, dropping, False, INDEX
                 )  # fmt: skip
             # all scores are there
             tiles.q_ring.release(nth)
-            masked = own_begin >= whole_end
-            if not LISTED:
-                masked |= own_begin < whole_begin
             _, o, m_i, l_i = step(
-                tiles, INDEX, s, o, m_i, l_i, n + last, batch, row, own_begin, masked, scale_log2,
-                shift, dropping, True, INDEX
+                tiles, s, o, m_i, l_i, n + last, batch, row, own_begin, whole_begin, whole_end,
+                scale_log2, shift, dropping, True, INDEX
             )  # fmt: skip
             store(tiles, out_desc, lse_ptr, o, m_i, l_i, batch * tiles.n_head + head, row, INDEX)
         else:

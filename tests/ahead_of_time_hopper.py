@@ -16,6 +16,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from kernels.hopper.backward_64 import backward_64_kernel
 from kernels.hopper.backward_128 import backward_128_kernel
 from kernels.hopper.backward_256 import backward_256_kernel
+from kernels.hopper.descriptors import copy_width, rest_width, tile_width
 from kernels.hopper.dq import dq_kernel
 from kernels.hopper.forward import ROWS, forward_kernel
 from kernels.hopper.launch import registers
@@ -24,7 +25,7 @@ from kernels.hopper.tiles import backward_tile, dq_tile, forward_tile
 from tests.assembler import machine_code_of, used_by
 
 INTEGERS = ("bounds_ptr", "counts_ptr", "counter_ptr", "spans_ptr", "entries_ptr", "bits_ptr")
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 192, 256)
 MASKS = ("full", "causal", "window", "intervals", "blocks")
 
 
@@ -39,14 +40,16 @@ def descriptor(dtype: str, *shape: int, swizzle: int = 128) -> str:
 
 def forward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int, dropout: bool) -> tuple:
     """The kernel, its descriptors by argument, its constants, registers of a thread, as in launch.py."""
-    tile = forward_tile(head_dim, mask, seq_q)
+    width = tile_width(head_dim)
+    tile = forward_tile(width, mask, seq_q)
     rows = {"q_desc": ROWS.value, "out_desc": ROWS.value, "k_desc": tile.block_n, "v_desc": tile.block_n}
-    descriptors = {name: descriptor(dtype, 1, 1, n, head_dim) for name, n in rows.items()}
-    descriptors["out_desc"] = descriptor(dtype, 1, 1, ROWS.value, min(head_dim, 128))
+    descriptors = {name: descriptor(dtype, 1, 1, n, copy_width(head_dim)) for name, n in rows.items()}
+    descriptors["out_desc"] = descriptor(dtype, 1, 1, ROWS.value, rest_width(head_dim) or width)
     constants = {
         "MASK": mask,
         "BLOCK_N": tile.block_n,
-        "HEAD_DIM": head_dim,
+        "HEAD_DIM": width,
+        "REST": rest_width(head_dim),
         "CONSUMERS": tile.consumers,
         "Q_STAGES": tile.q_stages,
         "STAGES": tile.stages,
@@ -62,11 +65,12 @@ def backward_configuration(
     head_dim: int, dtype: str, mask: str, seq_q: int, dropout: bool, sums_dq: bool = True
 ) -> tuple:
     """The same for the backward pass."""
-    tile = backward_tile(head_dim, sums_dq)
-    kernel = {64: backward_64_kernel, 128: backward_128_kernel, 256: backward_256_kernel}[head_dim]
-    keys, rows_out, width_out = {64: (128, 64, 64), 128: (128, 128, 128), 256: (64, 64, 64)}[head_dim]
+    width = tile_width(head_dim)
+    tile = backward_tile(width, sums_dq)
+    kernel = {64: backward_64_kernel, 128: backward_128_kernel, 256: backward_256_kernel}[width]
+    keys, rows_out, width_out = {64: (128, 64, 64), 128: (128, 128, 128), 256: (64, 64, 64)}[width]
     rows = {"q_desc": 64, "dout_desc": 64, "k_desc": keys, "v_desc": keys}
-    descriptors = {name: descriptor(dtype, 1, 1, n, head_dim) for name, n in rows.items()}
+    descriptors = {name: descriptor(dtype, 1, 1, n, copy_width(head_dim)) for name, n in rows.items()}
     descriptors |= dict.fromkeys(("dk_desc", "dv_desc"), descriptor(dtype, 1, 1, rows_out, width_out))
     descriptors["minus_lse_desc"] = descriptor("fp32", 64, swizzle=0)
     descriptors["minus_delta_desc"] = descriptor("fp32", 64, swizzle=0)
@@ -78,12 +82,12 @@ def backward_configuration(
         "CONSUMER_REGISTERS": tile.consumer_registers,
         "PRODUCER_REGISTERS": tile.producer_registers,
     }
-    if head_dim == 256:
-        constants["P_STAGES"] = tile.ds_stages
+    if width == 256:
+        constants |= {"REST": rest_width(head_dim), "P_STAGES": tile.ds_stages}
     else:
         constants |= {"SUMS_DQ": sums_dq, "KV_STAGES": tile.kv_stages, "DS_STAGES": tile.ds_stages}
         constants["REDUCER_REGISTERS"] = tile.reducer_registers
-    if head_dim == 64:
+    if width == 64:
         constants["DQ_STAGES"] = tile.dq_stages
     return kernel, descriptors, constants, registers(3 if sums_dq else 2)
 
@@ -95,15 +99,18 @@ def dkdv_configuration(head_dim: int, dtype: str, mask: str, seq_q: int, dropout
 
 def dq_configuration(head_dim: int, dtype: str, mask: str, seq_q: int, dropout: bool) -> tuple:
     """The same for the deterministic kernel of dq."""
-    tile = dq_tile(head_dim, mask, dropout)
+    width = tile_width(head_dim)
+    tile = dq_tile(width, mask, dropout)
     rows = {"q_desc": 64, "dout_desc": 64, "out_desc": 64, "dq_desc": 64}
     rows |= {"k_desc": tile.block_n, "v_desc": tile.block_n}
-    descriptors = {name: descriptor(dtype, 1, 1, n, head_dim) for name, n in rows.items()}
+    descriptors = {name: descriptor(dtype, 1, 1, n, copy_width(head_dim)) for name, n in rows.items()}
+    descriptors["dq_desc"] = descriptor(dtype, 1, 1, rows["dq_desc"], width)
     constants = {
         "MASK": mask,
         "HAS_DLSE": True,
         "BLOCK_N": tile.block_n,
-        "HEAD_DIM": head_dim,
+        "HEAD_DIM": width,
+        "REST": rest_width(head_dim),
         "CONSUMERS": tile.consumers,
         "Q_STAGES": tile.q_stages,
         "STAGES": tile.stages,
@@ -159,12 +166,12 @@ def main(arguments: list[str]) -> None:
     for mask, head_dim, dtype, kernel, dropout in product(
         chosen["mask"], HEAD_DIMS, chosen["dtype"], chosen["kernel"], chosen["dropout"]
     ):
-        # no sums of dq are made for heads of 256
-        if (kernel, head_dim) == ("backward", 256):
+        # no sums of dq are made for wide heads
+        if kernel == "backward" and head_dim > 128:
             continue
         drops = dropout == "true"
         # the forward tile depends on the number of keys
-        tiles = {forward_tile(head_dim, mask, n): n for n in (256, 2048, 65536)}
+        tiles = {forward_tile(tile_width(head_dim), mask, n): n for n in (256, 2048, 65536)}
         for seq_q in tiles.values() if kernel == "forward" else [1024]:
             name = {"triton": triton.__version__, "kernel": kernel, "head_dim": head_dim}
             name |= {"dtype": dtype, "mask": mask, "seq_q": seq_q, "dropout": drops}

@@ -75,7 +75,7 @@ def test_every_kernel_compiles_with_dropout_without_waste(mask, version):
 
 def assert_nothing_is_wasted(configurations: list[dict]) -> None:
     assert {(c["kernel"], c["head_dim"]) for c in configurations} == {
-        *((kernel, head_dim) for kernel in ("forward", "dkdv", "dq") for head_dim in (64, 128, 256)),
+        *((kernel, head_dim) for kernel in ("forward", "dkdv", "dq") for head_dim in (64, 128, 192, 256)),
         *(("backward", head_dim) for head_dim in (64, 128)),
     }
     for c in configurations:
@@ -85,13 +85,11 @@ def assert_nothing_is_wasted(configurations: list[dict]) -> None:
         # serialized products: a silent loss of half the speed
         assert c["warnings"] == [], c
         assert c["hgmma"] > 0, c
-        if c["head_dim"] <= 128 or c["kernel"] == "dkdv":
-            assert c["spilled"] == 0, c
-        else:
-            # out or dq of wide heads leaves few registers: some numbers of a tile are spilled, and dropout's
-            # dq has no more than a few in its steps
-            assert c["spilled"] <= 200, c
-            assert len(c["spilled_in_loops"]) <= (4 if c["kernel"] == "dq" else 0), c
+        # out or dq of wide heads leaves few registers: some numbers of a tile are spilled, and in dq under
+        # dropout no more than a few in its steps
+        kind = c["kernel"], c["head_dim"]
+        assert c["spilled"] <= {("forward", 192): 48, ("forward", 256): 96, ("dq", 256): 160}.get(kind, 0), c
+        assert len(c["spilled_in_loops"]) <= (4 if kind == ("dq", 256) else 0), c
         # the forward kernel of narrower heads carries P from step to step; no other has such an operand
         carries_p = c["kernel"] == "forward" and c["head_dim"] <= 128
         assert carries_p or c["overwritten"] == [], c

@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -50,10 +49,10 @@ from kernels.hopper.primitives import (
     Ring,
     announce,
     announced,
-    copy_out_in_parts,
     make_numbers,
     make_ring,
     not_negative,
+    opaque,
     pack_pairs,
     record,
     thread_barrier,
@@ -61,14 +60,21 @@ from kernels.hopper.primitives import (
     widen_pairs,
 )
 from kernels.hopper.schedule import Mask
+from kernels.hopper.wide_heads import (
+    LEFT_LAYOUT,
+    copies_of,
+    copy_in,
+    copy_out_channels,
+    for_channels,
+    over_channels,
+    zeros_of_channels,
+)
 
 HEAD_DIM = gl.constexpr(256)
 # channels of dk and dv that leave at a time
 PART = gl.constexpr(64)
-# layouts of a 64 x 64 product, and of dk and dv
+# layout of a 64 x 64 product
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-D_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
-A_LAYOUT = gl.constexpr(gl.DotOperandLayout(0, D_LAYOUT, 2))
 
 
 @record
@@ -90,6 +96,7 @@ class Tiles:
     p_ring: Ring
     work: KeyTiles
     dropout: Dropout
+    REST: gl.constexpr  # channels behind the first 128 that count
 
 
 @gluon.jit
@@ -109,8 +116,9 @@ def produce(tiles, q_desc, dout_desc, k_desc, v_desc, minus_lse_desc, minus_delt
         place = begin
         for j in range((end - begin) * tiles.work.group):
             copy_queries(
-                tiles, q_desc, dout_desc, minus_lse_desc, minus_delta_desc, batch, head, line, place, n
-            )
+                tiles, q_desc, dout_desc, minus_lse_desc, minus_delta_desc, batch, head, line, place, n,
+                tiles.REST
+            )  # fmt: skip
             if j == 0:
                 copy_keys(tiles, v_desc, tiles.v, tiles.v_ring, 1, batch, kv_head, key, i, t)
             n += 1
@@ -135,8 +143,8 @@ def copy_keys(tiles, desc, buffer, ring, NUMBER: gl.constexpr, batch, kv_head, k
     """Fills use t of the ring of k or of v with the keys of the i-th tile in order, and announces i."""
     _, full = ring.fill(t)
     announce(tiles.numbers.index(NUMBER), i)
-    mbarrier.expect(full, desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [batch, kv_head, key, 0], full, buffer.index(0))
+    mbarrier.expect(full, copies_of(tiles.REST) * desc.block_type.nbytes)
+    copy_in(desc, batch, kv_head, key, full, buffer.index(0), tiles.REST)
 
 
 @gluon.jit
@@ -171,14 +179,14 @@ def consume_values(tiles, dv_desc, scale_log2):
         like = gl.full([ROWS, ROWS], 0.0, gl.float32, S_LAYOUT)
         limits = key_limits(tiles.work.mask, batch, key, tiles.work.padded, like)
         dropping = begin_to_drop(tiles, like, key)
-        dv = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
+        dv = zeros_of_channels(ROWS, tiles.REST)
         place = begin
         last = n + (end - begin) * tiles.work.group - 1
         for j in range(n, last + 1):
             stage = tiles.q_ring.take(j)
             q = tiles.q.index(stage).reshape([ROWS, HEAD_DIM])
             s = columns(tiles.minus_lse.index(stage), S_LAYOUT)
-            s = warpgroup_mma(k, q.permute((1, 0)), s, is_async=True)  # (keys, queries)
+            s = over_channels(k, q, s, tiles.REST)  # (keys, queries)
             words = draw(tiles, like, dropping, j)
             s = warpgroup_mma_wait(0, deps=[s])
             # all scores of this tile are there
@@ -189,21 +197,22 @@ def consume_values(tiles, dv_desc, scale_log2):
             if tiles.dropout.IS_ON:
                 p = mark(p, tiles.dropout.masks(s, words, TRANSPOSED=True))
             buffer, full = tiles.p_ring.fill(j)
-            tiles.p.index(buffer).store(in_order_of_threads(p))
+            # opaque: otherwise each thread's place in it is computed at kernel start, and spilled
+            tiles.p.index(opaque(buffer)).store(in_order_of_threads(p))
             kept = not_negative(p, dtype) if tiles.dropout.IS_ON else p
             dout = tiles.dout.index(stage).reshape([ROWS, HEAD_DIM])
-            dv = warpgroup_mma(unpack_pairs(kept, dtype, A_LAYOUT), dout, dv, is_async=True)  # (keys, D)
+            dv = for_channels(unpack_pairs(kept, dtype, LEFT_LAYOUT), dout, dv)  # (keys, D)
             thread_barrier()
             mbarrier.arrive(full, count=1)
-            dv = warpgroup_mma_wait(0, deps=[dv])
+            dv = warpgroup_mma_wait(0, deps=[dv[0], dv[1]])
             tiles.q_ring.release(j)
             place += 1
             if place == end:
                 place = begin
         n = last + 1
         if tiles.dropout.IS_ON:
-            dv *= tiles.dropout.keep_scale
-        copy_out_in_parts(dv_desc, batch, kv_head, key, dv, tiles.out.index(0))
+            dv = dv[0] * tiles.dropout.keep_scale, dv[1] * tiles.dropout.keep_scale
+        copy_out_channels(dv_desc, batch, kv_head, key, dv, tiles.out.index(0))
         t += 1
         tiles.k_ring.take(t)
         i = announced(tiles.numbers.index(0))
@@ -221,14 +230,14 @@ def consume_keys(tiles, dk_desc, softmax_scale):
     i = announced(tiles.numbers.index(1))
     while i < tiles.work.order.total():
         batch, kv_head, key, begin, _, _, end = tiles.work.locate(i)
-        dk = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
+        dk = zeros_of_channels(ROWS, tiles.REST)
         last = n + (end - begin) * tiles.work.group - 1
         for j in range(n, last + 1):
             stage = tiles.q_ring.take(j)
             dout = tiles.dout.index(stage).reshape([ROWS, HEAD_DIM])
             dp = begin_dp(tiles, stage, S_LAYOUT)
             # (keys, queries)
-            dp = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=not tiles.dropout.IS_ON, is_async=True)
+            dp = over_channels(v, dout, dp, tiles.REST, use_acc=not tiles.dropout.IS_ON)
             dp = warpgroup_mma_wait(0, deps=[dp])
             if j == last:
                 tiles.v_ring.release(t)
@@ -237,14 +246,15 @@ def consume_keys(tiles, dk_desc, softmax_scale):
             if tiles.dropout.IS_ON:
                 # all gradients are multiplied by keep_scale at the end, so delta has been divided by it
                 ds = gradient_of_marked(p, dp, minus_deltas(tiles, stage, dp), dtype)
-                ds = unpack_pairs(ds, dtype, A_LAYOUT)
+                ds = unpack_pairs(ds, dtype, LEFT_LAYOUT)
             else:
-                ds = gl.convert_layout((widen_pairs(p, dtype, S_LAYOUT) * dp).to(dtype), A_LAYOUT)
-            dk = warpgroup_mma(ds, q, dk, is_async=True)  # (keys, D)
-            dk = warpgroup_mma_wait(0, deps=[dk])
+                ds = gl.convert_layout((widen_pairs(p, dtype, S_LAYOUT) * dp).to(dtype), LEFT_LAYOUT)
+            dk = for_channels(ds, q, dk)  # (keys, D)
+            dk = warpgroup_mma_wait(0, deps=[dk[0], dk[1]])
             tiles.q_ring.release(j)
         n = last + 1
-        copy_out_in_parts(dk_desc, batch, kv_head, key, dk * softmax_scale, tiles.out.index(1))
+        dk = dk[0] * softmax_scale, dk[1] * softmax_scale
+        copy_out_channels(dk_desc, batch, kv_head, key, dk, tiles.out.index(1))
         t += 1
         tiles.v_ring.take(t)
         i = announced(tiles.numbers.index(1))
@@ -258,7 +268,8 @@ def backward_256_kernel(
     seed_ptr, keep_limit, keep_line, keep_scale, counter_ptr,
     group, seq_q, seq_k, window, padded, n_heads, n_tiles, n_kv_head, section,
     by_section_tiles, by_section, by_last_section, by_n_kv_head, scale_log2, softmax_scale,
-    MASK: gl.constexpr, DROPOUT: gl.constexpr, STAGES: gl.constexpr, P_STAGES: gl.constexpr,
+    MASK: gl.constexpr, DROPOUT: gl.constexpr, REST: gl.constexpr,
+    STAGES: gl.constexpr, P_STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
@@ -285,6 +296,7 @@ def backward_256_kernel(
         make_ring(P_STAGES, 1),
         work,
         make_dropout(seed_ptr, keep_limit, keep_line, keep_scale, words, DROPOUT),
+        REST,
     )
     fence_async_shared()
     thread_barrier()

@@ -18,14 +18,24 @@ def tile_width(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
+def rest_width(head_dim: int) -> int:
+    """Channels behind the first 128 that the kernels compute, see wide_heads.py; 0 for narrower heads."""
+    return 0 if head_dim <= 128 else 64 if head_dim <= 192 else 128
+
+
+def copy_width(head_dim: int) -> int:
+    """Channels that one copy brings: 64 where those of tile_width end with 64 zeros, see wide_heads.py."""
+    return 64 if rest_width(head_dim) == 64 else tile_width(head_dim)
+
+
 def head_descriptor(x: Tensor, rows: int, width: int | None = None) -> Descriptor:
     """Tiles of `rows` tokens of one head of (B, T, H, D), by strides: T and D are clipped batch by batch.
 
-    width: of a tile, in channels; by default tile_width.
+    width: of a tile, in channels; by default copy_width.
     """
     batch, seq, n_head, head_dim = x.shape
     stride_b, stride_t, stride_h = bulk_strides(x)
-    shape, block = (batch, n_head, seq, head_dim), (1, 1, rows, width or tile_width(head_dim))
+    shape, block = (batch, n_head, seq, head_dim), (1, 1, rows, width or copy_width(head_dim))
     return Descriptor(x, shape, (stride_b, stride_h, stride_t, 1), block, HEAD_LAYOUT)
 
 

@@ -46,7 +46,16 @@ from kernels.hopper.primitives import (
 from kernels.hopper.query_tiles import ROWS, key_block, locate, places, skip, words_at
 from kernels.hopper.schedule import Mask, TileOrder
 from kernels.hopper.softmax import hide
-from kernels.hopper.steps import begin_to_drop
+from kernels.hopper.steps import begin_to_drop, scores_of_nothing
+from kernels.hopper.wide_heads import (
+    LEFT_LAYOUT,
+    copies_of,
+    copy_in,
+    copy_out_at_once,
+    for_channels,
+    over_channels,
+    zeros_of_channels,
+)
 
 
 @record
@@ -76,6 +85,7 @@ class Tiles:
     softmax_scale: gl.tensor
     BLOCK_N: gl.constexpr
     HEAD_DIM: gl.constexpr
+    REST: gl.constexpr  # of heads of 256: the channels behind the first 128 that count; else 0
     CONSUMERS: gl.constexpr
     HAS_DLSE: gl.constexpr
     OUT_STAGES: gl.constexpr  # buffers of k that a tile's out takes; 0 if lse and delta are there already
@@ -100,25 +110,24 @@ def produce(tiles, q_desc, dout_desc, out_desc, k_desc, v_desc, group):
                 tma.async_copy_global_to_shared(out_desc, first, full, tiles.out.index(stage * PARTS + c))
         for place in range(begin, end):
             key = key_block(tiles, place) * tiles.BLOCK_N
-            coordinates = [batch, kv_head, key, 0]
             stage, full = tiles.k_ring.fill(n + (nth + 1) * tiles.OUT_STAGES)
-            mbarrier.expect(full, k_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(k_desc, coordinates, full, tiles.k.index(stage))
+            mbarrier.expect(full, copies_of(tiles.REST) * k_desc.block_type.nbytes)
+            copy_in(k_desc, batch, kv_head, key, full, tiles.k.index(stage), tiles.REST)
             stage, full = tiles.v_ring.fill(n)
             if tiles.dropout.IS_ON:
                 tiles.dropout.leave_pairs(stage, key)
-            mbarrier.expect(full, v_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(v_desc, coordinates, full, tiles.v.index(stage))
+            mbarrier.expect(full, copies_of(tiles.REST) * v_desc.block_type.nbytes)
+            copy_in(v_desc, batch, kv_head, key, full, tiles.v.index(stage), tiles.REST)
             n += 1
             # the previous tile releases buffers of keys before those of its queries
             if place == begin:
                 stage, full = tiles.q_ring.fill(nth)
-                mbarrier.expect(full, 2 * tiles.CONSUMERS * q_desc.block_type.nbytes)
+                mbarrier.expect(full, 2 * tiles.CONSUMERS * copies_of(tiles.REST) * q_desc.block_type.nbytes)
                 for c in gl.static_range(tiles.CONSUMERS):
-                    first = [batch, head, row + c * ROWS, 0]
+                    own_row = row + c * ROWS
                     buffer = stage * tiles.CONSUMERS + c
-                    tma.async_copy_global_to_shared(q_desc, first, full, tiles.q.index(buffer))
-                    tma.async_copy_global_to_shared(dout_desc, first, full, tiles.dout.index(buffer))
+                    copy_in(q_desc, batch, head, own_row, full, tiles.q.index(buffer), tiles.REST)
+                    copy_in(dout_desc, batch, head, own_row, full, tiles.dout.index(buffer), tiles.REST)
 
 
 @gluon.jit
@@ -159,32 +168,43 @@ def lse_and_delta(tiles, out, dout, line, rows):
 
 
 @gluon.jit
+def scores(tiles, queries, keys):
+    """Issues queries keys^T, (ROWS, BLOCK_N)."""
+    zeros = scores_of_nothing(tiles)
+    if tiles.REST > 0:
+        x = over_channels(queries, keys, zeros, tiles.REST, use_acc=False)
+    else:
+        x = warpgroup_mma(queries, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return x
+
+
+@gluon.jit
 def step(tiles, buffer, dq, n_k, n_v, place, masked, limits, minus_lse, minus_delta, dropping):
     """Adds one block of keys to dq, uses n_k and n_v of the rings.
 
     buffer: of q and dout; limits: first and end of the keys that each query sees, or with lists its line in
     tiles of bits; minus_lse: (ROWS,) in base 2.
     """
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
-    A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dq.type.layout, 2)
-    WIDE: gl.constexpr = tiles.HEAD_DIM == 256
+    WIDE: gl.constexpr = tiles.REST > 0
+    LEFT: gl.constexpr = LEFT_LAYOUT if WIDE else gl.DotOperandLayout(0, dq.type.layout, 2)
     # wide heads lack the registers for S, dP and dropout's words at a time: dP follows P, which is rounded
     LATE_DP: gl.constexpr = WIDE and tiles.dropout.IS_ON
-    zeros = gl.full([ROWS, tiles.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
+    zeros = scores_of_nothing(tiles)
     if WIDE:
         # opaque: otherwise the addresses of all parts of q and dout are computed before the loop, and spilled
         buffer = opaque(buffer)
     q = tiles.q.index(buffer).reshape([ROWS, tiles.HEAD_DIM])
     dout = tiles.dout.index(buffer).reshape([ROWS, tiles.HEAD_DIM])
     k = tiles.k.index(tiles.k_ring.take(n_k)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
-    s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (ROWS, BLOCK_N)
+    s = scores(tiles, q, k)
     v_stage = tiles.v_ring.take(n_v)
     v = tiles.v.index(v_stage).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
     if not LATE_DP:
-        dp = warpgroup_mma(dout, v.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (ROWS, BLOCK_N)
+        dp = scores(tiles, dout, v)
         if tiles.dropout.IS_ON:
             masks = tiles.dropout.masks(zeros, draw(dropping, tiles.dropout.read(zeros, v_stage)))
-    s = warpgroup_mma_wait(0 if LATE_DP else 1, deps=[s])
+    # wide dP is two products
+    s = warpgroup_mma_wait(0 if LATE_DP else 2 if WIDE else 1, deps=[s])
     p = gl.exp2(s * tiles.scale_log2 + gl.expand_dims(minus_lse, 1))
     # mask after the exponentials: the assembler moves no wait across a branch, and dP overlaps with them
     if masked:
@@ -194,7 +214,7 @@ def step(tiles, buffer, dq, n_k, n_v, place, masked, limits, minus_lse, minus_de
             p = hide(p, limits[0], limits[1], place, 0.0, tiles.mask.KIND)
     if LATE_DP:
         pairs = pack_pairs(p, k.dtype)
-        dp = warpgroup_mma(dout, v.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (ROWS, BLOCK_N)
+        dp = scores(tiles, dout, v)
         pairs = mark(pairs, tiles.dropout.masks(zeros, draw(dropping, tiles.dropout.read(zeros, v_stage))))
     dp = warpgroup_mma_wait(0, deps=[dp])
     tiles.v_ring.release(n_v)
@@ -205,11 +225,15 @@ def step(tiles, buffer, dq, n_k, n_v, place, masked, limits, minus_lse, minus_de
             ds = gradient_of_marked(pairs, dp, minus_delta, k.dtype)
         else:
             ds = gradient(p, dp, minus_delta, masks, k.dtype)
-        ds = unpack_pairs(ds, k.dtype, A_LAYOUT)
+        ds = unpack_pairs(ds, k.dtype, LEFT)
     else:
-        ds = gl.convert_layout((p * (dp + minus_delta)).to(k.dtype), A_LAYOUT)
-    dq = warpgroup_mma(ds, k, dq, is_async=True)  # (ROWS, D)
-    dq = warpgroup_mma_wait(0, deps=[dq])
+        ds = gl.convert_layout((p * (dp + minus_delta)).to(k.dtype), LEFT)
+    if WIDE:
+        dq = for_channels(ds, k, dq)
+        dq = warpgroup_mma_wait(0, deps=[dq[0], dq[1]])
+    else:
+        dq = warpgroup_mma(ds, k, dq, is_async=True)  # (ROWS, D)
+        dq = warpgroup_mma_wait(0, deps=[dq])
     tiles.k_ring.release(n_k)
     return dq
 
@@ -220,7 +244,7 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.HEAD_DIM, 16])
     KIND: gl.constexpr = tiles.mask.KIND
-    WIDE: gl.constexpr = tiles.HEAD_DIM == 256
+    WIDE: gl.constexpr = tiles.REST > 0
     n = gl.to_tensor(0)
     for nth in range(tiles.order.n_dealt()):
         batch, head, row, begin, whole_begin, whole_end, end = locate(tiles, tiles.order.dealt(nth))
@@ -247,7 +271,10 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
                 minus_delta = gl.load(tiles.minus_delta_ptr + line * tiles.padded + rows)
             minus_lse *= tiles.scale_log2
             limits = (rows % BLOCK_SIZE, rows) if KIND == "blocks" else tiles.mask.keys_of(batch, rows)
-            dq = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, DQ_LAYOUT)
+            if WIDE:
+                dq = zeros_of_channels(ROWS, tiles.REST)
+            else:
+                dq = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, DQ_LAYOUT)
             dropping = begin_to_drop(tiles, batch, head, row)
             for place in range(begin, own_end):
                 masked = (place < whole_begin) | (place >= whole_end)
@@ -259,7 +286,9 @@ def consume(tiles, dq_desc, INDEX: gl.constexpr):
             if tiles.dropout.IS_ON:
                 scale *= tiles.dropout.keep_scale
             if WIDE:
-                copy_out(dq_desc, [batch, head, row, 0], dq * scale, tiles.dq.index(buffer), 0)
+                dq = dq[0] * scale, dq[1] * scale
+                # opaque: otherwise addresses in it are computed before the loop, and spilled
+                copy_out_at_once(dq_desc, batch, head, row, dq, tiles.dq.index(opaque(buffer)))
                 tma.store_wait(0)
                 tiles.q_ring.release(nth)
             else:
@@ -289,7 +318,7 @@ def dq_kernel(
     n_heads, n_tiles, n_head, group, seq_q, seq_k, window, section,
     by_section_tiles, by_section, by_last_section, by_n_head, padded, scale_log2, softmax_scale,
     MASK: gl.constexpr, DROPOUT: gl.constexpr, HAS_DLSE: gl.constexpr,
-    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr,
+    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, REST: gl.constexpr, CONSUMERS: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -300,7 +329,7 @@ def dq_kernel(
         by_section_tiles, by_section, by_last_section, MASK != "full"
     )  # fmt: skip
     PARTS: gl.constexpr = BLOCK_N // ROWS
-    WIDE: gl.constexpr = HEAD_DIM == 256
+    WIDE: gl.constexpr = REST > 0
     OUT_STAGES: gl.constexpr = 0 if WIDE else (CONSUMERS + PARTS - 1) // PARTS
     V_STAGES: gl.constexpr = 1 if WIDE else STAGES
     # a tile's first k is copied before its queries, and out is released after they arrive: one buffer more
@@ -327,7 +356,7 @@ def dq_kernel(
         ),
         n_head, by_n_head,
         lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, padded,
-        scale_log2, softmax_scale, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_DLSE, OUT_STAGES,
+        scale_log2, softmax_scale, BLOCK_N, HEAD_DIM, REST, CONSUMERS, HAS_DLSE, OUT_STAGES,
     )  # fmt: skip
     # the number of key tiles taken, see key_tiles.KeyTiles
     if gl.program_id(0) == 0:

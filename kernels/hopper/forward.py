@@ -40,6 +40,7 @@ from kernels.hopper.steps import (
     walk,
     words_buffer,
 )
+from kernels.hopper.wide_heads import copies_of, copy_in
 from kernels.hopper.wide_steps import consume_wide
 
 
@@ -51,7 +52,7 @@ class Tiles:
     number: gl.shared_memory_descriptor  # (Q_STAGES, 1) int32, the number in order of q's tile
     k: gl.shared_memory_descriptor  # (STAGES, 1, 1, BLOCK_N, D)
     v: gl.shared_memory_descriptor
-    out: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, D), or half of D for heads of 256
+    out: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, D), or REST of D for heads of 256
     q_ring: Ring
     k_ring: Ring
     v_ring: Ring
@@ -62,6 +63,7 @@ class Tiles:
     by_n_head: gl.tensor
     BLOCK_N: gl.constexpr
     HEAD_DIM: gl.constexpr
+    REST: gl.constexpr  # of heads of 256: the channels behind the first 128 that count; else 0
     CONSUMERS: gl.constexpr
 
     @gluon.jit
@@ -106,8 +108,8 @@ def produce(tiles, q_desc, k_desc, v_desc, group, counter_ptr, DEALT: gl.constex
             stage, full = tiles.k_ring.fill(n)
             if tiles.dropout.IS_ON:
                 tiles.dropout.leave_pairs(words_buffer(tiles, n), block)
-            mbarrier.expect(full, k_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(k_desc, [batch, kv_head, block, 0], full, tiles.k.index(stage))
+            mbarrier.expect(full, copies_of(tiles.REST) * k_desc.block_type.nbytes)
+            copy_in(k_desc, batch, kv_head, block, full, tiles.k.index(stage), tiles.REST)
             if ONE_Q:
                 if j == 0:
                     copy_queries(tiles, q_desc, batch, head, row, number, nth - 1)
@@ -131,18 +133,18 @@ def copy_queries(tiles, q_desc, batch, head, row, i, nth):
     """Fills the ring of Q with the rows of the i-th tile in order, the nth of this thread block."""
     stage, full = tiles.q_ring.fill(nth)
     announce(tiles.number.index(stage), i)
-    mbarrier.expect(full, tiles.CONSUMERS * q_desc.block_type.nbytes)
+    mbarrier.expect(full, tiles.CONSUMERS * copies_of(tiles.REST) * q_desc.block_type.nbytes)
     for c in gl.static_range(tiles.CONSUMERS):
         buffer = tiles.q.index(stage * tiles.CONSUMERS + c)
-        tma.async_copy_global_to_shared(q_desc, [batch, head, row + c * ROWS, 0], full, buffer)
+        copy_in(q_desc, batch, head, row + c * ROWS, full, buffer, tiles.REST)
 
 
 @gluon.jit
 def copy_values(tiles, v_desc, batch, kv_head, block, n):
     """Fills the ring of V with keys from `block` on, use n of the ring."""
     stage, full = tiles.v_ring.fill(n)
-    mbarrier.expect(full, v_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(v_desc, [batch, kv_head, block, 0], full, tiles.v.index(stage))
+    mbarrier.expect(full, copies_of(tiles.REST) * v_desc.block_type.nbytes)
+    copy_in(v_desc, batch, kv_head, block, full, tiles.v.index(stage), tiles.REST)
 
 
 @gluon.jit
@@ -283,7 +285,7 @@ def forward_kernel(
     n_batch, n_head, group, seq_q, seq_k, window, section,
     by_section_tiles, by_section, by_last_section, by_n_head, scale_log2,
     MASK: gl.constexpr, DROPOUT: gl.constexpr,
-    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr,
+    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, REST: gl.constexpr, CONSUMERS: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr, DEALT: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -317,6 +319,7 @@ def forward_kernel(
         by_n_head,
         BLOCK_N,
         HEAD_DIM,
+        REST,
         CONSUMERS,
     )
     fence_async_shared()

@@ -18,6 +18,7 @@ from kernels.hopper.primitives import (
     thread_barrier,
 )
 from kernels.hopper.schedule import Mask, TileOrder, blocks_between, quotient
+from kernels.hopper.wide_heads import copies_of, copy_in
 
 # keys of one warpgroup, and the side of a square of dq
 ROWS = gl.constexpr(64)
@@ -84,16 +85,20 @@ def make_key_tiles(
 
 
 @gluon.jit
-def copy_queries(tiles, q_desc, dout_desc, minus_lse_desc, minus_delta_desc, batch, head, line, place, n):
+def copy_queries(
+    tiles, q_desc, dout_desc, minus_lse_desc, minus_delta_desc, batch, head, line, place, n,
+    REST: gl.constexpr = 0
+):  # fmt: skip
     """Fills use n of the ring of queries with the queries at a place of a head."""
     row = query_block(tiles.work.mask, place) * ROWS
     stage, full = tiles.q_ring.fill(n)
     if tiles.dropout.IS_ON:
         tiles.dropout.leave_rows(stage, batch, head, row)
-    mbarrier.expect(full, 2 * (q_desc.block_type.nbytes + minus_lse_desc.block_type.nbytes))
-    tma.async_copy_global_to_shared(q_desc, [batch, head, row, 0], full, tiles.q.index(stage))
+    nbytes: gl.constexpr = copies_of(REST) * q_desc.block_type.nbytes + minus_lse_desc.block_type.nbytes
+    mbarrier.expect(full, 2 * nbytes)
+    copy_in(q_desc, batch, head, row, full, tiles.q.index(stage), REST)
     tma.async_copy_global_to_shared(minus_lse_desc, [line + row], full, tiles.minus_lse.index(stage))
-    tma.async_copy_global_to_shared(dout_desc, [batch, head, row, 0], full, tiles.dout.index(stage))
+    copy_in(dout_desc, batch, head, row, full, tiles.dout.index(stage), REST)
     tma.async_copy_global_to_shared(minus_delta_desc, [line + row], full, tiles.minus_delta.index(stage))
 
 

@@ -12,7 +12,7 @@ from kernels.hopper.backward_64 import backward_64_kernel
 from kernels.hopper.backward_128 import backward_128_kernel
 from kernels.hopper.backward_256 import backward_256_kernel
 from kernels.hopper.cut_lists import without_intervals
-from kernels.hopper.descriptors import float32_descriptor, head_descriptor, tile_width
+from kernels.hopper.descriptors import float32_descriptor, head_descriptor, rest_width, tile_width
 from kernels.hopper.dq import dq_kernel
 from kernels.hopper.dropout import signed
 from kernels.hopper.forward import forward_kernel
@@ -124,7 +124,7 @@ def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tupl
         head_descriptor(q, ROWS.value),
         head_descriptor(k, tile.block_n),
         head_descriptor(v, tile.block_n),
-        head_descriptor(out, ROWS.value, min(width, 128)),
+        head_descriptor(out, ROWS.value, rest_width(head_dim) or width),
         lse,
         counter,
         lse if problem.key_bounds is None else problem.key_bounds,
@@ -143,6 +143,7 @@ def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tupl
         DROPOUT=problem.dropout_p > 0.0,
         BLOCK_N=tile.block_n,
         HEAD_DIM=width,
+        REST=rest_width(head_dim),
         CONSUMERS=tile.consumers,
         Q_STAGES=tile.q_stages,
         STAGES=tile.stages,
@@ -364,7 +365,7 @@ def launch_dq(problem: Problem, plan: Plan, tensors: Tensors) -> None:
         head_descriptor(tensors.out, ROWS.value),
         head_descriptor(tensors.k, tile.block_n),
         head_descriptor(tensors.v, tile.block_n),
-        head_descriptor(tensors.dq, ROWS.value),
+        head_descriptor(tensors.dq, ROWS.value, plan.width),
         lse,
         lse if dlse is None else dlse,
         minus_lse,
@@ -390,6 +391,7 @@ def launch_dq(problem: Problem, plan: Plan, tensors: Tensors) -> None:
         HAS_DLSE=dlse is not None,
         BLOCK_N=tile.block_n,
         HEAD_DIM=plan.width,
+        REST=rest_width(plan.head_dim),
         CONSUMERS=tile.consumers,
         Q_STAGES=tile.q_stages,
         STAGES=tile.stages,
@@ -428,7 +430,8 @@ def launch_gradients(problem: Problem, plan: Plan, tensors: Tensors) -> None:
     )
     sizes = {}
     if width == 256:
-        kernel, arguments, sizes["P_STAGES"] = backward_256_kernel, inputs + outputs + work, tile.ds_stages
+        kernel, arguments = backward_256_kernel, inputs + outputs + work
+        sizes |= {"REST": rest_width(plan.head_dim), "P_STAGES": tile.ds_stages}
     else:
         kernel = backward_64_kernel if width == 64 else backward_128_kernel
         arguments = (*inputs, float32_descriptor(squares, (side, side)), *outputs, *work)

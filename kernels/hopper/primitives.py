@@ -32,18 +32,6 @@ def copy_out(desc, coordinates, x, buffer, PENDING: gl.constexpr):
 
 
 @gluon.jit
-def copy_out_in_parts(desc, batch, head, row, x, buffer, CHANNEL: gl.constexpr = 0):
-    """Rounds and copies out rows (ROWS, D) of a head, as many channels at a time as desc's tiles have."""
-    if x.shape[1] == desc.block_type.shape[3]:
-        copy_out(desc, [batch, head, row, CHANNEL], x, buffer, 0)
-    else:
-        # a thread holds both halves of its rows
-        first, second = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
-        copy_out_in_parts(desc, batch, head, row, first, buffer, CHANNEL)
-        copy_out_in_parts(desc, batch, head, row, second, buffer, CHANNEL + x.shape[1] // 2)
-
-
-@gluon.jit
 def fragments(x):
     """The 64 x 64 result of a product, reordered so that each thread holds four adjacent elements.
 

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.hopper.block_lists import hide_unseen
 from kernels.hopper.dropout import is_lowered, weights
 from kernels.hopper.primitives import (
-    copy_out_in_parts,
+    copy_out,
     named_barrier_arrive,
     named_barrier_sync,
     opaque,
@@ -23,6 +23,7 @@ from kernels.hopper.primitives import (
 from kernels.hopper.query_tiles import ROWS, words_at
 from kernels.hopper.schedule import quotient
 from kernels.hopper.softmax import LOWERED_BY, hide, rounded_sum, softmax
+from kernels.hopper.wide_heads import copy_out_channels, scale_rows
 
 LN2 = gl.constexpr(0.6931471805599453)
 # the first of the hardware's named barriers by which warpgroups take turns, one for each
@@ -181,7 +182,7 @@ def finish(tiles, out_desc, lse_ptr, p, o, m_i, l_i, n, begun, head, row, INDEX:
 def store(tiles, out_desc, lse_ptr, o, m_i, l_i, head, row, INDEX: gl.constexpr):
     """Writes a finished tile: o / l and the natural log-sum-exp; a row that saw nothing gives 0 and -inf.
 
-    head counts over all batches.
+    head counts over all batches; o: (ROWS, D), of wide heads in two parts.
     """
     l_i = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
     LOWERED: gl.constexpr = is_lowered(tiles)
@@ -195,12 +196,16 @@ def store(tiles, out_desc, lse_ptr, o, m_i, l_i, head, row, INDEX: gl.constexpr)
         inverse *= tiles.dropout.keep_scale
     if LOWERED:
         inverse *= 2.0**LOWERED_BY
-    o = o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout)), 1)
     # opaque: otherwise addresses are computed at kernel start, and spilled where dropout takes the registers
     buffer = tiles.out.index(opaque(gl.to_tensor(INDEX)) if tiles.dropout.IS_ON else INDEX)
     batch = quotient(head, tiles.by_n_head)
     # once the previous tile has left the buffer
-    copy_out_in_parts(out_desc, batch, head - batch * tiles.n_head, row, o, buffer)
+    if tiles.REST > 0:
+        o = scale_rows(o, inverse)
+        copy_out_channels(out_desc, batch, head - batch * tiles.n_head, row, o, buffer)
+    else:
+        o = o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout)), 1)
+        copy_out(out_desc, [batch, head - batch * tiles.n_head, row, 0], o, buffer, 0)
 
     lse = gl.where(empty, float("-inf"), (m_i + gl.log2(l_i)) * LN2)
     gl.store(lse_ptr + head.to(gl.int64) * tiles.mask.seq_q + rows, lse, mask=rows < tiles.mask.seq_q)

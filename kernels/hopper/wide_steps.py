@@ -2,12 +2,12 @@
 
 So tiles of keys are 64 wide, and nothing stays pending from tile to tile. S of the next block is issued
 behind the product with V; the two warpgroups take turns, so that one computes its softmax while the other's
-products run. tiles: forward.Tiles.
+products run. tiles: forward.Tiles; o: the two parts of wide_heads.py.
 """
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
 from kernels.hopper.block_lists import BLOCK_SIZE, hide_unseen
 from kernels.hopper.dropout import is_lowered, weights
@@ -23,6 +23,13 @@ from kernels.hopper.steps import (
     store,
     take_turn,
 )
+from kernels.hopper.wide_heads import (
+    LEFT_LAYOUT,
+    for_channels,
+    over_channels,
+    scale_rows,
+    zeros_of_channels,
+)
 
 
 @gluon.jit
@@ -31,7 +38,7 @@ def scores(tiles, n, INDEX: gl.constexpr):
     k = tiles.k.index(n % tiles.k_ring.STAGES).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
     # opaque: otherwise the addresses of q's parts are computed before the loop, and spilled
     q = tiles.q.index(opaque(gl.to_tensor(INDEX))).reshape([ROWS, tiles.HEAD_DIM])
-    return warpgroup_mma(q, k.permute((1, 0)), scores_of_nothing(tiles), use_acc=False, is_async=True)
+    return over_channels(q, k, scores_of_nothing(tiles), tiles.REST, use_acc=False)
 
 
 @gluon.jit
@@ -52,24 +59,24 @@ def step(
     LAST: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
     """Adds block n of keys, given its scores s; returns the next block's too, unless it is the LAST."""
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
     if (place < whole_begin) | (place >= whole_end):
         s = hide_at(tiles, s, batch, row, place)
     p, alpha, m_i, l_i = softmax(s, m_i, l_i, scale_log2, shift)
-    o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout)), 1)
+    o = scale_rows(o, alpha)
     if tiles.dropout.IS_ON:
-        p = unpack_pairs(weights(tiles, p, dropping, read_words(tiles, n)), tiles.q.dtype, P_LAYOUT)
+        p = unpack_pairs(weights(tiles, p, dropping, read_words(tiles, n)), tiles.q.dtype, LEFT_LAYOUT)
     else:
-        p = gl.convert_layout(p.to(tiles.q.dtype), P_LAYOUT)
+        p = gl.convert_layout(p.to(tiles.q.dtype), LEFT_LAYOUT)
     v = tiles.v.index(tiles.v_ring.take(n)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
     if not LAST:
         tiles.k_ring.take(n + 1)
     take_turn(n, INDEX)
-    o = warpgroup_mma(p, v, o, is_async=True)  # (ROWS, D)
+    o = for_channels(p, v, o)
     if not LAST:
         s = scores(tiles, n + 1, INDEX)
     pass_turn(n, INDEX, tiles.CONSUMERS)
-    o = warpgroup_mma_wait(0 if LAST else 1, deps=[o])
+    # scores are two products, too
+    o = warpgroup_mma_wait(0 if LAST else 2, deps=[o[0], o[1]])
     tiles.v_ring.release(n)
     if not LAST:
         s = warpgroup_mma_wait(0, deps=[s])
@@ -81,7 +88,6 @@ def step(
 def consume_wide(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
     """Attention of 64 rows of every tile of this thread block."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.HEAD_DIM, 16])
     # so a warpgroup's queries are always in the buffer of its number
     gl.static_assert(tiles.q_ring.STAGES == 1)
     n = gl.to_tensor(0)
@@ -102,7 +108,7 @@ def consume_wide(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             lines = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
             shift = shift_of(row + lines, tiles.q.dtype, is_lowered(tiles))
             dropping = begin_to_drop(tiles, batch, head, row)
-            o = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
+            o = zeros_of_channels(ROWS, tiles.REST)
             m_i = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
             l_i = partial_sum(scores_of_nothing(tiles))
             tiles.k_ring.take(n)

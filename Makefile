@@ -46,7 +46,10 @@ KEEP_MEMORY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184
 
 # without a GPU the run is a small one, unless ARGS names an experiment
 train: $(RUNTIME)  ## prepare the text, train, draw the loss curve, print a sample
-	@set -- $(ARGS); \
+	@case "$(NGPU)" in ""|0*|*[!0-9]*) \
+		echo "error: NGPU must be a number of processes, 1 or more, got '$(NGPU)': write NGPU=2" >&2; exit 2;; \
+	esac; \
+	set -- $(ARGS); \
 	if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 		echo "GPU found: GPT-2 124M with flash attention, unless ARGS says otherwise"; \
 	else case " $$*" in *" experiment="*) ;; *) \

@@ -25,12 +25,16 @@ def venv(tmp_path) -> Path:
     return tmp_path
 
 
-def trained_with(venv: Path, *words: str) -> list[str]:
-    """The arguments behind `-m train`, one a line."""
+def make_train(venv: Path, *words: str) -> subprocess.CompletedProcess:
     command = ["make", "--silent", "train", f"VENV={venv}", *words]
     # without the variables of a make test around it
     outside = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKEOVERRIDES")}
-    done = subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, text=True)
+    return subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, text=True)
+
+
+def trained_with(venv: Path, *words: str) -> list[str]:
+    """The arguments behind `-m train`, one a line."""
+    done = make_train(venv, *words)
     assert done.returncode == 0, done.stderr
     return done.stdout.split("-m\ntrain\n")[1].splitlines()
 
@@ -57,3 +61,12 @@ def test_quoted_words_of_args_reach_training_as_a_shell_would_give_them(venv, pr
 def test_an_experiment_in_args_takes_the_place_of_the_laptops(venv):
     words = "seed=1 experiment=same_curve 'name=a b'"
     assert trained_with(venv, f"ARGS={words}") == ["seed=1", "experiment=same_curve", "name=a b"]
+
+
+@pytest.mark.parametrize("processes", ["two", "0", "-1", "1.5", "2 3", ""])
+def test_what_is_no_number_of_processes_is_refused_by_name_and_trains_nothing(venv, processes):
+    done = make_train(venv, f"NGPU={processes}")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    expected = f"error: NGPU must be a number of processes, 1 or more, got '{processes}': write NGPU=2\n"
+    assert done.stderr.startswith(expected)

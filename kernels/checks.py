@@ -46,14 +46,17 @@ def autocast(**tensors: Tensor) -> tuple[Tensor, ...]:
     name, x = next(iter(tensors.items()))
     # PyTorch has no autocast for some devices, such as meta
     check_device(name, x)
-    device_type = x.device.type
+    return autocast_here(*tensors.values())
+
+
+def autocast_here(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype of an active autocast, on a device that has autocast."""
+    device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):
-        return tuple(tensors.values())
+        return tensors
     dtype = torch.get_autocast_dtype(device_type)
-    # float64 and integers stay: check_tensors refuses them by their own dtype
-    return tuple(
-        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors.values()
-    )
+    # float64 and integers stay, as in PyTorch's operators: errors name them by their own dtype
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
 def check_is_tensor(name: str, x: Tensor) -> None:
@@ -116,7 +119,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, n_dims: int) -> None:
         raise ValueError(f"head_dim must be {HEAD_DIMS}, got {q.shape[-1]}: change n_head or pad")
 
 
-def check_together(q: Tensor, k: Tensor, v: Tensor, n_dims: int) -> None:
+def check_together(q: Tensor, k: Tensor, v: Tensor, n_dims: int, *, may_lack_tokens: bool = False) -> None:
     """Raises ValueError unless the shapes of q, k and v match, and all have one dtype and device."""
     layout = "(B, T, H, D)" if n_dims == 4 else "(total, H, D)"
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -130,7 +133,7 @@ def check_together(q: Tensor, k: Tensor, v: Tensor, n_dims: int) -> None:
             raise ValueError(
                 f"q, k and v must be on one device, got q on {q.device} and {name} on {x.device}: move one"
             )
-        if 0 in x.shape:
+        if 0 in x.shape[-2 if may_lack_tokens else 0 :]:
             raise ValueError(f"{name} must not be empty, got shape {tuple(x.shape)}")
     head_dim = q.shape[-1]
     if k.shape != v.shape:
@@ -329,8 +332,13 @@ def check_index_tensor(name: str, x: Tensor, q: Tensor) -> None:
 
 
 def may_read(x: Tensor) -> bool:
-    """Whether x has values that can be read without breaking a graph (of torch.compile or of CUDA)."""
+    """Whether x has values that can be read without breaking a graph (of torch.compile or of CUDA).
+
+    Not inside transforms of torch.func, which the definition goes through: vmap's x has values of many calls.
+    """
     if torch.compiler.is_compiling() or isinstance(x, FakeTensor):
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from kernels import checks
 from kernels.block_mask import BlockMask
-from kernels.checks import check_document_lengths, check_dropout, check_window
 from kernels.dropout import dropout_keep_mask, keep_scale
 
 
@@ -26,19 +26,28 @@ def attention_reference(
     """softmax(q k^T * softmax_scale) v over the visible keys, with the arguments of `flash_attention`.
 
     Computes in q's dtype: pass float64 for the truth. lse is at least float32. `deterministic` has no effect
-    here. Raises ValueError for dropout without a seed (only a given seed reproduces the kernels' mask), for a
-    window without causal, and for documents with fewer keys than queries.
+    here. Takes any device, floating dtype, head_dim and number of tokens. Raises ValueError for what else
+    `flash_attention` refuses, and for dropout without a seed: only a given seed reproduces the kernels' mask.
     """
-    batch, seq_q, n_head, head_dim = q.shape
-    seq_k, n_kv_head = k.shape[1:3]
-    check_window(window, causal)
-    check_dropout(dropout_p)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        checks.check_is_tensor(name, x)
+    if torch.amp.is_autocast_available(q.device.type):
+        q, k, v = checks.autocast_here(q, k, v)
+    checks.check_together(q, k, v, n_dims=4, may_lack_tokens=True)
+    if not q.is_floating_point():
+        raise ValueError(f"q, k and v must be floating-point, got {q.dtype}: cast them")
+    checks.check_flags(causal=causal, deterministic=deterministic, return_lse=return_lse)
+    checks.check_options(q, causal, softmax_scale, window, dropout_p, dropout_seed)
+    if block_mask is not None:
+        checks.check_block_mask(block_mask, q, k)
     if document_ids is not None:
-        check_document_lengths(seq_q, seq_k)
+        checks.check_document_ids(document_ids, q, k)
     if dropout_p > 0.0 and dropout_seed is None:
         raise ValueError(
             f"dropout_seed must be given when dropout_p is {dropout_p}: pass an int or an int64 tensor"
         )
+    batch, seq_q, n_head, head_dim = q.shape
+    seq_k, n_kv_head = k.shape[1:3]
     if softmax_scale is None:
         softmax_scale = head_dim**-0.5
     k = k.repeat_interleave(n_head // n_kv_head, dim=2)

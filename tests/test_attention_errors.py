@@ -15,21 +15,21 @@ from kernels.flash_attention import flash_attention, flash_attention_varlen
 from kernels.packed import flash_attention_packed
 from kernels.portable.backward import attention_backward
 from kernels.problem import Problem
+from kernels.reference import attention_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 X = torch.zeros(2, 8, 4, 16, device=DEVICE)
 
 
+@pytest.mark.parametrize("attend", [flash_attention, attention_reference])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"k": X.tolist()}, "k must be a tensor, got list"),
         ({"q": X[0]}, r"q must have 4 dimensions.*\(8, 4, 16\)"),
-        ({"q": X.double(), "k": X.double(), "v": X.double()}, "q must be bfloat16.*float64"),
         ({"k": X.half()}, "one dtype.*float32.*float16"),
         ({"v": X.to("meta")}, "one device.*meta"),
-        ({"q": X[:, :0]}, "q must not be empty"),
-        ({"q": X[..., :12], "k": X[..., :12], "v": X[..., :12]}, "head_dim must be a multiple of 8.*12"),
+        ({"q": X[..., :0]}, "q must not be empty"),
         ({"v": X[:, :4]}, "k and v must have one shape"),
         ({"q": X[..., :8]}, "head_dim of q, 8, got 16"),
         ({"k": X[:1], "v": X[:1]}, "batch of q, 2, got 1"),
@@ -79,10 +79,40 @@ X = torch.zeros(2, 8, 4, 16, device=DEVICE)
         ),
     ],
 )
-def test_flash_attention_names_what_is_wrong(change, message):
+def test_the_kernels_and_the_definition_name_what_is_wrong(attend, change, message):
     arguments = {"q": X, "k": X, "v": X} | change
     with pytest.raises(ValueError, match=message):
-        flash_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+        attend(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (X.double(), "q must be bfloat16.*float64"),
+        (X[..., :12], "head_dim must be a multiple of 8.*12"),
+        (X[:, :0], "q must not be empty"),
+    ],
+)
+def test_the_definition_takes_dtypes_heads_and_lengths_that_the_kernels_refuse_by_name(x, message):
+    with pytest.raises(ValueError, match=message):
+        flash_attention(x, x, x)
+    assert attention_reference(x, x, x).shape == x.shape
+
+
+def test_the_definition_refuses_whole_numbers_by_name():
+    x = X.long()
+    with pytest.raises(ValueError, match=r"^q, k and v must be floating-point, got torch.int64: cast them$"):
+        attention_reference(x, x, x)
+
+
+@pytest.mark.parametrize("attend", [flash_attention, attention_reference])
+def test_under_autocast_the_kernels_and_the_definition_take_tensors_of_several_dtypes(attend):
+    with torch.autocast(DEVICE, torch.float16):
+        assert attend(X, X.half(), X.bfloat16()).dtype == torch.float16
+
+
+def test_the_definition_runs_on_a_device_without_autocast():
+    assert attention_reference(*[X.to("meta")] * 3).device.type == "meta"
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

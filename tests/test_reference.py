@@ -67,3 +67,25 @@ def test_documents_of_fewer_keys_than_queries_are_refused_as_the_kernels_refuse_
             ValueError, match=f"^document_ids need Tq <= Tk, got Tq {seq_q} and Tk 4: .*keys too$"
         ):
             attend(q, k, k, document_ids=ids)
+
+
+def test_documents_may_differ_from_call_to_call_of_vmap():
+    x = torch.randn(2, 1, 4, 1, 8)
+    ids = torch.tensor([[[0, 0, 1, 1]], [[0, 1, 1, 2]]], dtype=torch.int32)
+
+    def attend(x, ids):
+        return attention_reference(x, x, x, document_ids=ids)
+
+    expected = torch.stack([attend(*each) for each in zip(x, ids, strict=True)])
+    torch.testing.assert_close(torch.func.vmap(attend)(x, ids), expected)
+
+
+def test_a_compiled_definition_is_one_graph_that_reads_no_document():
+    x, ids = torch.randn(1, 4, 1, 8), torch.tensor([[0, 0, 1, 1]], dtype=torch.int32)
+
+    def attend(x, ids, seed):
+        return attention_reference(x, x, x, document_ids=ids, dropout_p=0.5, dropout_seed=seed)
+
+    seed = torch.tensor([3])
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, ids, seed), attend(x, ids, seed))

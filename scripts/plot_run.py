@@ -38,11 +38,19 @@ def main(arguments: Arguments) -> None:
         # a copy of a run in another folder may have the same name
         metrics[run.name if run.name not in metrics else str(run)] = run / "metrics.jsonl"
     rows = compare(metrics)
+    for row in rows:
+        if arguments.differences and not row["steps"]:
+            raise ValueError(
+                f"differences={arguments.differences}: {row['run']} and {row['yardstick']} logged no loss "
+                "after the same number of tokens: leave one out, or differences="
+            )
     draw_loss(metrics, Path(arguments.out), arguments.title or ", ".join(metrics))
     print(arguments.out)
     for row in rows:
-        print("{run} against {yardstick}: {steps} steps, mean |difference| {mean_difference:.5f}, "
-              "largest {largest_difference:.5f}".format(**row))  # fmt: skip
+        told = "no loss of both after the same number of tokens"
+        if row["steps"]:
+            told = "{steps} steps, mean |difference| {mean_difference:.5f}, largest {largest_difference:.5f}"
+        print(f"{row['run']} against {row['yardstick']}: {told.format(**row)}")
     if arguments.differences:
         write_result(Path(arguments.differences), rows)
 
@@ -51,7 +59,8 @@ def compare(metrics: dict[str, Path]) -> list[dict]:
     """Rows {run, yardstick, steps, mean_difference, largest_difference} of training loss, in nats.
 
     Curves are compared where both runs had seen the same number of tokens, as in the picture, since their
-    steps may differ in size. steps: how many of the run's steps are compared.
+    steps may differ in size. steps: how many of the run's steps are compared; the differences of none are
+    left out.
     """
     curves = {
         name: {m["tokens"]: m["train_loss"] for m in read_metrics(path) if m.get("train_loss") is not None}
@@ -61,20 +70,11 @@ def compare(metrics: dict[str, Path]) -> list[dict]:
     rows = []
     for name in others:
         shared = sorted(curves[yardstick].keys() & curves[name].keys())
-        if not shared:
-            raise ValueError(
-                f"runs: {name} and {yardstick} logged no loss after the same number of tokens: leave one out"
-            )
         differences = [abs(curves[name][tokens] - curves[yardstick][tokens]) for tokens in shared]
-        rows.append(
-            {
-                "run": name,
-                "yardstick": yardstick,
-                "steps": len(shared),
-                "mean_difference": mean(differences),
-                "largest_difference": max(differences),
-            }
-        )
+        row = {"run": name, "yardstick": yardstick, "steps": len(shared)}
+        if differences:
+            row |= {"mean_difference": mean(differences), "largest_difference": max(differences)}
+        rows.append(row)
     return rows
 
 

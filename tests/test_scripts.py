@@ -228,10 +228,25 @@ def test_plot_run_compares_runs_of_other_steps_after_equally_many_tokens(tmp_pat
     assert row["steps"] == 3
     assert row["mean_difference"] == pytest.approx(0.1 / 3)
     assert row["largest_difference"] == pytest.approx(0.1)
-    with pytest.raises(ValueError, match="runs: c and a logged no loss after the same number of tokens"):
-        plot_run.main(plot_run.Arguments(runs=["a", "c"]))
+
+
+def test_plot_run_draws_runs_that_share_no_number_of_tokens_but_gives_no_difference(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    write_metrics(tmp_path / "a", [4.0, 3.0])
+    write_metrics(tmp_path / "b", [4.0, 3.5])
+    write_metrics(tmp_path / "c", [5.0, 3.0], tokens_per_step=101)
+    message = "^differences=d.json: c and a logged no loss after the same number of tokens: leave one out"
+    with pytest.raises(ValueError, match=message):
+        plot_run.main(plot_run.Arguments(runs=["a", "b", "c"], differences="d.json"))
     # a refused command leaves nothing that the next one would be refused for
     assert not Path("loss.png").exists()
+    plot_run.main(plot_run.Arguments(runs=["a", "b", "c"]))
+    assert Path("loss.png").exists()
+    _, of_b, of_c = capsys.readouterr().out.splitlines()
+    assert of_b == "b against a: 2 steps, mean |difference| 0.25000, largest 0.50000"
+    assert of_c == "c against a: no loss of both after the same number of tokens"
 
 
 @pytest.mark.parametrize("out", ["", "loss", "loss.txt"])

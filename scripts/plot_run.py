@@ -31,6 +31,9 @@ def main(arguments: Arguments) -> None:
     # matplotlib would add an ending to a name without one, and might replace a file of that name
     if Path(arguments.out).suffix not in PICTURES:
         raise ValueError(f"out must end in one of {', '.join(PICTURES)}, got {arguments.out!r}")
+    # matplotlib draws no lone surrogate, which is what Python makes of a byte that is no UTF-8
+    if arguments.title.encode(errors="ignore").decode() != arguments.title:
+        raise ValueError(f"title must be UTF-8, got {arguments.title!r}: leave out what begins with \\udc")
     metrics = {}
     for run in map(Path, arguments.runs):
         if not (run / "metrics.jsonl").is_file():

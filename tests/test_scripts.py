@@ -249,6 +249,14 @@ def test_plot_run_draws_runs_that_share_no_number_of_tokens_but_gives_no_differe
     assert of_c == "c against a: no loss of both after the same number of tokens"
 
 
+def test_plot_run_refuses_a_title_that_cannot_be_drawn(tmp_path, call_here):
+    write_metrics(tmp_path / "a", [4.0, 3.0])
+    done = call_here("plot_run", f"runs=[{tmp_path}/a]", f"out={tmp_path}/a.png", "title=loss \udcff")
+    assert done.returncode == 2
+    assert done.stderr.startswith(r"error: title must be UTF-8, got 'loss \udcff': leave out")
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("out", ["", "loss", "loss.txt"])
 def test_plot_run_draws_over_no_picture_that_is_named_without_its_ending(out, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -2,7 +2,7 @@
 
     python -m scripts.plan model=gpt2_xl seq_len=4096 recompute=full
 
-It takes the arguments of python -m train, and gpu= and memory_gib= where there is no GPU. These commands
+It takes the arguments of python -m train, and gpu=H200 where there is no GPU. These commands
 measure a short probe of another card, plan with rates fitted to it, and compare predictions to measured rows:
 
     python -m scripts.benchmark_training 'models=[gpt2,gpt2_medium]' 'seq_lens=[1024,8192]' out=probe.json
@@ -37,12 +37,17 @@ from train.results import write_result
 from train.speed import RATES, Rates, fit_rates, step_seconds
 from train.throughput import peak_flops
 
+# bytes, as torch tells them, of the cards of RATES
+MEMORY = {"H200": 150_123_077_632}
+# arguments for other cards, whose rates can be fitted to rows that are here
+PROBES = {"H100": "'probe=[docs/results/h100/training_jobs.json]' memory_gib=79"}
+
 
 @dataclass
 class Arguments:
     processes: int = argument(1, "GPUs")
     gpu: str = argument("", "whose rates to use; empty for this machine's")
-    memory_gib: float = argument(0.0, "memory of a GPU; 0 for this machine's")
+    memory_gib: float = argument(0.0, "memory of a GPU; 0 for that of gpu")
     probe: list[str] = argument([], "result files of benchmark_training, to fit the rates to", path=True)
     probe_bandwidth: float = argument(3.3e12, "bytes/s of large tensors, with probe: 0.7 of the nominal")
     compare: list[str] = argument([], "result files, whose rows are compared with predictions", path=True)
@@ -167,25 +172,35 @@ def choose_rates(arguments: Arguments, probe: Sequence[tuple[dict, Config]] = ()
         configs, seconds = [config for _, config in probe], [row["step_ms"] / 1000 for row, _ in probe]
         return fit_rates(configs, seconds, arguments.probe_bandwidth)
     if not arguments.gpu and not torch.cuda.is_available():
-        raise ValueError("gpu is empty, but torch sees no GPU: name one, as in gpu=H200 memory_gib=139.8")
+        raise ValueError(
+            f"gpu is empty, but torch sees no GPU: give gpu={' or gpu='.join(RATES)}, or for another card "
+            "probe=[FILE] and memory_gib (--help shows how)"
+        )
     name = arguments.gpu or torch.cuda.get_device_name()
+    # typed in any case; the driver's own spelling is the table's
+    spelled = arguments.gpu.upper() or name
+    words = spelled.replace("-", " ").split()
     for card, rates in RATES.items():
-        if card not in name.replace("-", " ").split():
+        if card not in words:
             continue
         # the name may be that of a slice of the card, or of another variant
-        if peak_flops(name, "bf16") != peak_flops(card, "bf16"):
+        if peak_flops(spelled, "bf16") != peak_flops(card, "bf16"):
             raise ValueError(
                 f"gpu={name!r} is not the {card} whose rates are known: give probe=[FILE] (--help shows how)"
             )
         return rates
+    known = (given for card, given in PROBES.items() if card in words)
+    probe = next(known, "probe=[FILE] memory_gib=NUMBER")
     raise ValueError(
-        f"gpu={name!r} has no rates, {', '.join(RATES)} has: name it, or give probe=[FILE] (--help shows how)"
+        f"gpu={name!r} has no rates, {', '.join(RATES)} has: name it, or give {probe} (--help shows how)"
     )
 
 
 def card_memory(arguments: Arguments) -> int:
     if arguments.memory_gib:
         return int(arguments.memory_gib * 2**30)
+    if known := MEMORY.get(arguments.gpu.upper()):
+        return known
     if not torch.cuda.is_available():
         raise ValueError("memory_gib=0, but torch sees no GPU to ask: give memory_gib=139.8 for an H200")
     return torch.cuda.get_device_properties(0).total_memory

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -268,8 +269,25 @@ def test_a_plan_reads_which_biases_a_measured_model_had(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has its own rates")
 def test_a_plan_without_a_gpu_asks_for_one_by_name():
-    with pytest.raises(ValueError, match="torch sees no GPU: name one, as in gpu=H200 memory_gib=139.8"):
+    with pytest.raises(ValueError, match=r"sees no GPU: give gpu=H200, or .* probe=\[FILE\] and memory_gib"):
         choose_rates(Arguments())
+
+
+def test_a_plan_knows_a_card_in_small_letters_too_and_its_memory(capsys):
+    printed = []
+    for given in ({"gpu": "h200"}, {"gpu": "H200", "memory_gib": H200 / 2**30}):
+        plan.main(Arguments(**given))
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert plan.card_memory(Arguments(gpu="h200")) == H200
+
+
+def test_the_rows_that_a_plan_names_for_a_card_without_rates_are_there_and_enough(capsys):
+    with pytest.raises(ValueError, match="gpu='h100' has no rates, .* or give 'probe=") as refused:
+        choose_rates(Arguments(gpu="h100"))
+    probe, memory = re.search(r"'probe=\[(.*)\]' memory_gib=(\d+)", str(refused.value)).groups()
+    plan.main(Arguments(probe=[str(ROOT / probe)], memory_gib=float(memory)))
+    assert "on 1 GPU of 79.0 GiB" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -245,8 +246,11 @@ class BlockMask:
         """The share of block pairs that information can cross in n_layers; see `reach`."""
         return reach([self] * n_layers)
 
-    def plot(self, path) -> None:
-        """Draws the stored blocks of the first batch and head, full ones dark; at most 512 x 512 pixels."""
+    def plot(self, path: str | Path) -> None:
+        """Draws the stored blocks of the first batch and head, full ones dark; at most 512 x 512 pixels.
+
+        A folder of path that is missing is made.
+        """
         from matplotlib.figure import Figure
 
         head, row, column = (x.cpu() for x in self.coordinates())
@@ -263,6 +267,7 @@ class BlockMask:
         axis.set_xlabel(f"blocks of {self.block_size} keys")
         axis.set_ylabel(f"blocks of {self.block_size} queries")
         axis.set_title(f"{self.seq_q} x {self.seq_k}, density {self.density():.1%}")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
 
     def check_combines(self, other: "BlockMask") -> None:

@@ -251,10 +251,10 @@ def plotted(mask: BlockMask, path, monkeypatch) -> list[list[float]]:
     return picture.tolist()
 
 
-def test_a_plot_shows_full_blocks_dark_and_partial_ones_half(tmp_path, monkeypatch):
+def test_a_plot_makes_its_folder_and_shows_full_blocks_dark_and_partial_ones_half(tmp_path, monkeypatch):
     mask = block_masks.window(4 * 64, 2 * 64, block_size=64)
     dark, half, none = 1.0, 0.5, 0.0
-    assert plotted(mask, tmp_path / "mask.png", monkeypatch) == [
+    assert plotted(mask, tmp_path / "missing" / "mask.png", monkeypatch) == [
         [half, none, none, none],
         [dark, half, none, none],
         [half, dark, half, none],

@@ -168,6 +168,10 @@ def test_the_run_is_rounded_up_to_whole_steps():
         ("total_tokens=0", "total_tokens must be at least 1, got 0"),
         ("name=a/b", "name must be a plain folder name, got 'a/b'"),
         ('name="a\udcc3"', r"name must be text in this machine's encoding, got .*: use other letters"),
+        (
+            'sample.prompt="caf\udce9"',
+            r"^sample.prompt must be text in this machine's encoding, got .*: use other letters",
+        ),
         (f'name="{128 * chr(228)}"', "name must have at most 255 bytes, as a folder's has, got 256: shorten"),
         ("optim.schedule=linear", "optim.schedule must be one of cosine, wsd, got 'linear'"),
         ("optim.beta2=1.0", r"optim.beta2 must be in \[0, 1\), got 1.0"),

@@ -105,14 +105,15 @@ class Config:
     sample: SampleConfig
 
     def __post_init__(self):
+        # surrogates stand for undecodable bytes of the command line; no picture or sample could hold them
+        for key, text in (("name", self.name), ("sample.prompt", self.sample.prompt)):
+            if without_surrogates(text) != text:
+                raise ValueError(
+                    f"{key} must be text in this machine's encoding, got {text!r}: use other letters, or "
+                    "export LC_ALL=C.UTF-8"
+                )
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"name must be a plain folder name, got {self.name!r}")
-        # surrogates stand for undecodable bytes of the command line; no picture could show them at the end
-        if without_surrogates(self.name) != self.name:
-            raise ValueError(
-                f"name must be text in this machine's encoding, got {self.name!r}: use other letters, or "
-                "export LC_ALL=C.UTF-8"
-            )
         if (size := len(self.name.encode())) > LONGEST_NAME:
             raise ValueError(
                 f"name must have at most {LONGEST_NAME} bytes, as a folder's has, got {size}: shorten it"

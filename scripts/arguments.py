@@ -16,7 +16,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from train.interruption import answer_ctrl_c
-from train.overrides import EXIT_CTRL_C, EXIT_REFUSED, wrong_value
+from train.overrides import EXIT_CTRL_C, EXIT_REFUSED, wrong_value, wrong_yaml
 
 Arguments = TypeVar("Arguments")
 # what --help says about the argument `overwrite`, which accompanies a `result_file`
@@ -95,7 +95,7 @@ def run_script(
     except OmegaConfBaseException as error:
         refuse(f"{wrong_value(error, given)}: --help lists the arguments")
     except YAMLError as error:
-        refuse(f"{' '.join(str(error).split())}: lists are YAML: quote items that contain brackets")
+        refuse(wrong_yaml(error))
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             end_if_unread()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from data.manifest import read_manifest
 from data.prepare import DataConfig, prepare
@@ -37,7 +38,7 @@ def main(overrides: list[str]) -> None:
         answer_ctrl_c()
         config = parse(overrides)
         folder = prepare(config)
-    except HydraException as error:
+    except (HydraException, YAMLError) as error:
         refuse(explain(error, Arguments))
     except (ValueError, OSError) as error:
         refuse(error)

@@ -11,6 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from tests.test_config import composed
 from train import __main__ as command
@@ -21,6 +22,7 @@ from train.overrides import (
     refuse_idle_overrides,
     refuse_numbers_for_texts,
     unknown_key,
+    wrong_yaml,
 )
 
 
@@ -220,3 +222,41 @@ def test_a_sweep_over_texts_is_refused_as_it_was_typed(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         command.command()
     assert capsys.readouterr().err.startswith("error: name=a,1_0 would be read as 10: put quotes")
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("n_layer: 2\nn_layer: 3\n", 'found duplicate key n_layer in "{}", line 2, column 1'),
+        (
+            "n_layer: 2\n\tn_head: 3\n",
+            "found character '\\t' that cannot start any token in \"{}\", line 2, ",
+        ),
+        ("n_layer: [2\n", "expected ',' or ']', but got '<stream end>' in \"{}\", line 2, column 1"),
+        ("n_layer: 2\0\n", 'unacceptable character #x0000: special characters are not allowed in "{}", '),
+    ],
+)
+def test_a_fault_in_a_file_of_the_users_own_is_told_in_one_line_with_its_place(
+    text, fault, tmp_path, monkeypatch, capsys
+):
+    file = tmp_path / "model" / "mine.yaml"
+    file.parent.mkdir()
+    file.write_text(text)
+    monkeypatch.setattr(sys, "argv", ["train", f"--config-dir={tmp_path}", "model=mine"])
+    monkeypatch.setattr(command, "WANTS_TRACEBACK", False)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    with pytest.raises(SystemExit, match="2"):
+        command.command()
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ")
+    assert fault.format(file) in errors
+    assert errors.endswith(": correct it there\n")
+    assert errors.count("\n") == 1
+
+
+def test_a_list_of_the_command_line_that_is_no_yaml_is_told_with_the_quotes_that_it_needs():
+    with pytest.raises(YAMLError) as caught:
+        OmegaConf.from_cli(["runs=[a[b,c]"])
+    line = wrong_yaml(caught.value)
+    assert line.endswith(": lists are YAML: quote items that contain brackets")
+    assert "\n" not in line

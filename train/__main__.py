@@ -23,6 +23,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from yaml import YAMLError
 
 from train.config import Config, parse
 from train.interruption import EXIT_INTERRUPTED, Interrupted, answer_ctrl_c
@@ -136,7 +137,7 @@ def command() -> None:
     except RunFailed:
         sys.exit(EXIT_REFUSED)
     # OSError: --multirun cannot write its multirun.yaml
-    except (HydraException, ValueError, OSError) as error:
+    except (HydraException, YAMLError, ValueError, OSError) as error:
         if WANTS_TRACEBACK:
             raise
         # every host finds the same mistake in its own conf/

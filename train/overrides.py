@@ -18,6 +18,7 @@ from omegaconf.errors import (
     MissingMandatoryValue,
     OmegaConfBaseException,
 )
+from yaml import YAMLError
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 # exit code of every command whose input is refused
@@ -39,7 +40,7 @@ def checked(given: DictConfig, schema: type):
 
 
 def explain(error: Exception, schema: type) -> str:
-    """What Hydra found wrong. schema: the dataclass of the whole configuration."""
+    """What Hydra, or YAML in conf/, found wrong. schema: the dataclass of the whole configuration."""
     if isinstance(error, OverrideParseException):
         return (
             f"{error.override!r} cannot be read: write KEY=VALUE, and quote brackets, commas, ~, accents and "
@@ -54,6 +55,8 @@ def explain(error: Exception, schema: type) -> str:
         return f"{given} is no choice{_guess(near, ':')} there are {', '.join(choices)}"
     if isinstance(error.__cause__, ConfigKeyError | ConfigAttributeError):
         return unknown_key(error.__cause__.full_key, schema)
+    if isinstance(error, YAMLError):
+        return wrong_yaml(error)
     return " ".join(str(error).split())
 
 
@@ -148,6 +151,15 @@ def wrong_value(error: OmegaConfBaseException, given: DictConfig) -> str:
         # 1e6 is a float to Hydra and YAML
         return f"{key}: {reason}: write a whole number, without point or exponent, as 1_000_000"
     return f"{key}: {reason}"
+
+
+def wrong_yaml(error: YAMLError) -> str:
+    """Where a file, or a value on the command line, is no YAML, and the change to make."""
+    reason = " ".join(str(error).split())
+    # PyYAML's name for text that is of no file
+    is_typed = "<unicode string>" in reason
+    way_out = "lists are YAML: quote items that contain brackets" if is_typed else "correct it there"
+    return f"{reason}: {way_out}"
 
 
 def key_of(word: str) -> str:

@@ -15,7 +15,7 @@ from yaml import YAMLError
 
 from tests.test_config import composed
 from train import __main__ as command
-from train.config import Config
+from train.config import Config, parse
 from train.overrides import (
     CONF,
     explain,
@@ -45,6 +45,11 @@ from train.overrides import (
         ("optim=", "optim= is no choice: there are adamw, muon"),
         ("seq_len", "'seq_len' cannot be read: write KEY=VALUE, and quote brackets"),
         ("data.paths=[a", "'data.paths=[a' cannot be read: write KEY=VALUE, and quote brackets"),
+        ("+model=tiny", "model is chosen twice: write model=NAME without +, and in the defaults list of a "),
+        (
+            "experiment.seed=3",
+            "experiment holds no values of its own: choose one by experiment=NAME, and begin",
+        ),
         ("+seq_len=3", "Could not append to config. An item is already at 'seq_len'. Either remove + prefix"),
     ],
 )
@@ -62,6 +67,40 @@ def test_a_choice_of_the_users_own_folder_is_named_among_the_others(tmp_path):
     with pytest.raises(HydraException) as caught:
         composed("model=mne", f"hydra.searchpath=[file://{tmp_path}]")
     assert explain(caught.value, Config).startswith("model=mne is no choice; did you mean mine?")
+
+
+RULES = "in conf/experiment/ the first line of a file is `# @package _global_`, and its defaults list changes"
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["seq_len: 64"], "experiment holds no values of its own: .* the line `# @package _global_`$"),
+        (["defaults: [override /model: tiny]"], f"In 'experiment/mine': .*override model: {RULES}"),
+        (
+            ["# @package _global_", "defaults: [/model: tiny]"],
+            "model is chosen twice: .* in the defaults list of a file `- override /model: NAME`$",
+        ),
+        (["# @package _global_", "defaults: [override model: tiny]"], f"In 'experiment/mine': .*: {RULES}"),
+        (["# @package _global_", "defaults: [model: tiny]"], f"experiment/model=tiny is no choice: {RULES}"),
+    ],
+)
+def test_an_experiment_of_the_users_own_that_cannot_be_composed_is_told_with_the_lines_that_it_needs(
+    lines, message, tmp_path
+):
+    file = tmp_path / "experiment" / "mine.yaml"
+    file.parent.mkdir()
+    file.write_text("\n".join(lines))
+    words = ["experiment=mine", f"hydra.searchpath=[file://{tmp_path}]"]
+    with pytest.raises((HydraException, ValueError)) as caught:
+        parse(composed(*words))
+    line = explain(caught.value, Config)
+    assert re.match(message, line)
+    assert "\n" not in line
+    # as the errors advise
+    file.write_text("# @package _global_\ndefaults: [override /model: tiny]\nseq_len: 64")
+    config = parse(composed(*words))
+    assert (config.model.n_layer, config.seq_len) == (parse(composed("model=tiny")).model.n_layer, 64)
 
 
 def test_a_whole_configuration_that_is_not_there_is_told_by_its_argument():

@@ -25,6 +25,10 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 EXIT_REFUSED = 2
 # exit code of a command that Ctrl-C has ended, as shells report it
 EXIT_CTRL_C = 130
+EXPERIMENT_FILE = (
+    "in conf/experiment/ the first line of a file is `# @package _global_`, and its defaults list changes a "
+    "group by `- override /model: NAME`"
+)
 # matches the texts in a value, a list or a sweep, in Hydra's syntax
 TEXT = re.compile(r"""(?P<quote>["'])(?:\\.|(?!(?P=quote)).)*(?P=quote)|[^\[\](),"']+""")
 
@@ -52,17 +56,33 @@ def explain(error: Exception, schema: type) -> str:
         choices = error.options or sorted(path.stem for path in CONF.glob("*.yaml"))
         near = get_close_matches(choice, choices, 1)
         given = f"{group}={choice}" if group else f"--config-name={choice}"
+        if "/" in group:
+            return f"{given} is no choice: {EXPERIMENT_FILE}"
         return f"{given} is no choice{_guess(near, ':')} there are {', '.join(choices)}"
     if isinstance(error.__cause__, ConfigKeyError | ConfigAttributeError):
         return unknown_key(error.__cause__.full_key, schema)
     if isinstance(error, YAMLError):
         return wrong_yaml(error)
-    return " ".join(str(error).split())
+    reason = " ".join(str(error).split())
+    if again := re.match(r"Multiple values for (\S+)\. ", reason):
+        key = again[1]
+        return (
+            f"{key} is chosen twice: write {key}=NAME without +, and in the defaults list of a file "
+            f"`- override /{key}: NAME`"
+        )
+    if reason.startswith("In '"):
+        return f"{reason.rstrip('.?')}: {EXPERIMENT_FILE}"
+    return reason
 
 
 def unknown_key(key: str, schema: type) -> str:
     """Why a key that conf/ does not have is refused, with similar keys."""
     known = {path.name for path in CONF.iterdir() if path.is_dir()} | {name for name, _ in _fields(schema)}
+    if key == "experiment":
+        return (
+            "experiment holds no values of its own: choose one by experiment=NAME, and begin its file with "
+            "the line `# @package _global_`"
+        )
     if key in known:
         return f"{key} has no value in conf/ to change: write +{key}=VALUE to add one"
     # learning_rate and lr, with and without their group

@@ -19,6 +19,7 @@ from train.config import Config, parse
 from train.overrides import (
     CONF,
     explain,
+    refuse_equal_names,
     refuse_idle_overrides,
     refuse_numbers_for_texts,
     unknown_key,
@@ -299,3 +300,36 @@ def test_a_list_of_the_command_line_that_is_no_yaml_is_told_with_the_quotes_that
     line = wrong_yaml(caught.value)
     assert line.endswith(": lists are YAML: quote items that contain brackets")
     assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["seed=1,2"], "pystdlib-12x768-1024"),
+        (["seed=range(1,4)", "name=run"], "run"),
+        (["model=glob(gpt2_*)", "seed=1,2", "name=${model.n_layer}"], "36"),
+        (["data=text", "model=mine,tiny", "name=${seq_len}"], "1024"),
+    ],
+)
+def test_equal_names_of_a_sweep_are_told_with_the_way_out(words, name, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("n_layer: 2\n")
+    words = ["--config-dir", str(tmp_path), *words]
+    # one run, which Hydra refuses
+    refuse_equal_names(words)
+    with pytest.raises(ValueError, match=f"^name={name} would be that of .* as 'name=seed.*' does$"):
+        refuse_equal_names([*words, "--multirun"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["seed=1,2", "name=seed${seed}"],
+        ["seq_len=512,1024"],
+        # not known before the run
+        ["seed=1,2", "name=run${hydra:job.num}"],
+        ["seed=1,2", "name=run${sede}"],
+    ],
+)
+def test_names_of_a_sweep_that_differ_or_are_not_known_yet_are_taken(words):
+    refuse_equal_names(["--multirun", *words])

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pickle
+import re
 import resource
 import shutil
 import socket
@@ -667,10 +668,23 @@ def test_a_run_of_a_sweep_that_fails_is_told_and_the_others_are_trained(corpus):
     assert later < first, "importing torch is in the first alone"
 
 
-def test_runs_of_a_sweep_under_one_name_are_refused_but_for_the_first(corpus):
+@pytest.mark.parametrize("names", [["name=one"], ["name=seed${seed}", "logging.every_steps=1,2"]])
+def test_runs_of_a_sweep_under_one_name_are_refused_before_the_first_begins(corpus, names):
+    process = start("--multirun", *SMALL, "seed=1,2", *names)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert re.match(
+        r"error: name=(one|seed1) would be that of 2 runs of .* as 'name=seed\$\{seed\}' does\n$", errors
+    )
+    assert not Path("runs").exists()
+
+
+def test_runs_of_a_sweep_whose_names_turn_out_to_be_one_are_refused_but_for_the_first(corpus, monkeypatch):
+    monkeypatch.setenv("NAME", "one")
     # of which the first two are refused for something else, when they begin
     paths = "data.paths=[nowhere],[corpus]"
-    process = start("--multirun", *SMALL, "total_tokens=512", "name=one", paths, "seed=1,2")
+    words = [*SMALL, "total_tokens=512", "name=${oc.env:NAME}", paths, "seed=1,2"]
+    process = start("--multirun", *words)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 2
     assert errors.count("error: data.paths names 'nowhere'") == 2

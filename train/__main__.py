@@ -32,6 +32,7 @@ from train.overrides import (
     EXIT_CTRL_C,
     EXIT_REFUSED,
     explain,
+    refuse_equal_names,
     refuse_idle_overrides,
     refuse_numbers_for_texts,
 )
@@ -133,6 +134,7 @@ def command() -> None:
     try:
         # checked here, where overrides are as typed: inside a run of --multirun Hydra has rewritten them
         refuse_numbers_for_texts(sys.argv[1:], Config)
+        refuse_equal_names(sys.argv[1:])
         main()
     except RunFailed:
         sys.exit(EXIT_REFUSED)

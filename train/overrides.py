@@ -1,7 +1,9 @@
 """What is wrong with KEY=VALUE on the command line: one line that names the key and the change to make."""
 
+import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -9,6 +11,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import get_args
 
+from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
@@ -158,6 +164,33 @@ def refuse_numbers_for_texts(words: list[str], schema: type) -> None:
                         f"{word} would be read as {read}: put quotes that the shell leaves around {typed}, "
                         f"as in {shlex.quote(meant)}"
                     )
+
+
+def refuse_equal_names(words: list[str]) -> None:
+    """Raises ValueError, before the first run, if two runs of --multirun would have one name.
+
+    words: as they were typed. A name with a resolver, as ${now:%S}, is not known before its run.
+    """
+    given = get_args_parser().parse_args(words)
+    # with --config-path the values are not in conf/
+    if not given.multirun or given.config_path:
+        return
+    own = [f'hydra.searchpath=["file://{os.path.abspath(given.config_dir)}"]'] if given.config_dir else []
+    names = Counter()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+        [runs] = BasicSweeper.split_arguments(parser.parse_overrides(given.overrides), None)
+        for run in runs:
+            config = compose(given.config_name or "config", own + run)
+            if ":" not in str(OmegaConf.to_container(config).get("name")):
+                # one that does not resolve is refused by its run
+                names[OmegaConf.select(config, "name", throw_on_resolution_failure=False)] += 1
+    for name, count in names.items():
+        if name is not None and count > 1:
+            raise ValueError(
+                f"name={name} would be that of {count} runs of this --multirun, and each would go on from "
+                "the end of the one before: give each a name of its own, as 'name=seed${seed}' does"
+            )
 
 
 def wrong_value(error: OmegaConfBaseException, given: DictConfig) -> str:

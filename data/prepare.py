@@ -178,6 +178,9 @@ def _is_prepared(folder: Path, config: DataConfig) -> bool:
             # both are folders, which may move: the digest that shards carry is compared below
             continue
         if spelled_out(then) != spelled_out(now):
+            if key == "paths":
+                # a slip in a path must not cost the prepared text
+                _open_source(config).check()
             raise ValueError(
                 f"data.folder={str(folder)!r} was prepared with data.{key}={then!r}, this run has {now!r}: "
                 "choose another data.folder, or delete that one"

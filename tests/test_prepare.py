@@ -205,6 +205,16 @@ def test_a_folder_of_another_configuration_is_refused_by_key(config, change):
     assert contents(Path(config.folder)) == before
 
 
+def test_a_misspelt_path_is_told_as_one_and_not_as_a_reason_to_delete_prepared_text(config):
+    before = contents(prepare(config))
+    misspelt = replace(config, paths=[f"{config.paths[0]}s"])
+    with pytest.raises(
+        ValueError, match=r"^data\.paths names '.*texts', which does not exist .*: correct it$"
+    ):
+        prepare(misspelt)
+    assert contents(Path(config.folder)) == before
+
+
 def test_a_folder_is_found_again_however_its_paths_are_written(config, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     before = contents(prepare(config))

@@ -125,7 +125,7 @@ def plan(config: Config, rates: Rates, memory: int, processes: int) -> None:
     head_dim = config.model.head_dim
     slower = {
         "precision=fp32": not has_rates(config),
-        # heads between 128 and 256 take the time of 256
+        # heads between 128 and 256 take the time of 192 or 256
         f"model.head_dim={head_dim}": head_dim not in hopper.HEAD_DIMS or 128 < head_dim < 256,
         f"model.dropout={config.model.dropout}": config.model.dropout > 0.0,
         "deterministic=true": config.deterministic,

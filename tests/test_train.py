@@ -440,6 +440,7 @@ def test_what_an_attempt_without_a_checkpoint_left_is_set_aside_and_named(corpus
     for name in ("metrics.jsonl", "config.yaml"):
         Path("runs/test", name).rename(Path("runs/other", name))
     Path("runs/other/left_out.json").write_text("[0, 1, 2]")
+    Path("runs/other/sample.txt").write_text("kept")
     kept = Path("runs/other/metrics.jsonl").read_text()
     capsys.readouterr()
     # the batches that were left out are in, with the losses of a run that never had the file
@@ -449,6 +450,7 @@ def test_what_an_attempt_without_a_checkpoint_left_is_set_aside_and_named(corpus
     )
     assert Path("runs/other/attempt_1/metrics.jsonl").read_text() == kept
     assert Path("runs/other/attempt_1/left_out.json").read_text() == "[0, 1, 2]"
+    assert Path("runs/other/attempt_1/sample.txt").read_text() == "kept"
     run("name=clean", "seed=2")
     assert losses("other") == losses("clean")
     run("name=other", "seed=2")

@@ -113,7 +113,10 @@ class Config:
                     "export LC_ALL=C.UTF-8"
                 )
         if not self.name or "/" in self.name or self.name.startswith("."):
-            raise ValueError(f"name must be a plain folder name, got {self.name!r}")
+            raise ValueError(
+                f"name must be a plain folder name, got {self.name!r}: choose one without / that begins with "
+                "another character than a dot"
+            )
         if (size := len(self.name.encode())) > LONGEST_NAME:
             raise ValueError(
                 f"name must have at most {LONGEST_NAME} bytes, as a folder's has, got {size}: shorten it"

@@ -26,8 +26,8 @@ from train.results import write_result
 from train.sample import sample_text
 from train.throughput import RunClock, StepTimer, flop_utilization, peak_memory_bytes
 
-# what each run writes from its first step on; summary and pictures come at the end
-OF_AN_ATTEMPT = ("config*.yaml", "metrics.jsonl", LEFT_OUT, WANDB_ID)
+# what a run writes in its folder, but for its summary: a run that has one is not begun anew
+OF_AN_ATTEMPT = ("config*.yaml", "metrics.jsonl", LEFT_OUT, WANDB_ID, "loss.png", "sample.txt")
 
 # if layers have patterns; all of a rank's sequences took 9 s and 5 GiB at each start of a long-sequence run
 COUNTED_SEQUENCES = 32

@@ -122,15 +122,11 @@ def refuse_other_run(folder: Path, resume: str, config: dict) -> None:
 
     folder: of checkpoints, which need not exist yet; a path that cannot become one is refused too.
     """
-    run, runs = folder.parent, folder.parent.parent
-    for path in (runs, run, folder):
-        if os.path.lexists(path) and not path.is_dir():
-            way_out = "move it away, or mount the disk that it leads to"
-            way_out += "" if path == runs else ", or choose another name="
-            raise ValueError(
-                f"{path} is a file, or a link that leads nowhere, and name={run.name} would have no place: "
-                f"{way_out}"
-            )
+    if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
+        raise ValueError(
+            f"{folder} is a file, or a link that leads nowhere, and checkpoints would have no place: move it "
+            "away, or mount the disk that it leads to"
+        )
     finished = list_checkpoints(folder)
     if resume == "never" and finished:
         raise ValueError(

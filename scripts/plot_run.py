@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
+from data.tokenizer import without_surrogates
 from scripts.arguments import OVERWRITE, argument, result_file, run_script
 from train.logger import read_metrics
 from train.plot import draw_loss
@@ -31,8 +32,8 @@ def main(arguments: Arguments) -> None:
     # matplotlib would add an ending to a name without one, and might replace a file of that name
     if Path(arguments.out).suffix not in PICTURES:
         raise ValueError(f"out must end in one of {', '.join(PICTURES)}, got {arguments.out!r}")
-    # matplotlib draws no lone surrogate, which is what Python makes of a byte that is no UTF-8
-    if arguments.title.encode(errors="ignore").decode() != arguments.title:
+    # surrogates stand for undecodable bytes of the command line, and matplotlib draws none
+    if without_surrogates(arguments.title) != arguments.title:
         raise ValueError(f"title must be UTF-8, got {arguments.title!r}: leave out what begins with \\udc")
     metrics = {}
     for run in map(Path, arguments.runs):

@@ -6,7 +6,7 @@ step j of a tile issues S_j = q k_j^T and o += P_{j-1} v_{j-1} together, and ste
 the previous tile. While one warpgroup computes a softmax, the others use the tensor cores. Keys are visited
 from the last to the first, in separate loops for masked and whole blocks; under a causal mask a warpgroup
 skips the blocks that only others see. With BLOCKS = 2, for short rows of heads of 64, a step issues one
-product after the other instead: short_steps.py.
+product after the other instead: short_steps.py. So do heads of 136 to 256: wide_steps.py.
 
 Sources: FlashAttention-2 (arXiv:2307.08691), FlashAttention-3 (arXiv:2407.08608).
 """
@@ -148,8 +148,19 @@ def copy_values(tiles, v_desc, batch, kv_head, block, n):
 
 
 @gluon.jit
-def consume(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
-    """Attention of 64 rows of every tile of this thread block."""
+def consume(tiles, out_desc, lse_ptr, scale_log2, BLOCKS: gl.constexpr, INDEX: gl.constexpr):
+    """Attention of 64 rows of every tile of this thread block, in the order of steps that its size allows."""
+    if tiles.HEAD_DIM == 256:
+        consume_wide(tiles, out_desc, lse_ptr, scale_log2, INDEX)
+    elif BLOCKS == 2:
+        consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX)
+    else:
+        consume_overlapped(tiles, out_desc, lse_ptr, scale_log2, INDEX)
+
+
+@gluon.jit
+def consume_overlapped(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
+    """The same, with each product of P and V beside the next block's scores, across tiles too."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.HEAD_DIM, 16])
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
@@ -324,31 +335,11 @@ def forward_kernel(
     )
     fence_async_shared()
     copies = (tiles, q_desc, k_desc, v_desc, group, counter_ptr, DEALT)
-    if HEAD_DIM == 256:
+    if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consume_wide, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(0))),
-                (consume_wide, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(1))),
-                (produce, copies),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
-    elif BLOCKS == 2:
-        gl.warp_specialize(
-            [
-                (consume_short, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(0))),
-                (consume_short, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(1))),
-                (produce, copies),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
-    elif CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (consume, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(0))),
-                (consume, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(1))),
+                (consume, (tiles, out_desc, lse_ptr, scale_log2, BLOCKS, gl.constexpr(0))),
+                (consume, (tiles, out_desc, lse_ptr, scale_log2, BLOCKS, gl.constexpr(1))),
                 (produce, copies),
             ],
             [4, 1],
@@ -357,9 +348,9 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(0))),
-                (consume, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(1))),
-                (consume, (tiles, out_desc, lse_ptr, scale_log2, gl.constexpr(2))),
+                (consume, (tiles, out_desc, lse_ptr, scale_log2, BLOCKS, gl.constexpr(0))),
+                (consume, (tiles, out_desc, lse_ptr, scale_log2, BLOCKS, gl.constexpr(1))),
+                (consume, (tiles, out_desc, lse_ptr, scale_log2, BLOCKS, gl.constexpr(2))),
                 (produce, copies),
             ],
             [4, 4, 1],

@@ -31,6 +31,7 @@ from train.overrides import (
     CONF,
     explain,
     refuse_idle_overrides,
+    refuse_no_choice,
     refuse_numbers_for_texts,
 )
 from train.results import write_result
@@ -291,6 +292,7 @@ def describe(row: dict) -> str:
 
 def composed(overrides: list[str]) -> Config:
     """The configuration that python -m train makes of overrides. Raises ValueError if it refuses them."""
+    refuse_no_choice(overrides)
     refuse_numbers_for_texts(overrides, Config)
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):

@@ -162,6 +162,16 @@ def test_the_run_is_rounded_up_to_whole_steps():
         ("device=tpu", "device must be one of cuda, cpu, got 'tpu'"),
         ("precision=fp8", "precision must be one of bf16, fp16, fp32, got 'fp8'"),
         ("attention.implementation=fast", "attention.implementation must be one of flash, sdpa, reference"),
+        ("seed=null", "^seed must not be null: give it a value, or leave it out$"),
+        ("data.paths=null", "^data.paths must not be null: give it a value, or leave it out$"),
+        (
+            "wandb=null",
+            "^wandb must be a group of keys with values, got None: change .* wandb.mode, leave it",
+        ),
+        (
+            "lora=3",
+            "^lora must be a group of keys with values, got 3: change .*, such as lora.rank, leave",
+        ),
         ("seed=-1", "^seed must be from 0 to 18446744073709551615, got -1"),
         (f"seed={10**23}", f"^seed must be from 0 to 18446744073709551615, got {10**23}"),
         ("attention.patterns=['window(0)']", r"attention.patterns: window\(0\): n must be at least 1, got 0"),

@@ -21,6 +21,7 @@ from train.overrides import (
     explain,
     refuse_equal_names,
     refuse_idle_overrides,
+    refuse_no_choice,
     refuse_numbers_for_texts,
     unknown_key,
     wrong_yaml,
@@ -171,6 +172,25 @@ def test_settings_of_what_is_switched_off_are_refused(word, switch, on, way_out)
     refuse_idle_overrides(["seq_len=64", word], settings(**on))
     with pytest.raises(ValueError, match=f"^{word} has no effect with {re.escape(way_out)}"):
         refuse_idle_overrides(["seq_len=64", word], settings(**all_on | switch))
+
+
+@pytest.mark.parametrize("value", ["null", "NULL", "3", "1e-3", "true"])
+def test_a_group_whose_value_is_no_name_is_refused_with_the_names_that_there_are(value, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train", "seed=null", f"optim={value}"])
+    monkeypatch.setattr(command, "WANTS_TRACEBACK", False)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    with pytest.raises(SystemExit, match="2"):
+        command.command()
+    told = f"error: optim={value} is no choice: there are adamw, muon, or leave it out\n"
+    assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["--multirun", "optim=muon", "optim=adamw,muon", "optim={beta1: 1}", "~experiment", "seed=null"],
+)
+def test_a_name_for_a_group_and_null_for_other_keys_are_left_to_their_own_checks(word):
+    refuse_no_choice([word])
 
 
 def through_a_shell(typed: str) -> list[str]:

@@ -41,6 +41,14 @@ TEXT = re.compile(r"""(?P<quote>["'])(?:\\.|(?!(?P=quote)).)*(?P=quote)|[^\[\]()
 
 def checked(given: DictConfig, schema: type):
     """The values as an object of the dataclass `schema`. Raises ValueError for unknown keys, wrong types."""
+    for field in fields(schema):
+        if not is_dataclass(field.type) or field.name not in given:
+            continue
+        if not isinstance(value := given[field.name], DictConfig):
+            raise ValueError(
+                f"{field.name} must be a group of keys with values, got {value}: change one of them, such as "
+                f"{field.name}.{fields(field.type)[0].name}, leave it out, or correct its file"
+            )
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), given))
     except ConfigKeyError as error:
@@ -166,6 +174,20 @@ def refuse_numbers_for_texts(words: list[str], schema: type) -> None:
                     )
 
 
+def refuse_no_choice(words: list[str]) -> None:
+    """Raises ValueError for GROUP=VALUE, as typed, whose value, null or a number, is the name of no file."""
+    parser = OverridesParser.create()
+    for word in words:
+        group, _, value = word.partition("=")
+        if not value or not (CONF / group).is_dir():
+            continue
+        # what cannot be read is Hydra's to tell
+        with suppress(HydraException):
+            if isinstance(parser.parse_override(word).value(), int | float | None):
+                choices = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+                raise ValueError(f"{word} is no choice: there are {', '.join(choices)}, or leave it out")
+
+
 def refuse_equal_names(words: list[str]) -> None:
     """Raises ValueError, before the first run, if two runs of --multirun would have one name.
 
@@ -198,6 +220,8 @@ def wrong_value(error: OmegaConfBaseException, given: DictConfig) -> str:
     key, reason = error.full_key or "configuration", str(error.msg or error).splitlines()[0]
     if isinstance(error, MissingMandatoryValue):
         return f"{key} must be given, as {key}=VALUE"
+    if "is not Optional" in reason or "Incompatible value 'None'" in reason:
+        return f"{key} must not be null: give it a value, or leave it out"
     if "is not a ListConfig" in reason:
         return f"{key} must be a list: write '{key}=[{OmegaConf.select(given, key)}]'"
     if "could not be converted to Integer" in reason:

@@ -176,7 +176,14 @@ def test_the_run_is_rounded_up_to_whole_steps():
         (f"seed={10**23}", f"^seed must be from 0 to 18446744073709551615, got {10**23}"),
         ("attention.patterns=['window(0)']", r"attention.patterns: window\(0\): n must be at least 1, got 0"),
         ("total_tokens=0", "total_tokens must be at least 1, got 0"),
-        ("name=a/b", "name must be a plain folder name, got 'a/b'"),
+        ("name=a/b", "name must be a plain folder name, got 'a/b': choose one without / and control char"),
+        ("name=", "name must be a plain folder name, got '': choose"),
+        (
+            "name=.a",
+            "name must be a plain folder name, got '.a': .* begins with another character than a dot$",
+        ),
+        ('name="a\nb"', r"name must be a plain folder name, got 'a\\nb': choose one without / and control"),
+        ('name="a\x1b[2J"', r"name must be a plain folder name, got 'a\\x1b\[2J': choose one without / and"),
         ('name="a\udcc3"', r"name must be text in this machine's encoding, got .*: use other letters"),
         (
             'sample.prompt="caf\udce9"',

@@ -1,5 +1,6 @@
 """The whole configuration of a run, composed of its groups, and the checks that span several of them."""
 
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -112,10 +113,11 @@ class Config:
                     f"{key} must be text in this machine's encoding, got {text!r}: use other letters, or "
                     "export LC_ALL=C.UTF-8"
                 )
-        if not self.name or "/" in self.name or self.name.startswith("."):
+        # a tab, a line break or a terminal's commands would garble whatever prints the name
+        if not self.name or self.name.startswith(".") or re.search(r"[/\x00-\x1f\x7f-\x9f]", self.name):
             raise ValueError(
-                f"name must be a plain folder name, got {self.name!r}: choose one without / that begins with "
-                "another character than a dot"
+                f"name must be a plain folder name, got {self.name!r}: choose one without / and control "
+                "characters that begins with another character than a dot"
             )
         if (size := len(self.name.encode())) > LONGEST_NAME:
             raise ValueError(

@@ -47,6 +47,10 @@ from train.overrides import (
         ("optim=", "optim= is no choice: there are adamw, muon"),
         ("seq_len", "'seq_len' cannot be read: write KEY=VALUE, and quote brackets"),
         ("data.paths=[a", "'data.paths=[a' cannot be read: write KEY=VALUE, and quote brackets"),
+        ("name=a,b", "name=a,b has several values: add --multirun for a run with each, or put brackets"),
+        ("optim.learning_rate=1e-3,1e-4", "optim.learning_rate=1e-3,1e-4 has several values: add --multirun"),
+        ("model=gpt2,tiny", "model=gpt2,tiny has several values: add --multirun for a run with each"),
+        ("sample.prompt=it is, 'so'", "sample.prompt=it is, 'so' has several values: add --multirun"),
         ("+model=tiny", "model is chosen twice: write model=NAME without +, and in the defaults list of a "),
         (
             "experiment.seed=3",
@@ -238,6 +242,14 @@ def test_a_text_that_would_become_another_number_is_refused_with_quotes_that_wor
 )
 def test_texts_that_stay_as_they_are_typed_and_numbers_are_taken(word):
     refuse_numbers_for_texts([word], Config)
+
+
+def test_a_comma_without_multirun_is_told_with_quotes_and_brackets_that_work():
+    with pytest.raises(HydraException) as caught:
+        composed("sample.prompt=a, b")
+    [advised] = through_a_shell(explain(caught.value, Config).partition("as in ")[2])
+    assert composed(advised).sample.prompt == "a, b"
+    assert composed("data.paths=[a, b]").data.paths == ["a", "b"]
 
 
 def test_a_wrong_override_ends_the_command_with_one_line_and_exit_code_2(monkeypatch, capsys):

@@ -84,6 +84,11 @@ def explain(error: Exception, schema: type) -> str:
             f"{key} is chosen twice: write {key}=NAME without +, and in the defaults list of a file "
             f"`- override /{key}: NAME`"
         )
+    if several := re.match(r"Ambiguous value for argument '(.*)' 1\. ", reason):
+        return (
+            f"{several[1]} has several values: add --multirun for a run with each, or put brackets around a "
+            "list, and quotes that the shell leaves around a text, as in 'sample.prompt=\"a, b\"'"
+        )
     if reason.startswith("In '"):
         return f"{reason.rstrip('.?')}: {EXPERIMENT_FILE}"
     return reason

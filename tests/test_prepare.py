@@ -384,6 +384,13 @@ def test_an_empty_corpus_is_refused_and_leaves_nothing(config, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"text", "empty"}
 
 
+def test_a_field_of_numbers_alone_is_refused_with_the_key_that_names_it(config, tmp_path):
+    numbers = tmp_path / "numbers.jsonl"
+    numbers.write_text('{"text": 3}\n{"text": 4}\n')
+    with pytest.raises(ValueError, match=r"holds no text, left out: {'no text in data\.text_field': 2}"):
+        prepare(replace(config, paths=[str(numbers)]))
+
+
 def test_a_corpus_of_copies_of_one_document_is_refused_with_what_was_left_out(config, tmp_path):
     copies = tmp_path / "copies"
     copies.mkdir()

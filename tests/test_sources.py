@@ -197,21 +197,17 @@ def test_a_wrong_column_is_refused_with_the_columns(tmp_path):
         texts(TextFiles([str(tmp_path)], "text"))
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (
-            '{"text": 3}',
-            r"data\.text_field='text' must name text, got int in .*: name another field, or take",
-        ),
-        (
-            '"text"',
-            r"j.jsonl line 1 must be an object with the field data\.text_field='text', got str: take it",
-        ),
-    ],
-)
-def test_a_line_or_field_that_is_no_text_is_refused(line, message, tmp_path):
-    (tmp_path / "j.jsonl").write_text(line)
+@pytest.mark.parametrize("line", ['{"text": 3}', '{"text": ["a"]}', '"text"', "3", "null", '["text"]'])
+def test_a_line_without_text_is_counted_and_left_out_and_the_others_are_kept(line, tmp_path):
+    (tmp_path / "j.jsonl").write_text(f'{{"text": "one"}}\n{line}\n{{"text": "two"}}\n')
+    counts = Counter()
+    assert [text for _, text in TextFiles([str(tmp_path)], "text").documents(counts)] == ["one", "two"]
+    assert counts == {"no text in data.text_field": 1}
+
+
+def test_a_column_that_is_no_text_is_refused(tmp_path):
+    parquet.write_table(pyarrow.table({"text": [3]}), tmp_path / "p.parquet")
+    message = r"data\.text_field='text' must name text, got int in .*p\.parquet: name another field, or take"
     with pytest.raises(ValueError, match=message):
         texts(TextFiles([str(tmp_path)], "text"))
 

@@ -286,12 +286,14 @@ def test_a_resumed_run_ends_with_the_same_weights_and_metrics_as_one_that_was_no
     assert len(whole["guard"]["losses"]) == 12
 
 
-def test_a_finished_run_is_not_trained_further_and_says_so(corpus, capsys):
+def test_a_finished_run_is_not_trained_further_and_tells_so_and_its_loss_once(corpus, capsys):
     first = run()
     before = weights("test", 12)
     capsys.readouterr()
     assert run() == pytest.approx(first)
-    assert "all 12 steps are done already: raise total_tokens to go on, or choose" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "all 12 steps are done already: raise total_tokens to go on, or choose" in output
+    assert output.count("validation loss") == 1, output
     assert all(torch.equal(weights("test", 12)[key], value) for key, value in before.items())
     assert len(losses()) == 12
 

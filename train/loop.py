@@ -144,7 +144,8 @@ def _run_attempt(launch: Launch, resume: str, left_out: list[int] | None) -> flo
     # the first evaluation may fail too, and wandb would give its run to the next one of --multirun
     with saver, attempt.logger or nullcontext(), profiler, Collector() as collector:
         val_loss = _validate(launch, attempt)
-        if processes.is_main:
+        # a finished run's is told at the end
+        if processes.is_main and first_step < config.steps:
             print(f"validation loss {val_loss:.4f} after {counted(first_step, 'step')}", flush=True)
             if first_step == 0:
                 attempt.logger.log({"step": 0, "tokens": 0, "val_loss": val_loss})

@@ -698,6 +698,15 @@ def test_runs_of_a_sweep_whose_names_turn_out_to_be_one_are_refused_but_for_the_
     assert "\nseed: 1\n" in Path("runs/one/config.yaml").read_text()
 
 
+def test_a_run_whose_name_is_that_of_a_file_is_refused_before_its_text_is_prepared(corpus):
+    Path("runs").mkdir()
+    Path("runs/test").write_text("notes")
+    with pytest.raises(ValueError, match="^runs/test is a file, and name=test needs a folder: move it away"):
+        run()
+    assert Path("runs/test").read_text() == "notes"
+    assert sorted(path.name for path in corpus.iterdir()) == ["corpus", "runs"]
+
+
 @pytest.mark.parametrize("kind", ["a file", "a link that leads nowhere"])
 def test_a_run_whose_checkpoints_have_no_place_is_refused(corpus, kind):
     folder = Path("runs/blocked/checkpoints")

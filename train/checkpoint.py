@@ -122,6 +122,12 @@ def refuse_other_run(folder: Path, resume: str, config: dict) -> None:
 
     folder: of checkpoints, which need not exist yet; a path that cannot become one is refused too.
     """
+    run = folder.parent
+    # a link that leads nowhere is the system's to tell: its disk may come back, and torchrun tries again
+    if run.is_file():
+        raise ValueError(
+            f"{run} is a file, and name={run.name} needs a folder: move it away, or choose another name="
+        )
     if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
         raise ValueError(
             f"{folder} is a file, or a link that leads nowhere, and checkpoints would have no place: move it "

@@ -326,6 +326,31 @@ def test_a_fault_in_a_file_of_the_users_own_is_told_in_one_line_with_its_place(
     assert errors.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (
+            "n_layer: 2\n# café\n".encode("latin-1"),
+            r"a file in conf/ or .* not UTF-8, at '# caf\\xe9': save it",
+        ),
+        (
+            b"- a\n- b\n",
+            r"model must be a group of keys with values, got \['a', 'b'\]: .* or correct its file",
+        ),
+        (b"", "model.n_layer must be given, as model.n_layer=VALUE"),
+    ],
+    ids=["latin-1", "a list", "empty"],
+)
+def test_a_file_of_the_users_own_that_holds_no_values_is_told_by_what_to_look_for(content, fault, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_bytes(content)
+    words = [sys.executable, "-m", "train", f"--config-dir={tmp_path}", "model=mine"]
+    done = subprocess.run(words, cwd=CONF.parent, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert re.match(f"error: {fault}", done.stderr)
+    assert "Traceback" not in done.stderr
+
+
 def test_a_list_of_the_command_line_that_is_no_yaml_is_told_with_the_quotes_that_it_needs():
     with pytest.raises(YAMLError) as caught:
         OmegaConf.from_cli(["runs=[a[b,c]"])

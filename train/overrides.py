@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
+    InterpolationToMissingValueError,
     MissingMandatoryValue,
     OmegaConfBaseException,
 )
@@ -77,6 +78,10 @@ def explain(error: Exception, schema: type) -> str:
         return unknown_key(error.__cause__.full_key, schema)
     if isinstance(error, YAMLError):
         return wrong_yaml(error)
+    if isinstance(error, UnicodeDecodeError):
+        # Hydra does not say which file it read
+        line = error.object[: error.end].splitlines()[-1].decode(errors="backslashreplace")
+        return f"a file in conf/ or in --config-dir is not UTF-8, at '{line}': save it in that encoding"
     reason = " ".join(str(error).split())
     if again := re.match(r"Multiple values for (\S+)\. ", reason):
         key = again[1]
@@ -223,7 +228,10 @@ def refuse_equal_names(words: list[str]) -> None:
 def wrong_value(error: OmegaConfBaseException, given: DictConfig) -> str:
     """Why a value of another type than its key's is refused; given: the configuration that holds it."""
     key, reason = error.full_key or "configuration", str(error.msg or error).splitlines()[0]
-    if isinstance(error, MissingMandatoryValue):
+    if isinstance(error, InterpolationToMissingValueError):
+        # the name is made of values that a file may lack
+        key = reason.rpartition(" ")[2]
+    if isinstance(error, MissingMandatoryValue | InterpolationToMissingValueError):
         return f"{key} must be given, as {key}=VALUE"
     if "is not Optional" in reason or "Incompatible value 'None'" in reason:
         return f"{key} must not be null: give it a value, or leave it out"

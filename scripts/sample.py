@@ -7,12 +7,14 @@ or else the tokenizer's eos_token.
 """
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from data.tokenizer import load_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
+from model import GPT
 from scripts.arguments import argument, run_script
 from scripts.inference import check_inference, find_model, model_tokenizer
 from train.out_of_memory import is_out_of_memory
@@ -51,6 +53,41 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
+    config = sampling(arguments)
+    key = "run" if arguments.run else "checkpoint"
+    source = arguments.run or arguments.checkpoint
+    place = find_model(key, source)
+    tokenizer = load_tokenizer(model_tokenizer(f"{key}={source}", place, arguments.tokenizer))
+    model = load_model(place, run_attention(place, arguments.attention, arguments.device))
+    check_vocabulary(arguments, tokenizer, model)
+    begin = begin_of_text(place, tokenizer)
+    n_prompt = prompt_tokens(arguments, config.prompt, tokenizer, model, begin)
+    # generation is bound by reading the weights: fewer bytes give faster tokens
+    model.to(arguments.device, DTYPES[arguments.precision])
+    pieces = stream_text(
+        model,
+        tokenizer,
+        config,
+        [config.prompt] * arguments.samples,
+        arguments.seed,
+        begin=begin,
+        stop_tokens=(*arguments.stop_tokens, *ends_of_text(place)),
+        compiled=arguments.compile,
+    )
+    try:
+        print_texts(pieces, arguments.samples, config.prompt, shows_prompt=not arguments.prompt_file)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ValueError(
+            f"samples={arguments.samples} of prompts of {n_prompt} tokens and tokens={arguments.tokens} do "
+            f"not fit into the memory of device={arguments.device}: lower samples or tokens, or shorten the "
+            "prompt"
+        ) from error
+
+
+def sampling(arguments: Arguments) -> SampleConfig:
+    """What to continue and how. Raises ValueError for arguments that are wrong whatever the model is."""
     if not 1 <= arguments.samples <= MOST_SAMPLES:
         raise ValueError(f"samples must be from 1 to {MOST_SAMPLES}, got {arguments.samples}")
     check_seed(arguments.seed)
@@ -60,11 +97,10 @@ def main(arguments: Arguments) -> None:
         raise ValueError(
             f"give either prompt={arguments.prompt} or prompt_file={arguments.prompt_file}, not both"
         )
-    source = arguments.run or arguments.checkpoint
     prompt = read_prompt(arguments.prompt_file) if arguments.prompt_file else arguments.prompt
     check_inference(arguments.device, arguments.precision, arguments.attention)
     try:
-        config = SampleConfig(
+        return SampleConfig(
             prompt=prompt,
             tokens=arguments.tokens,
             temperature=arguments.temperature,
@@ -74,20 +110,24 @@ def main(arguments: Arguments) -> None:
     except ValueError as error:
         # this script's keys have no group in front
         raise ValueError(str(error).removeprefix("sample.")) from error
-    key = "run" if arguments.run else "checkpoint"
-    place = find_model(key, source)
-    tokenizer = load_tokenizer(model_tokenizer(f"{key}={source}", place, arguments.tokenizer))
-    model = load_model(place, run_attention(place, arguments.attention, arguments.device))
-    if tokenizer.vocab_size > model.config.vocab_size:
+
+
+def check_vocabulary(arguments: Arguments, tokenizer: Tokenizer, model: GPT) -> None:
+    """Raises ValueError for a tokenizer or stop_tokens with ids that the model does not have."""
+    n_ids = model.config.vocab_size
+    if tokenizer.vocab_size > n_ids:
         raise ValueError(
-            f"tokenizer={tokenizer.name} has {tokenizer.vocab_size} tokens, the model "
-            f"{model.config.vocab_size}: leave tokenizer empty for the model's own"
+            f"tokenizer={tokenizer.name} has {tokenizer.vocab_size} tokens, the model {n_ids}: leave "
+            "tokenizer empty for the model's own"
         )
-    if not all(0 <= token < model.config.vocab_size for token in arguments.stop_tokens):
-        raise ValueError(
-            f"stop_tokens must be ids from 0 to {model.config.vocab_size - 1}, got {arguments.stop_tokens}"
-        )
-    begin = begin_of_text(place, tokenizer)
+    if not all(0 <= token < n_ids for token in arguments.stop_tokens):
+        raise ValueError(f"stop_tokens must be ids from 0 to {n_ids - 1}, got {arguments.stop_tokens}")
+
+
+def prompt_tokens(
+    arguments: Arguments, prompt: str, tokenizer: Tokenizer, model: GPT, begin: list[int]
+) -> int:
+    """How many of the model's positions the prompt takes; says so if they leave too few for all tokens."""
     positions = model.config.max_seq_len
     try:
         n_prompt = len(prompt_ids(tokenizer, prompt, model.config, begin))
@@ -101,40 +141,22 @@ def main(arguments: Arguments) -> None:
             "extend the model (docs/long_context.md)",
             file=sys.stderr,
         )
-    # generation is bound by reading the weights: fewer bytes give faster tokens
-    model.to(arguments.device, DTYPES[arguments.precision])
-    texts = [""] * arguments.samples
-    pieces = stream_text(
-        model,
-        tokenizer,
-        config,
-        [prompt] * arguments.samples,
-        arguments.seed,
-        begin=begin,
-        stop_tokens=(*arguments.stop_tokens, *ends_of_text(place)),
-        compiled=arguments.compile,
-    )
-    alone = arguments.samples == 1
-    if alone and not arguments.prompt_file:
-        print(prompt, end="", flush=True)
-    try:
-        for number, piece in pieces:
-            texts[number] += piece
-            if alone:
-                print(piece, end="", flush=True)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ValueError(
-            f"samples={arguments.samples} of prompts of {n_prompt} tokens and tokens={arguments.tokens} do "
-            f"not fit into the memory of device={arguments.device}: lower samples or tokens, or shorten the "
-            "prompt"
-        ) from error
-    if alone:
+    return n_prompt
+
+
+def print_texts(pieces: Iterator[tuple[int, str]], n_texts: int, prompt: str, *, shows_prompt: bool) -> None:
+    """Prints a single text as it comes, several one after the other; pieces: (number of the text, piece)."""
+    if n_texts == 1:
+        print(prompt if shows_prompt else "", end="", flush=True)
+        for _, piece in pieces:
+            print(piece, end="", flush=True)
         print()
         return
+    texts = [prompt] * n_texts
+    for number, piece in pieces:
+        texts[number] += piece
     for number, text in enumerate(texts, start=1):
-        print(f"--- sample {number} ---\n{prompt}{text}")
+        print(f"--- sample {number} ---\n{text}")
 
 
 def read_prompt(path: str) -> str:

@@ -298,8 +298,6 @@ def _write_corpus(partial: Path, config: DataConfig) -> None:
     source_fingerprint = source.fingerprint()
     tokenizer = load_tokenizer(config.tokenizer)
     plan = _plan(source, config)
-    counts: Counter[str] = Counter()
-    documents: Counter[str] = Counter(dict.fromkeys(SPLITS, 0))
     writers = {
         split: ShardWriter(
             partial,
@@ -310,6 +308,49 @@ def _write_corpus(partial: Path, config: DataConfig) -> None:
         )
         for split in SPLITS
     }
+    documents, left_out = _write_tokens(writers, source, plan, config)
+    splits = {
+        split: {
+            "tokens": sum(shard["tokens"] for shard in writer.shards),
+            "documents": documents[split],
+            "shards": writer.shards,
+        }
+        for split, writer in writers.items()
+    }
+    if not all(split["tokens"] for split in splits.values()):
+        raise ValueError(
+            f"data.validation_fraction={config.validation_fraction} left a split empty, documents: "
+            f"{dict(documents)}: choose a larger fraction or more documents"
+        )
+    manifest = {
+        "config": identity(asdict(config)),
+        "source_fingerprint": source_fingerprint,
+        "tokenizer": config.tokenizer,
+        "vocab_size": tokenizer.vocab_size,
+        "end_of_text": tokenizer.end_of_text,
+        "left_out": left_out,
+        "splits": splits,
+    }
+    with _writing(config):
+        write_manifest(partial, manifest)
+    n_train, n_val = (splits[split]["tokens"] for split in SPLITS)
+    log.info(
+        "prepared %s in %.1f seconds: %s tokens for training, %s for validation (%.1f%%), left out %s",
+        config.folder,
+        time.monotonic() - started,
+        f"{n_train:,}",
+        f"{n_val:,}",
+        100 * n_val / (n_train + n_val),
+        left_out or "nothing",
+    )
+
+
+def _write_tokens(
+    writers: dict[str, ShardWriter], source: Source, plan: Plan, config: DataConfig
+) -> tuple[Counter[str], dict[str, int]]:
+    """Writes the tokens of both splits; gives the documents of each, and what was left out by reason."""
+    counts: Counter[str] = Counter()
+    documents: Counter[str] = Counter(dict.fromkeys(SPLITS, 0))
     stream = (
         ("val" if plan.is_validation(group) else "train", text)
         for group, text in unique_documents(source, config.max_documents, counts)
@@ -325,40 +366,7 @@ def _write_corpus(partial: Path, config: DataConfig) -> None:
     with _writing(config):
         for writer in writers.values():
             writer.close()
-    tokens = {split: sum(shard["tokens"] for shard in writers[split].shards) for split in SPLITS}
-    if not all(tokens.values()):
-        raise ValueError(
-            f"data.validation_fraction={config.validation_fraction} left a split empty, documents: "
-            f"{dict(documents)}: choose a larger fraction or more documents"
-        )
-    left_out = dict(sorted(counts.items()))
-    manifest = {
-        "config": identity(asdict(config)),
-        "source_fingerprint": source_fingerprint,
-        "tokenizer": config.tokenizer,
-        "vocab_size": tokenizer.vocab_size,
-        "end_of_text": tokenizer.end_of_text,
-        "left_out": left_out,
-        "splits": {
-            split: {
-                "tokens": tokens[split],
-                "documents": documents[split],
-                "shards": writers[split].shards,
-            }
-            for split in SPLITS
-        },
-    }
-    with _writing(config):
-        write_manifest(partial, manifest)
-    log.info(
-        "prepared %s in %.1f seconds: %s tokens for training, %s for validation (%.1f%%), left out %s",
-        config.folder,
-        time.monotonic() - started,
-        f"{tokens['train']:,}",
-        f"{tokens['val']:,}",
-        100 * tokens["val"] / sum(tokens.values()),
-        left_out or "nothing",
-    )
+    return documents, dict(sorted(counts.items()))
 
 
 @contextmanager

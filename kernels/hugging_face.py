@@ -10,6 +10,7 @@ that are given them. Only `register` imports transformers.
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -175,30 +176,11 @@ def attention_forward(
 
     s_aux: (H,), the score of one more key that every query sees, with value 0 (a learned sink).
     """
-    # keys and values of a paged cache, as in continuous batching, would have to be stored in it here
-    for refused in ("softcap", "position_bias", "output_attentions", "cache"):
-        if kwargs.get(refused) is not None and kwargs[refused] is not False:
-            raise ValueError(f"{refused} is not supported by nanoflash: use attn_implementation='eager'")
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         given, missing = ("q", "k") if cu_seq_lens_k is None else ("k", "q")
         raise ValueError(f"cu_seq_lens_{missing} must be given with cu_seq_lens_{given}, got None: pass both")
-    causal = module.is_causal if is_causal is None else is_causal
-    window = kwargs["sliding_window"] if "sliding_window" in kwargs else window_of(module)
-    # as long as the keys, it hides nothing
-    window = window if window and window < key.shape[2] else None
-    if window is not None and not causal:
-        raise ValueError(
-            f"sliding_window looks back only, got {window} without a causal mask: use "
-            "attn_implementation='eager'"
-        )
-    options = {
-        "causal": causal,
-        "softmax_scale": scaling,
-        "window": window,
-        "dropout_p": dropout,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "return_lse": True,
-    }
+    layer = options_of(module, key.shape[2], is_causal, kwargs)
+    options, causal = layer | {"softmax_scale": scaling, "dropout_p": dropout}, layer["causal"]
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     n_missing = q.shape[-1] - v.shape[-1]
     if n_missing > 0:
@@ -228,6 +210,34 @@ def attention_forward(
         out = beside_sinks(out, lse, s_aux)
     out = out.view(q.shape)
     return out if n_missing == 0 else out[..., : value.shape[-1]].contiguous(), None
+
+
+def options_of(
+    module: torch.nn.Module, seq_k: int, is_causal: bool | None, given: dict[str, Any]
+) -> dict[str, Any]:
+    """What flash_attention is asked for by a layer and transformers' other arguments.
+
+    seq_k: keys. Raises ValueError for what it cannot compute.
+    """
+    # keys and values of a paged cache, as in continuous batching, would have to be stored in it here
+    for refused in ("softcap", "position_bias", "output_attentions", "cache"):
+        if given.get(refused) is not None and given[refused] is not False:
+            raise ValueError(f"{refused} is not supported by nanoflash: use attn_implementation='eager'")
+    causal = module.is_causal if is_causal is None else is_causal
+    window = given["sliding_window"] if "sliding_window" in given else window_of(module)
+    # as long as the keys, it hides nothing
+    window = window if window and window < seq_k else None
+    if window is not None and not causal:
+        raise ValueError(
+            f"sliding_window looks back only, got {window} without a causal mask: use "
+            "attn_implementation='eager'"
+        )
+    return {
+        "causal": causal,
+        "window": window,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "return_lse": True,
+    }
 
 
 def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

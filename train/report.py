@@ -237,6 +237,12 @@ def finish_run(
         sample = sample_text(weights, tokenizer, config.sample, config.seed, processes.mark)
         (folder / "sample.txt").write_text(sample + "\n", encoding="utf-8")
         print(f"--- sample ---\n{sample}\n--------------")
+    _tell_files(config)
+
+
+def _tell_files(config: Config) -> None:
+    """Prints where everything lies that this launch made, and how to go on."""
+    folder = config.folder
     # a file that an earlier launch made after fewer steps is not this one's
     made = {"sample.txt": config.sample.tokens > 0, EXPORT: config.export}
     made |= dict.fromkeys((TRACE, MEMORY), config.profile)

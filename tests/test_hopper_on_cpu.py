@@ -7,6 +7,7 @@ import torch
 
 from kernels import block_masks, hopper
 from kernels.flash_attention import flash_attention, flash_attention_varlen
+from kernels.hopper.tiles import forward_tile
 from kernels.operators import use_implementation
 from kernels.reference import visible_keys
 from tests.accuracy import assert_as_accurate_as_torch, random_qkv
@@ -75,6 +76,19 @@ def test_dropout_keeps_what_the_reference_keeps(dtype, head_dim, mask, launch):
     options = options_of(mask, 200, 200) | {"dropout_p": 0.1, "dropout_seed": 2**40 + 3}
     for deterministic in (False, True):
         assert_as_accurate_as_torch(hopper_attention, q, k, v, deterministic=deterministic, **options)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+def test_heads_of_64_are_as_accurate_in_the_tiles_of_long_rows(mask, dropout_p, launch, monkeypatch):
+    # three warpgroups, or two under a window; chosen for rows that would take long here
+    monkeypatch.setattr(launch, "forward_tile", lambda width, mask, _: forward_tile(width, mask, 2**20))
+    for seq_q, seq_k in ((65, 65), (500, 500), (200, 300), (300, 200)):
+        q, k, v = random_qkv(2, seq_q, seq_k, 4, 2, 64, torch.bfloat16, "cpu")
+        options = options_of(mask, seq_q, seq_k)
+        if dropout_p:
+            options |= {"dropout_p": dropout_p, "dropout_seed": 5}
+        assert_as_accurate_as_torch(hopper_attention, q, k, v, **options)
 
 
 @pytest.mark.parametrize("causal", [False, True])

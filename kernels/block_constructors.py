@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels.bit_tiles import FULL, distinct, full_tile, interval_tiles, pack
 from kernels.block_mask import BLOCK_SIZES, BlockMask, key_dtype, n_blocks
+from kernels.checks import check_is_tensor
 
 LARGEST = torch.iinfo(torch.int32).max
 
@@ -38,6 +39,7 @@ def from_intervals(
     first, end: (Tq,) or (B, Tq), int32 or int64, never decreasing. causal: declares that no query sees a
     later key; ValueError if one does.
     """
+    check_is_tensor("first", first)
     n_batch, seq_q = first.shape[:-1].numel(), first.shape[-1] if first.dim() else 0
     check_sizes(block_size, n_batch=n_batch, seq_q=seq_q, seq_k=seq_k)
     check_integers("(Tq,) or (B, Tq)", (1, 2), first=first, end=end)
@@ -85,6 +87,7 @@ def from_dense(mask: Tensor, *, block_size: int = 128) -> BlockMask:
     ##+.
     ###+
     """
+    check_is_tensor("mask", mask)
     if mask.dtype != torch.bool:
         raise ValueError(f"mask must be bool, True where a query sees a key, got {mask.dtype}")
     if mask.dim() not in (2, 4):
@@ -149,7 +152,8 @@ def check_sizes(block_size: int, **sizes: int) -> None:
 
 def check_count(name: str, count: int, least: int = 1) -> None:
     """Raises ValueError unless a count, or a length in tokens, is an int from least to the largest int32."""
-    if not isinstance(count, Integral):
+    # True would be a count of one
+    if isinstance(count, bool) or not isinstance(count, Integral):
         raise ValueError(f"{name} must be an integer, got {type(count).__name__} {count}: int() makes one")
     if count < least:
         raise ValueError(f"{name} must be at least {least}, got {count}")
@@ -159,6 +163,8 @@ def check_count(name: str, count: int, least: int = 1) -> None:
 
 def check_integers(form: str, n_dims: tuple[int, ...], **tensors: Tensor) -> None:
     """Raises ValueError unless all are int32 or int64 of one shape, with as many dimensions as `form`."""
+    for name, x in tensors.items():
+        check_is_tensor(name, x)
     if len({x.shape for x in tensors.values()}) > 1 or any(
         x.dim() not in n_dims or x.dtype not in (torch.int32, torch.int64) for x in tensors.values()
     ):

@@ -142,6 +142,8 @@ class BlockMask:
     @classmethod
     def stack(cls, masks: "Sequence[BlockMask]") -> "BlockMask":
         """The mask whose head h is masks[h], each a mask of one head."""
+        if not isinstance(masks, Sequence) or not all(isinstance(mask, BlockMask) for mask in masks):
+            raise ValueError(f"stack takes a list of block masks, one for each head, got {masks!r}")
         if not masks:
             raise ValueError("stack needs a mask for each head, got none")
         for mask in masks:

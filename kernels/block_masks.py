@@ -25,7 +25,7 @@ from kernels.block_constructors import (
     places,
 )
 from kernels.block_mask import BlockMask, n_blocks, without_lists
-from kernels.checks import check_order
+from kernels.checks import check_flags, check_is_tensor, check_order
 from kernels.intervals import document_bounds
 
 __all__ = [
@@ -234,6 +234,11 @@ def top_k(q: Tensor, k: Tensor, n: int, *, causal: bool = True, block_size: int 
     earlier ones compete. No gradient flows through the choice. Source: MoBA, arXiv:2502.13189.
     Raises ValueError for other shapes, and for scores that are nan or infinite, which have no order.
     """
+    for name, x in (("q", q), ("k", k)):
+        check_is_tensor(name, x)
+    check_flags(causal=causal)
+    if q.device != k.device:
+        raise ValueError(f"q and k must be on one device, got {q.device} and {k.device}: move one")
     if q.dim() != 4 or k.shape != (*q.shape[:2], *k.shape[2:3], q.shape[3]) or q.shape[2] % k.shape[2]:
         raise ValueError(
             "q and k must be (B, T, H, D) and (B, T, Hkv, D), Hkv dividing H, got "
@@ -291,10 +296,13 @@ def parse(text: str, seq_len: int, *, block_size: int = 128, device="cpu") -> Bl
             "by & and |"
         )
 
+    if not isinstance(text, str):
+        raise ValueError(f"a pattern must be a text, got {type(text).__name__} {text!r}")
+    text = text.strip()
     try:
         with without_lists():
             mask = value(ast.parse(text, mode="eval").body)
-    except (SyntaxError, TypeError) as error:
+    except (SyntaxError, TypeError, RecursionError) as error:
         raise ValueError(f"pattern {text!r}: {error}") from error
     mask.make_lists()
     return mask

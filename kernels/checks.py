@@ -176,7 +176,8 @@ def check_options(
     check_scale("softmax_scale", scale)
     seed = None if isinstance(dropout_seed, Tensor) else dropout_seed
     for name, x in (("window", window), ("dropout_seed", seed)):
-        if not isinstance(x, (int, torch.SymInt, NoneType)):
+        # True would be a window of one key
+        if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt, NoneType)):
             raise ValueError(f"{name} must be an int, got {type(x).__name__} {x}: int() makes one")
     check_window(window, causal)
     check_dropout(dropout_p)
@@ -260,6 +261,8 @@ def check_is_block_mask(block_mask: BlockMask) -> None:
         raise ValueError(
             f"block_mask must be a BlockMask, got {type(block_mask).__name__}: see block_masks.py"
         )
+    if not hasattr(block_mask, "rows"):
+        raise ValueError("block_mask has no lists, as made under without_lists: call its make_lists() first")
 
 
 def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor) -> None:

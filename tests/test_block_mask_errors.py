@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import block_masks
-from kernels.block_mask import BlockMask, reach
+from kernels.block_mask import BlockMask, reach, without_lists
 from kernels.flash_attention import flash_attention
 
 
@@ -43,6 +43,7 @@ REFUSED = {
         lambda: block_masks.bigbird(1024, 1.5, 1, 1),
         "n_window must be an integer, got float 1.5",
     ),
+    "a window of True": (lambda: block_masks.window(128, True), "n must be an integer, got bool True"),
     "window of none": (lambda: block_masks.window(100, 0), "n must be at least 1, got 0"),
     "global blocks": (lambda: block_masks.bigbird(100, 2, -1, 0), "n_global must be at least 0, got -1"),
     "random blocks": (lambda: block_masks.bigbird(100, 2, 0, -1), "n_random must be at least 0, got -1"),
@@ -107,9 +108,23 @@ REFUSED = {
         lambda: block_masks.from_dense(torch.ones(2, 2)),
         "mask must be bool.*float32",
     ),
+    "a dense mask of NumPy's": (
+        lambda: block_masks.from_dense(torch.ones(2, 2, dtype=torch.bool).numpy()),
+        "mask must be a tensor, got ndarray: torch.as_tensor makes one",
+    ),
+    "intervals of lists": (
+        lambda: block_masks.from_intervals([0], [1], 3),
+        "first must be a tensor, got list",
+    ),
+    "an end of a list": (
+        lambda: block_masks.from_intervals(torch.tensor([0]), [1], 3),
+        "end must be a tensor, got list",
+    ),
+    "blocks of lists": (lambda: block_masks.from_blocks([0], [0], 9), "row must be a tensor, got list"),
     "a dense mask of one dimension": (lambda: dense(5), r"\(Tq, Tk\) or \(B, H, Tq, Tk\), got \(5,\)"),
     "a dense mask of three": (lambda: dense(2, 5, 5), r"got \(2, 5, 5\)"),
     "a dense mask of five": (lambda: dense(1, 1, 1, 5, 5), r"got \(1, 1, 1, 5, 5\)"),
+    "documents of nothing": (lambda: block_masks.documents(None), "document_ids must be a tensor, got None"),
     "documents of one dimension": (
         lambda: block_masks.documents(torch.tensor([0, 0, 1])),
         r"document_ids must be int32 or int64 \(B, T\), got torch.int64 \(3,\)",
@@ -136,6 +151,14 @@ REFUSED = {
         "n_head of a block mask must be 1 or 3, got 2: one serves all",
     ),
     "a stack of none": (lambda: BlockMask.stack([]), "stack needs a mask for each head, got none"),
+    "a stack of a mask": (
+        lambda: BlockMask.stack(block_masks.causal(9)),
+        "stack takes a list of block masks, one for each head, got BlockMask",
+    ),
+    "a stack with a gap": (
+        lambda: BlockMask.stack([block_masks.causal(9), None]),
+        r"stack takes a list of block masks, one for each head, got \[.*, None\]",
+    ),
     "a stack of two heads": (
         lambda: BlockMask.stack([dense(1, 1, 70, 70), dense(1, 2, 70, 70)]),
         "masks of one head and 1 batches, got 2 heads and 1 batches",
@@ -161,6 +184,18 @@ REFUSED = {
         lambda: top_k((9, 1, 8), (9, 1, 8)),
         r"q and k must be .*got \(9, 1, 8\) and",
     ),
+    "the best of nothing": (
+        lambda: block_masks.top_k(None, torch.zeros(1, 9, 1, 8), 1),
+        "q must be a tensor, got None",
+    ),
+    "the best on two devices": (
+        lambda: block_masks.top_k(torch.zeros(1, 9, 1, 8), torch.zeros(1, 9, 1, 8, device="meta"), 1),
+        "q and k must be on one device, got cpu and meta: move one",
+    ),
+    "the best by a mask of None": (
+        lambda: top_k((1, 9, 1, 8), (1, 9, 1, 8), causal=None),
+        "causal must be True or False, got None",
+    ),
     "the best none": (lambda: top_k((1, 9, 1, 8), (1, 9, 1, 8), 0), "n must be at least 1, got 0"),
     "the best blocks of none": (
         lambda: top_k((1, 9, 1, 8), (1, 9, 1, 8), block_size=0),
@@ -173,6 +208,11 @@ REFUSED = {
     "a pattern of sums": (
         lambda: block_masks.parse("bigbird(1, 2**3, 0)", 100),
         r"bigbird in 'bigbird\(1, 2\*\*3, 0\)' takes integers, got 1, 2\*\*3, 0$",
+    ),
+    "a pattern of nothing": (lambda: block_masks.parse(None, 9), "must be a text, got NoneType None"),
+    "a pattern of very many": (
+        lambda: block_masks.parse(" | ".join(["causal()"] * 5000), 9),
+        "pattern 'causal.*: maximum recursion depth exceeded",
     ),
     "a sum of patterns": (lambda: block_masks.parse("causal() + causal()", 100), "is no pattern"),
     "a pattern of fractions": (
@@ -257,3 +297,14 @@ def test_attention_refuses_a_mask_of_another_device(device):
         ValueError, match=f"block_mask must be on {x.device}, got meta: build it with device="
     ):
         flash_attention(x, x, x, block_mask=mask)
+
+
+def test_attention_refuses_a_mask_without_lists_until_they_are_made(device):
+    x = torch.randn(1, 128, 1, 16, device=device)
+    with without_lists():
+        mask = block_masks.window(128, 20, device=device) | block_masks.sinks(128, 4, device=device)
+    with pytest.raises(ValueError, match=r"block_mask has no lists, .*: call its make_lists\(\) first"):
+        flash_attention(x, x, x, block_mask=mask)
+    mask.make_lists()
+    given = block_masks.parse(" window(20) | sinks(4)", 128, device=device)
+    assert torch.equal(flash_attention(x, x, x, block_mask=mask), flash_attention(x, x, x, block_mask=given))

@@ -193,6 +193,20 @@ def test_a_full_disk_costs_checkpoints_but_not_the_run_nor_the_older_checkpoint(
     assert_same_run("whole", "full", 20)
 
 
+def test_a_run_none_of_whose_saves_had_room_starts_over_once_there_is_some():
+    config = small_config("full", 10)
+    attempt = Attempt(config, 1, partial(faults.full_disk, limit=100_000))
+    assert attempt.wait() == [1]
+    assert "WARNING: the checkpoint of step 10 was not written" in attempt.log()
+    assert "\nmetrics " in attempt.log(), "it trained to its end"
+    for nothing_there in ("\nsummary ", "\ncheckpoints ", "\nmore text "):
+        assert nothing_there not in attempt.log()
+    again = complete(config).log()
+    assert "starts over; what an attempt without a checkpoint left is in runs/full/attempt_1" in again
+    assert "\nmore text " in again
+    assert newest_step(config) == 10
+
+
 def truncate(path: Path) -> None:
     shard = path / "shard-00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])

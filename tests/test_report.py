@@ -161,7 +161,9 @@ def test_a_summary_is_of_its_launch_without_the_first_line_which_compiles(
     lines += [line(step, speed, step) for step, speed in speeds.items()]
     monkeypatch.chdir(tmp_path)
     config = parse(composed("total_tokens=1310720", "tokens_per_step=32768", "sample.tokens=0"))
-    config.folder.mkdir(parents=True)
+    saved = config.folder / "checkpoints" / "step_00000040"
+    saved.mkdir(parents=True)
+    (saved / "checkpoint.json").touch()
     (config.folder / "metrics.jsonl").write_text("".join(json.dumps(found) + "\n" for found in lines))
     clock = RunClock(torch.device("cpu"), 0.0)
     report.finish_run(config, None, 2.0, clock, four_gpus, FLOPS, first_step=first_step)

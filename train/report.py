@@ -222,7 +222,9 @@ def finish_run(
     # earlier launches may have had another number of processes and another micro-batch
     measured = [m for m in logged if m["step"] > first_step] or logged
     summary = _summary(config, measured, val_loss, clock, processes, flops) if measured else None
-    if summary and (has_trained or not (folder / "summary.json").exists()):
+    # a run none of whose saves had room has nothing to go on from: a summary would forbid it to start over
+    is_saved = bool(list_checkpoints(folder / "checkpoints"))
+    if summary and is_saved and (has_trained or not (folder / "summary.json").exists()):
         write_result(folder / "summary.json", [summary], processes.world_size)
     if has_trained and summary and summary["mfu_palm"] is not None:
         print(
@@ -237,14 +239,14 @@ def finish_run(
         sample = sample_text(weights, tokenizer, config.sample, config.seed, processes.mark)
         (folder / "sample.txt").write_text(sample + "\n", encoding="utf-8")
         print(f"--- sample ---\n{sample}\n--------------")
-    _tell_files(config)
+    _tell_files(config, is_saved=is_saved)
 
 
-def _tell_files(config: Config) -> None:
-    """Prints where everything lies that this launch made, and how to go on."""
+def _tell_files(config: Config, *, is_saved: bool) -> None:
+    """Prints where everything lies that this launch made, and, if there is a checkpoint, how to go on."""
     folder = config.folder
     # a file that an earlier launch made after fewer steps is not this one's
-    made = {"sample.txt": config.sample.tokens > 0, EXPORT: config.export}
+    made = {"sample.txt": config.sample.tokens > 0, "checkpoints": is_saved, EXPORT: config.export}
     made |= dict.fromkeys((TRACE, MEMORY), config.profile)
     for name, what in (
         ("loss.png", "loss curve"),
@@ -258,8 +260,9 @@ def _tell_files(config: Config) -> None:
     ):
         if made.get(name, True) and (folder / name).exists():
             print(f"{what:<12} {folder / name}")
-    run = shlex.quote(f"run={folder}")
-    print(f"{'more text':<12} python -m scripts.sample {run} 'prompt=...'", flush=True)
+    if is_saved:
+        run = shlex.quote(f"run={folder}")
+        print(f"{'more text':<12} python -m scripts.sample {run} 'prompt=...'", flush=True)
 
 
 def _summary(

@@ -67,6 +67,16 @@ def test_what_hydra_refuses_is_told_in_one_line_with_the_change_to_make(override
     assert "\n" not in line
 
 
+@pytest.mark.parametrize("word", ['attention.patterns=["window(16)"]', "attention.block_size=64"])
+def test_patterns_where_sdpa_is_chosen_are_told_with_the_attention_that_takes_them(word):
+    with pytest.raises(HydraException) as refused:
+        composed("experiment=laptop", word)
+    told = explain(refused.value, Config)
+    assert told.startswith(f"{word.partition('=')[0]} has no value in the attention that is chosen, as in sd")
+    assert told.endswith("add attention=reference, or attention=flash on a GPU")
+    parse(composed("experiment=laptop", "attention=reference", word))
+
+
 def test_a_choice_of_the_users_own_folder_is_named_among_the_others(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("n_layer: 2\n")

@@ -107,6 +107,12 @@ def unknown_key(key: str, schema: type) -> str:
             "experiment holds no values of its own: choose one by experiment=NAME, and begin its file with "
             "the line `# @package _global_`"
         )
+    if key in ("attention.patterns", "attention.block_size"):
+        # written with +, it would be refused once more
+        return (
+            f"{key} has no value in the attention that is chosen, as in sdpa, which computes every block: "
+            "add attention=reference, or attention=flash on a GPU"
+        )
     if key in known:
         return f"{key} has no value in conf/ to change: write +{key}=VALUE to add one"
     # learning_rate and lr, with and without their group

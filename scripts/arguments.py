@@ -215,7 +215,8 @@ def check_least(arguments, *names: str) -> None:
     """Raises ValueError if one of the named arguments is, or holds, a number below 1."""
     for name in names:
         given = getattr(arguments, name)
-        if any(number < 1 for number in (given if isinstance(given, list) else [given])):
+        numbers = given if isinstance(given, list) else [given]
+        if any(number is not None and number < 1 for number in numbers):
             raise ValueError(f"{name} must be at least 1, got {given}")
 
 

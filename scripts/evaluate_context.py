@@ -51,7 +51,9 @@ class Arguments:
     # with the same window, models of different lengths score the same tokens
     window: int | None = argument(None, "tokens of text whose start and end are read; null: seq_len")
     sequences: int = argument(16, "windows of the validation split to score")
-    scored: int = argument(256, "tokens at the end of each that are scored with more and more context")
+    scored: int | None = argument(
+        None, "tokens at the end of each, with more and more context; null: 256, at most half of seq_len"
+    )
     lengths: list[int] = argument([], "of the recall prompts; empty: seq_len and its halves down to 256")
     depths: list[float] = argument(
         [0.0, 0.25, 0.5, 0.75, 1.0], "where the needle is, 0 the start to 1 the end"
@@ -88,6 +90,7 @@ def main(arguments: Arguments) -> None:
             f"{model.config.vocab_size}: prepare the text with the model's tokenizer"
         )
     seq_len, lengths = checked_lengths(arguments, model.config.max_seq_len)
+    scored = checked_scored(arguments, seq_len)
     window = seq_len if arguments.window is None else arguments.window
     if not seq_len <= window < manifest["splits"]["val"]["tokens"]:
         raise ValueError(
@@ -106,13 +109,13 @@ def main(arguments: Arguments) -> None:
     )
     filler, begin = filler_text(loader, max(lengths)), begin_of_text(place, tokenizer)
     with autocast_context(arguments.device, arguments.precision):
-        rows = text_rows(model, loader, seq_len, arguments)
+        rows = text_rows(model, loader, seq_len, scored, arguments)
         rows += recall_rows(model, filler, lengths, tokenizer, begin, arguments)
     for row in rows:
-        row |= {"model": arguments.model, "seq_len": seq_len, "window": window}
+        row |= {"model": arguments.model, "seq_len": seq_len, "window": window, "scored": scored}
     write_result(out, rows)
     draw_context(rows, picture)
-    shared = ("model", "seq_len", "window")
+    shared = ("model", "seq_len", "window", "scored")
     for row in rows:
         print("  ".join(f"{key} {value}" for key, value in row.items() if key not in shared))
     print(f"{out}\n{picture}")
@@ -192,6 +195,19 @@ def checked_lengths(arguments: Arguments, positions: int) -> tuple[int, list[int
     return seq_len, lengths
 
 
+def checked_scored(arguments: Arguments, seq_len: int) -> int:
+    """Tokens that are scored with more and more context. Raises ValueError for more than half of seq_len."""
+    most = seq_len // 2
+    if arguments.scored is None:
+        return min(256, most)
+    if arguments.scored > most:
+        raise ValueError(
+            f"scored must be at most {most}, half of seq_len={seq_len}, got {arguments.scored}: lower it, or "
+            "raise seq_len"
+        )
+    return arguments.scored
+
+
 def filler_text(loader: TokenLoader, longest: int) -> np.ndarray:
     """Text of the validation split, at least `longest` tokens. Raises ValueError if it has fewer."""
     n_sequences = min(FILLER_SEQUENCES, len(loader))
@@ -204,16 +220,15 @@ def filler_text(loader: TokenLoader, longest: int) -> np.ndarray:
     return filler
 
 
-def text_rows(model: GPT, loader: TokenLoader, seq_len: int, arguments: Arguments) -> list[dict]:
+def text_rows(model: GPT, loader: TokenLoader, seq_len: int, scored: int, arguments: Arguments) -> list[dict]:
     """Loss by position at the start of a window, and by length of context at its end: means over windows."""
     n_sequences = min(arguments.sequences, len(loader))
-    n_scored = min(arguments.scored, seq_len // 2)
     by_position, by_context = [], []
     for index in range(n_sequences):
         tokens, targets = (part.to(arguments.device) for part in loader.batch(index))
         losses = token_losses(model, tokens[:, :seq_len], targets[:, :seq_len])
         by_position.append(loss_by_position(losses))
-        by_context.append(loss_by_context(model, tokens[:, -seq_len:], targets[:, -seq_len:], n_scored))
+        by_context.append(loss_by_context(model, tokens[:, -seq_len:], targets[:, -seq_len:], scored))
     by_context = mean_rows(by_context)
     rows = [{"kind": "position", **row} for row in mean_rows(by_position)]
     rows += [{"kind": "context", **row} for row in by_context]

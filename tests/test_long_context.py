@@ -81,6 +81,10 @@ def test_a_model_is_taken_to_longer_sequences_and_out_again(shape, method, tmp_p
             {"seq_len": 8, "lengths": [64]},
             "^lengths must be at most 32, the tokens of 4 windows of 8",
         ),
+        (
+            {"scored": 33},
+            "^scored must be at most 32, half of seq_len=64, got 33: lower it, or raise seq_len",
+        ),
         ({"seq_len": 32, "window": 31, "lengths": [64]}, r"^window must be at least seq_len=32, .* got 31"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -103,6 +107,7 @@ def test_a_model_is_taken_to_longer_sequences_and_out_again(shape, method, tmp_p
         assert len(half) > 2
         assert half == pytest.approx(whole)
     assert max(row["context"] for row in shorter if row["kind"] == "context") == 24
+    assert {row["scored"] for row in rows + shorter} == {8}
     kinds = {row["kind"] for row in rows}
     assert kinds == {"position", "context", "effective_context", "passkey", "key_value"}
     assert all(0.0 < row["loss"] < 20.0 for row in rows if "loss" in row)

@@ -718,6 +718,15 @@ def test_an_evaluation_takes_the_models_length_and_its_halves():
     assert evaluate_context.checked_lengths(arguments, 1024) == (1024, [1024, 512, 256])
 
 
+def test_an_evaluation_scores_as_many_tokens_as_it_is_told_or_refuses_to():
+    given = {"model": "a", "data": "b"}
+    for scored, seq_len, expected in ((None, 1024, 256), (None, 256, 128), (128, 256, 128)):
+        arguments = evaluate_context.Arguments(**given, scored=scored)
+        assert evaluate_context.checked_scored(arguments, seq_len) == expected
+    with pytest.raises(ValueError, match="^scored must be at most 128, half of seq_len=256, got 300: lower"):
+        evaluate_context.checked_scored(evaluate_context.Arguments(**given, scored=300), 256)
+
+
 def test_needles_lie_inside_their_prompt():
     with pytest.raises(ValueError, match=r"depths must be from 0 to 1, got \[0.5, 2.0\]"):
         evaluate_context.main(evaluate_context.Arguments(model="a", data="b", depths=[0.5, 2.0]))

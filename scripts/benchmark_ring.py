@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from kernels import block_masks
 from model.attention import attend
+from model.block_attention import BLOCK_ATTENTION
 from model.flops import window_pairs
 from model.ring import Ring
 from model.ring_attention import ring_attention
@@ -25,6 +26,9 @@ from train.config import DEVICES, one_of
 from train.distributed import join_processes
 from train.results import write_result
 from train.throughput import between, mark
+
+# queries and keys in a block of a pattern
+BLOCK_SIZE = 128
 
 
 @dataclass
@@ -54,6 +58,17 @@ def main(arguments: Arguments) -> None:
     for pattern in arguments.patterns:
         if not block_masks.parse(pattern, 1).causal:
             raise ValueError(f"patterns: {pattern} sees keys behind the query: add & causal()")
+    one_of("implementation", arguments.implementation, tuple(BLOCK_ATTENTION))
+    if arguments.implementation == "flash" and arguments.device == "cpu":
+        raise ValueError("implementation=flash runs on a GPU, got device=cpu: use implementation=reference")
+    # a rank holds two pieces of the sequence, for patterns in whole blocks
+    unit = 2 * BLOCK_SIZE if arguments.patterns else 2
+    if arguments.tokens_per_gpu % unit:
+        reason = " for patterns" if arguments.patterns else ""
+        raise ValueError(
+            f"tokens_per_gpu must be a multiple of {unit}{reason}, got {arguments.tokens_per_gpu}: use "
+            f"{-(-arguments.tokens_per_gpu // unit) * unit}"
+        )
     with join_processes(arguments.device) as processes:
         if processes.world_size < 2:
             raise ValueError("one process shares nothing: start several with torchrun --nproc-per-node")
@@ -76,7 +91,7 @@ def measure(
     q, k, v, dout = (torch.randn(1, tokens, n, head_dim, device=device, dtype=dtype) for n in heads)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     ring = Ring(dist.group.WORLD, size * tokens, device=device)
-    block_mask = pattern and block_masks.parse(pattern, size * tokens, device=device)
+    block_mask = pattern and block_masks.parse(pattern, size * tokens, block_size=BLOCK_SIZE, device=device)
     masks = {"window": window, "block_mask": block_mask}
     runs = {"together": lambda: ring_attention(q, k, v, ring, arguments.implementation, **masks)}
     if window is None and pattern is None:

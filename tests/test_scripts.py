@@ -1220,6 +1220,28 @@ def test_a_benchmark_refuses_a_list_that_leaves_nothing_to_measure(script, key, 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"device": "cpu"},
+            "^implementation=flash runs on a GPU, got device=cpu: use implementation=reference",
+        ),
+        ({"implementation": "sdpa"}, "^implementation must be one of flash, reference, got 'sdpa'"),
+        ({"tokens_per_gpu": 101}, "^tokens_per_gpu must be a multiple of 2, got 101: use 102"),
+        (
+            {"tokens_per_gpu": 300, "windows": [], "patterns": ["window(128)"]},
+            "^tokens_per_gpu must be a multiple of 256 for patterns, got 300: use 512",
+        ),
+    ],
+)
+def test_a_ring_benchmark_refuses_what_cannot_be_shared_or_run_before_it_measures(given, message, tmp_path):
+    out = tmp_path / "rows.json"
+    with pytest.raises(ValueError, match=message):
+        benchmark_ring.main(benchmark_ring.Arguments(**given, out=str(out)))
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_ring_benchmark_of_neither_windows_nor_patterns_is_refused(tmp_path):
     out = tmp_path / "rows.json"
     with pytest.raises(ValueError, match="^nothing to measure: windows and patterns must not both be empty"):

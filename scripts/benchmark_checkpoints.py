@@ -44,7 +44,12 @@ def main(arguments: Arguments) -> None:
     one_of("device", arguments.device, DEVICES)
     check_some(arguments, "models")
     check_least(arguments, "tokens_per_step", "saves")
-    Path(arguments.folder).mkdir(parents=True, exist_ok=True)
+    try:
+        Path(arguments.folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"folder={arguments.folder} cannot be made ({error.strerror}): name one that is there or can be"
+        ) from error
     rows = []
     for name in arguments.models:
         for row in measure(arguments, name):

@@ -1136,6 +1136,19 @@ def test_benchmark_checkpoints_leaves_a_folder_as_it_was(tmp_path):
     assert [path.name for path in disk.iterdir()] == ["thesis.txt"]
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"), [("file", "File exists"), ("file/below", "Not a directory")], ids=["file", "below"]
+)
+def test_benchmark_checkpoints_names_a_folder_that_is_none(name, reason, tmp_path):
+    (tmp_path / "file").touch()
+    folder = str(tmp_path / name)
+    message = f"^folder={re.escape(folder)} cannot be made [(]{reason}[)]: name one that is there or can be"
+    with pytest.raises(ValueError, match=message):
+        benchmark_checkpoints.main(
+            benchmark_checkpoints.Arguments(models=["tiny"], folder=folder, device="cpu")
+        )
+
+
 def test_benchmark_checkpoints_refuses_several_processes(tmp_path, monkeypatch):
     two = Processes(0, 2, torch.device("cpu"), dist.HashStore(), None)
     monkeypatch.setattr(benchmark_checkpoints, "join_processes", lambda device: nullcontext(two))

@@ -549,6 +549,19 @@ def test_a_checkpoint_that_was_cut_off_is_named_and_removed_by_the_next_start():
     assert not left.exists()
 
 
+# a line every three steps, and one of the tenth only because it was the last
+@pytest.mark.parametrize(("kept", "lost"), [(9, None), (6, "7 to 10"), (-1, "1 to 10")])
+def test_a_run_that_goes_on_without_lines_of_its_metrics_says_which_steps_are_lost(kept, lost):
+    complete(small_config("run", 10))
+    path = Path("runs/run/metrics.jsonl")
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if json.loads(line)["step"] <= kept))
+    log = complete(small_config("run", 20)).log()
+    assert "continues after step 10" in log
+    assert log.count("metrics.jsonl lacks") == (lost is not None)
+    assert lost is None or f"\n{path} lacks steps {lost}: loss curve and summary leave" in f"\n{log}"
+
+
 def test_a_finished_run_that_is_started_again_keeps_its_measurement():
     config = small_config("run", 10)
     complete(config)

@@ -74,6 +74,20 @@ def tell_other_steps(config: Config, info: dict, first_step: int, corpus: str) -
     )
 
 
+def tell_lost_metrics(folder: Path, info: dict) -> None:
+    """Says which steps before a run's own checkpoint are no longer in its metrics.jsonl.
+
+    info: what read_checkpoint returned.
+    """
+    path, every_steps = folder / "metrics.jsonl", info["config"]["logging"]["every_steps"]
+    newest = max((line["step"] for line in read_metrics(path)), default=0) if path.exists() else 0
+    # a run that began at the checkpoint of another may not have come to its first line yet
+    is_whole = info["resume"] in ("auto", "never")
+    # a checkpoint may lie between two lines
+    if is_whole and newest < info["step"] // every_steps * every_steps:
+        print(f"{path} lacks steps {newest + 1:,} to {info['step']:,}: loss curve and summary leave them out")
+
+
 def open_run(
     config: Config,
     first_step: int,

@@ -13,7 +13,7 @@ from train.config import Config
 from train.distributed import Processes
 from train.optim import build_optimizer
 from train.parallel import shard
-from train.report import tell_other_steps
+from train.report import tell_lost_metrics, tell_other_steps
 from train.weights import locate
 
 
@@ -103,4 +103,6 @@ def build_state(
         processes.step = first_step
         if processes.is_main:
             tell_other_steps(config, info, first_step, corpus)
+            if is_own:
+                tell_lost_metrics(config.folder, info)
     return state

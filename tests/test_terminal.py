@@ -51,6 +51,28 @@ def test_characters_that_the_terminal_lacks_are_escaped(monkeypatch):
     assert content.getvalue() == b"na\\xefve\n"
 
 
+def test_a_warning_of_the_model_is_one_line_and_those_of_packages_keep_their_place(tmp_path):
+    write_corpus(tmp_path)
+    # blocks of 64, of which one layer with a window reaches its own and the one before
+    given = [*SMALL, "attention=reference", 'attention.patterns=["window(16)"]', "attention.block_size=64"]
+    given += ["seq_len=256", "tokens_per_microbatch=256", "total_tokens=512", "name=run"]
+    run = (
+        "import runpy, warnings; runpy.run_module('train', run_name='__main__'); warnings.warn('of another')"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", run, *given],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    # before them is what the preparation of the text tells
+    told, other = process.stderr.splitlines()[-2:]
+    assert told.startswith("WARNING: 70.0% of block pairs are reached in 1 layers: some tokens never hear of")
+    assert other == "<string>:1: UserWarning: of another"
+
+
 def test_a_program_without_streams_runs(monkeypatch):
     # as Python has it where they are closed: 2>&-
     monkeypatch.setattr(sys, "stderr", None)

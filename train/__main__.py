@@ -38,7 +38,7 @@ from train.overrides import (
     refuse_numbers_for_texts,
 )
 from train.restarts import comes_again, is_first_here, tell, was_refused
-from train.terminal import words_may_fail
+from train.terminal import warn_without_source_lines, words_may_fail
 
 WANTS_TRACEBACK = "HYDRA_FULL_ERROR" in os.environ
 # why a write found no room: a full disk, the user's quota, or the limit on file size
@@ -157,5 +157,6 @@ def _end(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    warn_without_source_lines()
     with words_may_fail():
         command()

@@ -2,14 +2,32 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TextIO
+
+ROOT = Path(__file__).parent.parent
+# where the warnings that a run prints as its own come from
+ROOMS = tuple(f"{ROOT / room}{os.sep}" for room in ("data", "kernels", "model", "train"))
 
 
 def warn(message: str) -> None:
     """Tells of a fault that ends nothing."""
     print(f"WARNING: {message}", file=sys.stderr, flush=True)
+
+
+def warn_without_source_lines() -> None:
+    """From now on Python prints warnings of this project's code as `warn` does, and others as before."""
+    usual = warnings.formatwarning
+
+    def formatted(message, category, filename, lineno, line=None) -> str:
+        if filename.startswith(ROOMS):
+            return f"WARNING: {message}\n"
+        return usual(message, category, filename, lineno, line)
+
+    warnings.formatwarning = formatted
 
 
 @contextmanager

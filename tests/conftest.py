@@ -34,7 +34,7 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     # these take minutes each: a worker that began one of them last would end long after the others
-    longest = ["train", "faults", "attention_block_sparse", "restarts", "hopper"]
+    longest = ["train", "faults", "hopper_on_cpu", "attention_block_sparse", "restarts", "hopper"]
     places = {f"test_{name}.py": place for place, name in enumerate(longest)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
     if torch.cuda.is_available():

@@ -10,7 +10,7 @@ EXPERIMENTS = {
     "figure2_left": 90,
     "figure2_middle": 120,
     "figure2_right": 50,
-    "figure3": 250,
+    "figure3": 300,
     "table7": 70,
     "table2": 270,
     "figure4": 140,

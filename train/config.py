@@ -46,7 +46,7 @@ class Config:
     device: str
     # arithmetic of the matrix products; parameters and optimizer state stay float32
     precision: str
-    # torch.compile of the model: a first step of 12 s (124M) to 42 s (1558M), then about 1.4 times the speed
+    # torch.compile of the model: a first step of half a minute (124M) or one (1558M), then 1.4 times as fast
     compile: bool
     # replay micro-batches as CUDA graphs if memory suffices and GPUs exchange nothing meanwhile: all of them
     # on one GPU, all but the last of each step with ddp (train/passes.py)

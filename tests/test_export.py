@@ -7,9 +7,11 @@ import tokenizers
 import torch
 import transformers
 
+from data.tokenizer import TOKENIZERS, load_tokenizer
 from model import GPT, AttentionConfig, ModelConfig
 from model.pretrained import read_pretrained_config
 from train.export import export, export_run, refuse_to_replace
+from train.weights import tokenizer_name
 
 
 def model(patterns=("dense",), vocab_size=100, n_layer=2) -> GPT:
@@ -74,6 +76,15 @@ def test_an_exported_tokenizer_has_room_for_all_positions_of_the_model(limit, ex
     export(model(vocab_size=4), str(published), tmp_path / "out")
     copied = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert copied == settings | {"model_max_length": exported}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_folder_called_as_a_known_tokenizer_is_read_with_its_own(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_tokenizer(Path(name))
+    assert load_tokenizer(tokenizer_name(name)).vocab_size == 4
+    export(model(vocab_size=4), tokenizer_name(Path(name)), tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
 def test_a_tokenizer_that_is_gone_is_named_before_anything_is_written(tmp_path):

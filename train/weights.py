@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data.prepare import spelled_out
-from data.tokenizer import Tokenizer
+from data.tokenizer import TOKENIZERS, Tokenizer
 from data.tokenizer_json import read_settings
 from model import GPT, AttentionConfig, ModelConfig
 from model.attention import why_not_flash
@@ -171,7 +171,8 @@ def run_attention(source: Path | str, implementation: str, device: str) -> Atten
 def tokenizer_name(source: Path | str) -> str:
     """The name that load_tokenizer takes for this model's text: its run's, or the Hugging Face folder."""
     if is_hugging_face(Path(source)):
-        return str(source)
+        # a folder called gpt2 need not hold the tokenizer of that name
+        return os.path.join(os.curdir, source) if str(source) in TOKENIZERS else str(source)
     return read_checkpoint(_checkpoint(Path(source)))["config"]["data"]["tokenizer"]
 
 

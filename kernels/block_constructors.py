@@ -144,7 +144,8 @@ def places(count: Tensor) -> tuple[Tensor, Tensor]:
 
 def check_sizes(block_size: int, **sizes: int) -> None:
     """Raises ValueError unless block_size is one of BLOCK_SIZES, and each of sizes a `check_count`."""
-    if block_size not in BLOCK_SIZES:
+    # 64.0 would pass for 64, but is no size of a tensor
+    if not isinstance(block_size, Integral) or block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {block_size}")
     for name, size in sizes.items():
         check_count(name, size)

@@ -55,6 +55,10 @@ REFUSED = {
         lambda: block_masks.causal(100, block_size=32),
         r"block_size must be one of \(64, 128\), got 32",
     ),
+    "blocks of a float": (
+        lambda: block_masks.causal(100, block_size=64.0),
+        r"block_size must be one of \(64, 128\), got 64\.0",
+    ),
     "no token": (lambda: block_masks.causal(0), "seq_len must be at least 1, got 0"),
     "fewer tokens than none": (lambda: block_masks.causal(-5), "seq_len must be at least 1, got -5"),
     "no token in strides": (lambda: block_masks.strided(0, 2), "seq_len must be at least 1, got 0"),

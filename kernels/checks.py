@@ -279,12 +279,13 @@ def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor) -> None:
 def check_block_mask_serves(block_mask: BlockMask, q: Tensor) -> None:
     """Checks that a block mask serves q's batches, heads and device; (B, T, H, D) or (total, H, D)."""
     n_batch = q.shape[0] if q.dim() == 4 else 1
-    for name, have, need in (
-        ("batches", block_mask.n_batch, n_batch),
-        ("heads", block_mask.n_head, q.shape[-2]),
+    for one, many, have, need in (
+        ("batch", "batches", block_mask.n_batch, n_batch),
+        ("head", "heads", block_mask.n_head, q.shape[-2]),
     ):
         if have not in (1, need):
-            raise ValueError(f"block_mask must have 1 or {need} {name}, as q, got {have}")
+            served = f"1 {one}" if need == 1 else f"1 or {need} {many}"
+            raise ValueError(f"block_mask must have {served}, as q, got {have}")
     if block_mask.device != q.device:
         raise ValueError(
             f"block_mask must be on {q.device}, got {block_mask.device}: build it with device={q.device}"

@@ -507,3 +507,8 @@ X = torch.zeros(2, 100, 4, 16, device="cuda" if torch.cuda.is_available() else "
 def test_a_mask_for_something_else_is_refused_with_the_numbers(mask, message):
     with pytest.raises(ValueError, match=message):
         flash_attention(X, X, X, block_mask=mask)
+
+
+def test_a_mask_of_two_batches_is_refused_for_one_without_naming_it_twice():
+    with pytest.raises(ValueError, match="^block_mask must have 1 batch, as q, got 2$"):
+        flash_attention(X[:1], X[:1], X[:1], block_mask=holes(2, 1, 100, 100, X.device))

@@ -87,8 +87,8 @@ def differentiate(operator: torch._ops.OpOverload, setup_context: Callable, back
     def refuse(*_):
         raise NotImplementedError(
             f"nanoflash::{operator._opname} has no forward derivative, and no transform of torch.func (grad, "
-            "vjp, jvp) reaches through it: use torch.autograd.grad for gradients, and for the others plain "
-            "PyTorch (attention_reference, or fused_gelu=false)"
+            "vjp, jvp, vmap) reaches through it: use torch.autograd.grad for gradients, and for the others "
+            "plain PyTorch (attention_reference, or fused_gelu=false)"
         )
 
     def with_gradient_of(run: Callable) -> Callable:
@@ -145,6 +145,7 @@ def differentiate(operator: torch._ops.OpOverload, setup_context: Callable, back
         return plain(*inputs)
 
     LIBRARY.impl(operator._opname, dispatched, "Autograd", with_keyset=True)
+    LIBRARY.impl(operator._opname, refuse, "FuncTorchBatched")
     return call
 
 

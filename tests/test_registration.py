@@ -164,6 +164,14 @@ def test_a_transform_of_functions_is_refused_with_a_way_out(transform, qkv):
         transform(lambda qkv: flash_attention_packed(qkv).sum())(packed)
 
 
+@pytest.mark.parametrize("is_grad_enabled", [True, False])
+def test_vmap_is_refused_with_the_way_out(is_grad_enabled, qkv):
+    q, k, v = (x.detach() for x in qkv)
+    refused = pytest.raises(NotImplementedError, match="torch.func .*vmap.*use.*attention_reference")
+    with torch.set_grad_enabled(is_grad_enabled), refused:
+        torch.func.vmap(lambda q: flash_attention(q, k, v))(q[None])
+
+
 def test_flops_are_counted_where_a_formula_is_registered(qkv):
     flops = {torch.ops.nanoflash.attention_forward: lambda *shapes, **options: 7}
     with FlopCounterMode(display=False, custom_mapping=flops) as counter:

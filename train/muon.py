@@ -17,8 +17,7 @@ class MuonAdamW:
     """Both optimizers behind the interface that the training step and checkpoints use.
 
     matrices: Muon's parameter group, "params" with "lr", "weight_decay" and "momentum"; others: AdamW's
-    groups; adamw: its options. found_inf: () on the device, not 0 if step() must change nothing. grad_scale:
-    (), what step() divides gradients by.
+    groups; adamw: its options. found_inf: () on the device, not 0 if step() must change nothing.
     """
 
     def __init__(self, matrices: dict, others: list[dict], **adamw):
@@ -30,11 +29,10 @@ class MuonAdamW:
         for p in matrices["params"]:
             self.state[p][MOMENTUM] = torch.zeros_like(p, requires_grad=False)
         self.found_inf: Tensor | None = None
-        self.grad_scale: Tensor | None = None
 
     @torch.no_grad()
     def step(self) -> None:
-        self._adamw.found_inf, self._adamw.grad_scale = self.found_inf, self.grad_scale
+        self._adamw.found_inf = self.found_inf
         self._adamw.step()
         for p in self._matrices["params"]:
             self._update(p)
@@ -49,8 +47,6 @@ class MuonAdamW:
         momentum = self.state[p][MOMENTUM]
         copy = torch.nn.Parameter(_whole_copy(p))
         copy.grad = _whole_copy(p.grad)
-        if self.grad_scale is not None:
-            copy.grad /= self.grad_scale
         options = {key: value for key, value in self._matrices.items() if key != "params"}
         muon = torch.optim.Muon([copy], adjust_lr_fn="match_rms_adamw", **options)
         muon.state[copy][MOMENTUM] = _whole_copy(momentum)

@@ -17,8 +17,7 @@ from train.memory import count_weights, shard_count
 # fitted: bytes moved per logit beside its products, which write its exponential and read it twice; PyTorch's
 # loss reads the logits a few times more
 LOGIT_BYTES = {True: 4.7, False: 12.5}
-# per weight: AdamW reads weight, gradient and two moments and writes three of these; norm and clipping, which
-# took a pass of its own in the rows that the rates are fitted to
+# per weight: AdamW reads weight, gradient and two moments and writes three of these; norm and clipping
 WEIGHT_BYTES = 40.0
 # what a float32 residual stream adds to a layer's small operations, as a share of them
 WIDE_STREAM = 0.18

@@ -44,12 +44,10 @@ def update(optimizer, scaler, rate: float, gradient_clip: float, norm_limit: flo
     # for shards torch combines found_inf over the processes (found_inf_reduce_handler), so that either all of
     # them halve the scale or none does
     scaler.unscale_(optimizer)
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    grad_norm = whole(torch.nn.utils.get_total_norm(gradients))
-    # the fused optimizers read both on the device: the host need not wait for the norm, and clipping takes no
-    # pass over the gradients of its own
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    grad_norm = whole(torch.nn.utils.clip_grad_norm_(parameters, gradient_clip or float("inf")))
+    # the fused optimizers read this flag on the device: the host need not wait for the norm
     optimizer.found_inf = 1.0 - (grad_norm < norm_limit).float()
-    optimizer.grad_scale = (grad_norm / gradient_clip).clamp(min=1.0) if gradient_clip else None
     optimizer.step()
     scaler.update()
     optimizer.zero_grad(set_to_none=True)

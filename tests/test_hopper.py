@@ -256,7 +256,7 @@ def test_dq_of_long_rows_is_summed_and_of_short_ones_made_in_order(mask, width):
         assert all(pays(64, keys_per_query=n) or not pays(128, keys_per_query=n) for n in range(2048))
     # and the more, the slower the memory is
     assert sum_pays(width, mask, 1000, bandwidth=4917)
-    assert not sum_pays(width, mask, 1000, bandwidth=983)
+    assert not sum_pays(width, mask, 1000, bandwidth=819)
 
 
 def test_says_once_that_the_installed_triton_cannot_build_it(monkeypatch):

@@ -89,9 +89,9 @@ def backward_tile(width: int, sums_dq: bool = True) -> BackwardTile:
 # GB/s of an H200, to which the bounds below apply
 H200_BANDWIDTH = 4917
 # dq.py is faster up to this many keys per query, on average; all keys of listed blocks count. Chosen between
-# what was measured on an H200, with slower kernels for dq, dk and dv, and on an H100, scaled by bandwidth
+# what was measured on an H200 and on an H100, scaled by bandwidth
 ROWS_WITHOUT_SUMS = {
-    64: {"full": 380, "causal": 345, "window": 260, "intervals": 215, "blocks": 400},
+    64: {"full": 405, "causal": 345, "window": 230, "intervals": 180, "blocks": 370},
     128: {"full": 900, "causal": 740, "window": 520, "intervals": 370, "blocks": 700},
 }
 

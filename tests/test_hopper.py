@@ -11,7 +11,7 @@ from triton.runtime import JITFunction
 
 from kernels import block_masks, hopper, portable
 from kernels.flash_attention import flash_attention, flash_attention_varlen
-from kernels.hopper.launch import keys_per_query
+from kernels.hopper.arguments import keys_per_query
 from kernels.hopper.order import division
 from kernels.hopper.prepare_and_round import prepare_kernel, round_kernel
 from kernels.hopper.sums import SLOTS

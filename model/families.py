@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from model.config import ModelConfig
 from model.rope import READS, RotaryConfig
 
+# what transformers calls original_seq_len
+ORIGINAL = "original_max_position_embeddings"
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -192,11 +195,12 @@ def read_rotary(theirs: dict) -> RotaryConfig:
         )
     way_out = f"rope_type={kind!r} needs how many times longer than in pretraining sequences may be"
     scaling = {"base": base, "scaling": kind, "factor": _number("factor", rope["factor"], way_out)}
-    if kind != "linear":
-        name = "original_max_position_embeddings"
-        # transformers, too, takes the first of these
-        longest = theirs.get(name) or rope.get(name) or theirs["max_position_embeddings"]
-        scaling["original_seq_len"] = longest
+    # transformers, too, takes the first of these, and does without for linear
+    scaling["original_seq_len"] = (
+        theirs.get(ORIGINAL)
+        or rope.get(ORIGINAL)
+        or (None if kind == "linear" else theirs["max_position_embeddings"])
+    )
     # a config.json may hold more than its scaling reads
     for name in READS[kind]:
         if name not in scaling and rope.get(name) is not None:
@@ -235,7 +239,6 @@ def write_rotary_family_config(config: ModelConfig) -> dict:
 
 def write_rotary(rotary: RotaryConfig, head_dim: int) -> dict:
     """The rotary settings, under the keys that every version of transformers reads."""
-    theirs = {"original_seq_len": "original_max_position_embeddings"}
     if rotary.scaling == "none":
         return {"rope_theta": rotary.base}
     if rotary.scaling == "ntk":
@@ -244,8 +247,12 @@ def write_rotary(rotary: RotaryConfig, head_dim: int) -> dict:
     scaling = {"rope_type": rotary.scaling}
     for name in READS[rotary.scaling]:
         if getattr(rotary, name) is not None:
-            scaling[theirs.get(name, name)] = getattr(rotary, name)
-    return {"rope_theta": rotary.base, "rope_scaling": scaling}
+            scaling[ORIGINAL if name == "original_seq_len" else name] = getattr(rotary, name)
+    written = {"rope_theta": rotary.base, "rope_scaling": scaling}
+    if rotary.scaling == "linear" and rotary.original_seq_len is not None:
+        # among the scaling transformers would warn of it
+        written[ORIGINAL] = rotary.original_seq_len
+    return written
 
 
 def rotary_family_tensors(config: ModelConfig) -> Iterator[tuple[str, Source]]:

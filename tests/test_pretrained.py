@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from model import GPT, AttentionConfig, ModelConfig
-from model.families import FAMILIES, family_of, read_rotary
+from model.families import FAMILIES, ORIGINAL, family_of, read_rotary, write_rotary
 from model.pretrained import (
     check_pretrained,
     export_pretrained,
@@ -252,6 +252,19 @@ def test_a_longest_sequence_beside_the_scaling_goes_before_the_one_in_it(scaling
     rotary = read_rotary(published)
     assert rotary.original_seq_len == 24
     torch.testing.assert_close(frequencies(rotary, 8)[0].float(), known)
+
+
+def test_linear_scaling_has_its_longest_original_sequence_only_where_it_is_written():
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    assert read_rotary({**ROTARY_SIZES, "rope_parameters": rope}).original_seq_len is None
+    known = {ORIGINAL: 16}
+    for published in ({"rope_parameters": rope, **known}, {"rope_parameters": rope | known}):
+        rotary = read_rotary(ROTARY_SIZES | published)
+        assert rotary.original_seq_len == 16
+        written = write_rotary(rotary, 8)
+        assert read_rotary(ROTARY_SIZES | written) == rotary
+        # transformers would warn of it there
+        assert ORIGINAL not in written["rope_scaling"]
 
 
 def test_two_scalings_that_differ_are_refused():

@@ -39,7 +39,7 @@ class RotaryConfig:
     scaling: str = "none"
     # how many times longer than in pretraining sequences may be
     factor: float = 1.0
-    # the longest sequence of pretraining; yarn and llama3 need it, linear and ntk may record it
+    # the longest sequence of pretraining; yarn and llama3 need it, linear and ntk to be extended again
     original_seq_len: int | None = None
     # yarn: pairs that turn more than beta_fast times in original_seq_len are kept, below beta_slow squeezed
     beta_fast: float = 32.0

@@ -12,6 +12,8 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from model import AttentionConfig
+from model.extend import extended_config
+from model.rope import frequencies
 from scripts import evaluate_context, export_hf, sample
 from scripts.arguments import run_script
 from train.weights import load_model
@@ -112,6 +114,36 @@ def test_a_model_is_taken_to_longer_sequences_and_out_again(shape, method, tmp_p
     assert kinds == {"position", "context", "effective_context", "passkey", "key_value"}
     assert all(0.0 < row["loss"] < 20.0 for row in rows if "loss" in row)
     assert Path("context.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("method", ["linear", "ntk", "yarn"])
+def test_a_model_is_taken_to_longer_sequences_in_stages(method, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [])
+    faults.write_corpus(tmp_path)
+    first = faults.small_config("first", 2, *LLAMA)
+    faults.run_training(first)
+    longer = ["model.dropout=0.0", f"start.positions={method}"]
+    faults.run_training(faults.small_config("second", 2, *longer, "seq_len=64", "start.weights=runs/first"))
+    call(export_hf, "model=runs/second", "out=second")
+    at_once = extended_config(first.model, 128, method)
+    for weights in ("second", "runs/second"):
+        third = faults.small_config("third", 2, *longer, "seq_len=128", f"start.weights={weights}")
+        # a folder holds ntk as the base that it amounts to
+        if (weights, method) != ("second", "ntk"):
+            assert third.model == at_once
+        actual, expected = (frequencies(model.rotary, model.head_dim) for model in (third.model, at_once))
+        torch.testing.assert_close(actual, expected)
+    faults.run_training(third)
+    call(export_hf, "model=runs/third", "out=third")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained("third")
+    ours = load_model("runs/third", AttentionConfig(implementation="sdpa"))
+    tokens = torch.randint(257, (1, 128))
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+    other = {"linear": "yarn", "ntk": "linear", "yarn": "ntk"}[method]
+    refused = ["start.weights=runs/third", f"start.positions={other}", "pose_seq_len=256"]
+    with pytest.raises(ValueError, match=f"^start.positions={other}: .* start.positions={method} to extend"):
+        faults.small_config("refused", 2, *refused)
 
 
 def test_text_in_the_tokens_of_a_published_model_goes_in_and_comes_out(tmp_path, monkeypatch, capsys):

@@ -124,6 +124,7 @@ class TextFiles:
             yield from [path] if path.is_file() else walk(path, TEXT_SUFFIXES, counts)
 
     def _read_jsonl(self, path: Path, counts: Counter[str]) -> Iterator[str]:
+        has_field = False
         try:
             with path.open("rb") as file:
                 for number, line in enumerate(file, start=1):
@@ -135,9 +136,14 @@ class TextFiles:
                     except (ValueError, RecursionError):
                         counts["undecodable"] += 1
                         continue
-                    # one such line does not speak against the field, as a column of numbers does
                     is_object = isinstance(record, dict)
-                    if not is_object or not isinstance(record.get(self.text_field), str | None):
+                    is_there = is_object and self.text_field in record
+                    has_field = has_field or is_there
+                    if is_object and not has_field:
+                        # no line so far has it: its name may be wrong
+                        raise _no_field(self.text_field, f"{path} line {number}", list(record))
+                    # one such line does not speak against the field, as a column of numbers does
+                    if not is_there or not isinstance(record[self.text_field], str | None):
                         counts["no text in data.text_field"] += 1
                         continue
                     yield from text_of(record, self.text_field, f"{path} line {number}", counts)

@@ -197,7 +197,9 @@ def test_a_wrong_column_is_refused_with_the_columns(tmp_path):
         texts(TextFiles([str(tmp_path)], "text"))
 
 
-@pytest.mark.parametrize("line", ['{"text": 3}', '{"text": ["a"]}', '"text"', "3", "null", '["text"]'])
+@pytest.mark.parametrize(
+    "line", ['{"text": 3}', '{"text": ["a"]}', '{"body": "x"}', "{}", '"text"', "3", "null", '["text"]']
+)
 def test_a_line_without_text_is_counted_and_left_out_and_the_others_are_kept(line, tmp_path):
     (tmp_path / "j.jsonl").write_text(f'{{"text": "one"}}\n{line}\n{{"text": "two"}}\n')
     counts = Counter()

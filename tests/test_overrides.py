@@ -67,6 +67,13 @@ def test_what_hydra_refuses_is_told_in_one_line_with_the_change_to_make(override
     assert "\n" not in line
 
 
+@pytest.mark.parametrize("words", [("model=tiny", "+model=gpt2"), ("+model=gpt2", "model=tiny")])
+def test_a_group_that_is_chosen_and_added_too_is_told_to_be_chosen_once(words):
+    with pytest.raises(HydraException) as caught:
+        composed(*words)
+    assert explain(caught.value, Config).startswith("model is chosen twice: write model=NAME without +")
+
+
 @pytest.mark.parametrize("word", ['attention.patterns=["window(16)"]', "attention.block_size=64"])
 def test_patterns_where_sdpa_is_chosen_are_told_with_the_attention_that_takes_them(word):
     with pytest.raises(HydraException) as refused:

@@ -83,8 +83,8 @@ def explain(error: Exception, schema: type) -> str:
         line = error.object[: error.end].splitlines()[-1].decode(errors="backslashreplace")
         return f"a file in conf/ or in --config-dir is not UTF-8, at '{line}': save it in that encoding"
     reason = " ".join(str(error).split())
-    if again := re.match(r"Multiple values for (\S+)\. ", reason):
-        key = again[1]
+    if again := re.match(r"Multiple values for (\S+)\. |(\S+) appears more than once in the final", reason):
+        key = again[1] or again[2]
         return (
             f"{key} is chosen twice: write {key}=NAME without +, and in the defaults list of a file "
             f"`- override /{key}: NAME`"

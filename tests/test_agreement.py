@@ -1,5 +1,6 @@
 """What processes on several hosts must have in common: train/agreement.py, train/run_lock.py."""
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -141,6 +142,33 @@ def test_a_host_with_a_run_folder_of_its_own_is_refused_before_training(has_own,
         (own / "runs" / "a" / "lock").write_text("process 1 on own\n")
     message = "^runs/a is not the same folder on all hosts: .* start them in a folder that the hosts share"
     run_together(lock_in, 2, tmp_path / "meeting", [shared, own], message)
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+def test_a_run_folder_that_may_not_be_written_is_told_with_where_to_start_the_command(
+    code, tmp_path, monkeypatch
+):
+    def refuse(path, *arguments, **options):
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    message = f"^runs/a cannot be written .*{os.strerror(code)}.*: start the command in .* PYTHONPATH"
+    alone = Processes(0, 1, torch.device("cpu"), dist.HashStore(), None)
+    with pytest.raises(OSError, match=message), lock_run(Path("runs/a"), alone):
+        pass
+
+
+def test_a_full_disk_under_the_run_folder_keeps_its_own_error(tmp_path, monkeypatch):
+    def refuse(path, *arguments, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    alone = Processes(0, 1, torch.device("cpu"), dist.HashStore(), None)
+    with pytest.raises(OSError, match="No space left") as caught, lock_run(Path("runs/a"), alone):
+        pass
+    assert caught.value.errno == errno.ENOSPC
 
 
 def lock_late(rank: int, folders: list[Path]) -> None:

@@ -1,5 +1,6 @@
 """One run folder, one run: a lock that every host sees, and that ends with its process, however that ends."""
 
+import errno
 import fcntl
 import os
 import socket
@@ -9,10 +10,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from train.agreement import ROOT
 from train.distributed import Processes
 
 # seconds for which a host may go by its cached view of a directory on NFS
 PATIENCE = 90.0
+NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @contextmanager
@@ -21,7 +24,7 @@ def lock_run(folder: Path, processes: Processes) -> Iterator[None]:
 
     A POSIX record lock: the system drops it with the process, and NFS supports it. Raises ValueError, on
     every rank, if another run holds it, or if a host has a folder of its own, to which no checkpoint could be
-    written.
+    written; OSError, on rank 0, if this user may not write there.
     """
     with ExitStack() as held:
 
@@ -59,8 +62,17 @@ def _sees(folder: Path, holder: str) -> bool:
 
 def _locked(folder: Path) -> TextIO:
     """folder/lock, locked until it is closed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / "lock").open("a+", encoding="utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("a+", encoding="utf-8")
+    except OSError as error:
+        if error.errno not in NOT_ALLOWED:
+            raise
+        # of the system still: a disk that is mounted read-only may come back, and torchrun tries again
+        raise OSError(
+            f"{folder} cannot be written ({error}): start the command in a folder where this user may write, "
+            f"with {ROOT} in PYTHONPATH, or choose another name= if only that folder is closed"
+        ) from error
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:

@@ -2,6 +2,8 @@
 #   make train NGPU=4 ARGS="seq_len=8192 model=gpt2_medium"
 # the shell splits ARGS into words, so quote as you would there:
 #   make train ARGS="data=text 'data.paths=[my_folder]'"
+# make itself reads $ in ARGS, and so does your shell: write \$\$ for it
+#   make train ARGS="--multirun seed=1,2 'name=seed\$\${seed}'"
 # NGPU is the number of processes: one per GPU, or on a CPU one per micro-batch of a step, as in
 #   make train NGPU=2 ARGS="tokens_per_step=1024"
 

@@ -68,6 +68,8 @@ def test_wsd_that_would_decay_before_its_warm_up_is_over_is_refused_with_what_fi
     )
     with pytest.raises(ValueError, match=message):
         parse(composed(*wsd, "optim.warmup_steps=50", "optim.decay_fraction=0.8"))
+    with pytest.raises(ValueError, match=r"of 1 step .* step 1 on: use optim\.warmup_steps=0, a smaller"):
+        parse(composed(*wsd, "total_tokens=1024", "optim.warmup_steps=50"))
     optim = parse(composed(*wsd, "optim.warmup_steps=20", "optim.decay_fraction=0.8")).optim
     rates = [learning_rate(step, 98, optim) / optim.learning_rate for step in range(98)]
     assert max(abs(later - earlier) for earlier, later in pairwise(rates)) <= 0.05 + 1e-9

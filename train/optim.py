@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from train.logger import counted
 from train.muon import MuonAdamW
 
 ALGORITHMS = ("adamw", "muon")
@@ -58,11 +59,11 @@ class OptimConfig:
         """Raises ValueError if wsd would decay before its warm-up is over: the rate would jump."""
         stable_until = steps - self.decay_steps(steps)
         if self.schedule == "wsd" and self.decay_fraction and self.warmup_steps > stable_until:
+            fits = f"optim.warmup_steps={stable_until}" + (" or fewer" if stable_until else "")
             raise ValueError(
-                f"optim.schedule=wsd: of {steps} steps optim.warmup_steps={self.warmup_steps} warm up, and "
-                f"optim.decay_fraction={self.decay_fraction} decays from step {stable_until + 1} on: use "
-                f"optim.warmup_steps={stable_until} or fewer, a smaller optim.decay_fraction, or a larger "
-                "total_tokens"
+                f"optim.schedule=wsd: of {counted(steps, 'step')} optim.warmup_steps={self.warmup_steps} "
+                f"warm up, and optim.decay_fraction={self.decay_fraction} decays from step "
+                f"{stable_until + 1} on: use {fits}, a smaller optim.decay_fraction, or a larger total_tokens"
             )
 
 

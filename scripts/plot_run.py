@@ -7,7 +7,7 @@ from statistics import mean
 
 from data.tokenizer import without_surrogates
 from scripts.arguments import OVERWRITE, argument, result_file, run_script
-from train.logger import read_metrics
+from train.logger import counted, read_metrics
 from train.plot import draw_loss
 from train.results import write_result
 
@@ -53,8 +53,11 @@ def main(arguments: Arguments) -> None:
     for row in rows:
         told = "no loss of both after the same number of tokens"
         if row["steps"]:
-            told = "{steps} steps, mean |difference| {mean_difference:.5f}, largest {largest_difference:.5f}"
-        print(f"{row['run']} against {row['yardstick']}: {told.format(**row)}")
+            told = (
+                f"{counted(row['steps'], 'step')}, mean |difference| {row['mean_difference']:.5f}, "
+                f"largest {row['largest_difference']:.5f}"
+            )
+        print(f"{row['run']} against {row['yardstick']}: {told}")
     if arguments.differences:
         write_result(Path(arguments.differences), rows)
 

@@ -237,16 +237,18 @@ def test_plot_run_draws_runs_that_share_no_number_of_tokens_but_gives_no_differe
     write_metrics(tmp_path / "a", [4.0, 3.0])
     write_metrics(tmp_path / "b", [4.0, 3.5])
     write_metrics(tmp_path / "c", [5.0, 3.0], tokens_per_step=101)
+    write_metrics(tmp_path / "d", [4.5])
     message = "^differences=d.json: c and a logged no loss after the same number of tokens: leave one out"
     with pytest.raises(ValueError, match=message):
         plot_run.main(plot_run.Arguments(runs=["a", "b", "c"], differences="d.json"))
     # a refused command leaves nothing that the next one would be refused for
     assert not Path("loss.png").exists()
-    plot_run.main(plot_run.Arguments(runs=["a", "b", "c"]))
+    plot_run.main(plot_run.Arguments(runs=["a", "b", "c", "d"]))
     assert Path("loss.png").exists()
-    _, of_b, of_c = capsys.readouterr().out.splitlines()
+    _, of_b, of_c, of_d = capsys.readouterr().out.splitlines()
     assert of_b == "b against a: 2 steps, mean |difference| 0.25000, largest 0.50000"
     assert of_c == "c against a: no loss of both after the same number of tokens"
+    assert of_d == "d against a: 1 step, mean |difference| 0.50000, largest 0.50000"
 
 
 def test_plot_run_refuses_a_title_that_cannot_be_drawn(tmp_path, call_here):

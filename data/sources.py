@@ -162,7 +162,8 @@ class TextFiles:
                 if self.text_field not in file.schema_arrow.names:
                     raise _no_field(self.text_field, str(path), file.schema_arrow.names)
                 for batch in file.iter_batches(PARQUET_ROWS, columns=[self.text_field], use_threads=False):
-                    for value in batch.column(0):
+                    # a.b also selects the field b of a column a, which may come first
+                    for value in batch.column(batch.schema.names.index(self.text_field)):
                         try:
                             record = {self.text_field: value.as_py()}
                         # what was written as text is not always UTF-8

@@ -207,6 +207,12 @@ def test_a_line_without_text_is_counted_and_left_out_and_the_others_are_kept(lin
     assert counts == {"no text in data.text_field": 1}
 
 
+def test_a_column_with_a_dot_in_its_name_is_read_beside_a_nested_one(tmp_path):
+    table = pyarrow.table({"a": [{"b": "nested"}], "a.b": ["flat"]})
+    parquet.write_table(table, tmp_path / "p.parquet")
+    assert texts(TextFiles([str(tmp_path)], "a.b")) == ["flat"]
+
+
 def test_a_column_that_is_no_text_is_refused(tmp_path):
     parquet.write_table(pyarrow.table({"text": [3]}), tmp_path / "p.parquet")
     message = r"data\.text_field='text' must name text, got int in .*p\.parquet: name another field, or take"

@@ -1,3 +1,4 @@
+import errno
 import gc
 import gzip
 import json
@@ -960,6 +961,18 @@ def test_a_curve_is_drawn_over_tokens_and_named_with_its_last_validation_loss(co
     assert drawn == [[[10, 20], [4.0, 3.5]], [[0, 10, 20], [5.0, 3.0, 3.25]]]
     names = [text.get_text() for text in axes.get_legend().get_texts()]
     assert names == ["a, training", "a, validation (3.250 at the end)"]
+
+
+def test_a_picture_that_a_full_disk_does_not_take_leaves_the_earlier_one(corpus, monkeypatch):
+    def fill(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    Path("metrics.jsonl").write_text('{"step": 1, "tokens": 10, "train_loss": 4.0}\n')
+    Path("loss.png").write_bytes(b"earlier")
+    monkeypatch.setattr("os.fsync", fill)
+    with pytest.raises(OSError, match="No space left"):
+        train.plot.draw_loss({"a": Path("metrics.jsonl")}, Path("loss.png"), "title")
+    assert {path.name: path.read_bytes() for path in Path().glob("*loss.png*")} == {"loss.png": b"earlier"}
 
 
 def test_the_legend_names_runs_as_they_are_called(corpus, figures):

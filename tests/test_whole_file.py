@@ -5,11 +5,11 @@ import pytest
 from train.whole_file import write_whole
 
 
-def test_a_text_replaces_the_old_one_and_leaves_nothing_beside_it(tmp_path):
+def test_a_text_or_bytes_replace_the_old_ones_and_leave_nothing_beside_them(tmp_path):
     path = tmp_path / "rows.json"
-    for text in ("old", "new"):
-        write_whole(path, text)
-        assert path.read_text() == text
+    for content in ("old", "new", b"\x89\r\n"):
+        write_whole(path, content)
+        assert path.read_bytes() == (content.encode() if isinstance(content, str) else content)
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -1,11 +1,13 @@
 """Loss curves of one run or several, and bars of a benchmark, as pictures."""
 
+from io import BytesIO
 from pathlib import Path
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from train.logger import read_metrics
+from train.whole_file import write_whole
 
 
 def subplots(*grid: int, figsize: tuple[float, float], **options):
@@ -47,8 +49,7 @@ def draw_loss(runs: dict[str, Path], picture: Path, title: str) -> None:
         # a name that begins with _ would be left out, and one with two $ read as a formula
         text.set(text=name, parse_math=False)
     axes.set_title(title, parse_math=False)
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=150)
+    save(figure, picture)
 
 
 def draw_bars(values: dict[str, float | None], picture: Path, title: str, unit: str) -> None:
@@ -64,8 +65,15 @@ def draw_bars(values: dict[str, float | None], picture: Path, title: str, unit: 
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(axis="x", alpha=0.3)
     figure.suptitle(title)
+    save(figure, picture)
+
+
+def save(figure: Figure, picture: Path, dpi: int = 150) -> None:
+    """Writes a picture in the format of its ending; if that fails, as on a full disk, an earlier stays."""
+    image = BytesIO()
+    figure.savefig(image, dpi=dpi, format=picture.suffix[1:])
     picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=150)
+    write_whole(picture, image.getvalue())
 
 
 def length_label(tokens: int) -> str:

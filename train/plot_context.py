@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from train.plot import subplots
+from train.plot import save, subplots
 
 # models are compared from this many tokens of context on
 FIRST_DRAWN = 16
@@ -24,8 +24,7 @@ def draw_context(rows: list[dict], picture: Path) -> None:
     _label(axes[0, 1], "loss of the same tokens by length of context", "tokens of context")
     for panel, kind in zip(axes[1], ("passkey", "key_value"), strict=True):
         _draw_map(panel, [row for row in rows if row["kind"] == kind], f"{kind.replace('_', '-')} recall")
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=150)
+    save(figure, picture)
 
 
 def draw_comparison(measured: dict[str, list[dict]], picture: Path) -> None:
@@ -41,8 +40,7 @@ def draw_comparison(measured: dict[str, list[dict]], picture: Path) -> None:
         by_context = [row for row in rows if row["kind"] == "context" and row["context"] >= FIRST_DRAWN]
         axes[1].plot([r["context"] for r in by_context], [r["loss"] for r in by_context], "o-", label=name)
     axes[1].legend(frameon=False)
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=150)
+    save(figure, picture)
 
 
 def draw_needles(measured: dict[str, list[dict]], picture: Path) -> None:
@@ -60,8 +58,7 @@ def draw_needles(measured: dict[str, list[dict]], picture: Path) -> None:
             panel.set_axis_on()
             title = f"{name}: {kind.replace('_', '-')}"
             _draw_map(panel, [row for row in rows if row["kind"] == kind], title)
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=100)
+    save(figure, picture, dpi=100)
 
 
 def _label(axes, title: str, x_label: str) -> None:

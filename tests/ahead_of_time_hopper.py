@@ -13,13 +13,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kernels.hopper.arguments import registers
 from kernels.hopper.backward_64 import backward_64_kernel
 from kernels.hopper.backward_128 import backward_128_kernel
 from kernels.hopper.backward_256 import backward_256_kernel
 from kernels.hopper.descriptors import copy_width, rest_width, tile_width
 from kernels.hopper.dq import dq_kernel
 from kernels.hopper.forward import ROWS, forward_kernel
+from kernels.hopper.launch import registers
 from kernels.hopper.sums import PART
 from kernels.hopper.tiles import backward_tile, dq_tile, forward_tile
 from tests.assembler import machine_code_of, used_by

@@ -7,11 +7,6 @@ from kernels.hopper.dropout import signed
 from kernels.problem import Problem, list_strides
 
 
-def registers(consumers: int, blocks: int = 1) -> int:
-    """Registers of a thread at kernel start: 65536 over the threads of the consumers and the producer."""
-    return 65536 // blocks // ((consumers + 1) * 128) // 8 * 8
-
-
 def mask_kind(problem: Problem) -> str:
     """The kind of schedule.Mask that a kernel is compiled for."""
     return "blocks" if problem.blocks else problem.mask

@@ -13,7 +13,6 @@ from kernels.hopper.arguments import (
     keys_per_query,
     list_arguments,
     mask_kind,
-    registers,
 )
 from kernels.hopper.backward_64 import backward_64_kernel
 from kernels.hopper.backward_128 import backward_128_kernel
@@ -46,6 +45,11 @@ from kernels.problem import Problem
 LOG2E = 1.4426950408889634
 # rows per program of prepare_kernel and round_kernel; lse, delta and dq's sums are padded to a multiple of it
 PREPARE_ROWS = STRETCH.value
+
+
+def registers(consumers: int, blocks: int = 1) -> int:
+    """Registers of a thread at kernel start: 65536 over the threads of the consumers and the producer."""
+    return 65536 // blocks // ((consumers + 1) * 128) // 8 * 8
 
 
 @cache

@@ -16,7 +16,7 @@ from train.whole_file import write_whole
 BAD_STEP_ACTIONS = ("stop", "skip")
 LEFT_OUT = "left_out.json"
 WAY_OUT = (
-    "Lower optim.learning_rate, or use precision=bf16 or fp32, and resume from the last checkpoint, "
+    "Lower optim.learning_rate, or with precision=fp16 use bf16, and resume from the last checkpoint, "
     "or use on_bad_step=skip"
 )
 # rollbacks in a row, without one good step in between

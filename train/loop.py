@@ -298,7 +298,7 @@ def _check_finite(val_loss: float, steps: int) -> None:
     if not math.isfinite(val_loss):
         raise FloatingPointError(
             f"the validation loss is {val_loss} after {counted(steps, 'step')}: no summary and no "
-            "sample are made of it. Lower optim.learning_rate, or use precision=bf16 or fp32, and start "
+            "sample are made of it. Lower optim.learning_rate, or with precision=fp16 use bf16, and start "
             "over, or from an earlier checkpoint with checkpoint.resume=FOLDER, under another name="
         )
 

@@ -135,12 +135,12 @@ class Gpt2Tokenizer:
         self._encoding = _gpt2_encoding()
 
     def encode(self, text: str) -> np.ndarray:
-        pieces = [self._encode_piece(piece) for piece in cut(text, PIECE_CHARACTERS)]
-        return np.concatenate(pieces).astype(self.dtype)
-
-    def _encode_piece(self, text: str) -> np.ndarray:
         # no special tokens allowed, none refused: all is ordinary text
-        return self._encoding.encode_to_numpy(without_surrogates(text), disallowed_special=())
+        pieces = [
+            self._encoding.encode_to_numpy(without_surrogates(piece), disallowed_special=())
+            for piece in cut(text, PIECE_CHARACTERS)
+        ]
+        return np.concatenate(pieces).astype(self.dtype)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._encoding.decode(_checked(ids, self))

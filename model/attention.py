@@ -45,13 +45,13 @@ class AttentionConfig:
         if self.block_size not in BLOCK_SIZES:
             raise ValueError(f"attention.block_size must be one of {BLOCK_SIZES}, got {self.block_size}")
         for pattern in self.patterns:
-            if pattern != DENSE and self.implementation == "sdpa":
+            if pattern == DENSE:
+                continue
+            if self.implementation == "sdpa":
                 raise ValueError(
                     f"attention.patterns={self.patterns} needs attention.implementation=flash or reference, "
                     "got sdpa, which computes every block"
                 )
-            if pattern == DENSE:
-                continue
             try:
                 causal = block_masks.parse(pattern, 1).causal
             except ValueError as error:

@@ -41,11 +41,6 @@ class Mask:
                 return Mask(True, None, None)
         return Mask(False, key_bounds.to(device), query_bounds.to(device))
 
-    @property
-    def block_tensors(self) -> list[Tensor]:
-        """The blocks as the kernels read them."""
-        return [] if self.blocks is None else self.blocks.tensors()
-
     def expanded(self, batch: int) -> tuple[Tensor | None, Tensor | None]:
         """The bounds with a line for each of the B sequences, as the kernels read them."""
         if self.key_bounds is None:
@@ -79,7 +74,7 @@ def _options(mask: Mask, softmax_scale: float) -> dict:
     """The keyword arguments of the forward and the backward operator, the same for both."""
     return {
         "dropout_seed": None,
-        "blocks": mask.block_tensors,
+        "blocks": [] if mask.blocks is None else mask.blocks.tensors(),
         "softmax_scale": softmax_scale,
         "causal": mask.causal,
         "window": None,

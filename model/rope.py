@@ -181,6 +181,5 @@ def extend_learned_positions(weight: Tensor, n_positions: int, method: str) -> T
         raise ValueError(f"n_positions={n_positions} must be at least the {old} that there are")
     if method == "repeat":
         return weight.repeat(math.ceil(n_positions / old), 1)[:n_positions]
-    return F.interpolate(weight.T[None], size=n_positions, mode="linear", align_corners=True)[
-        0
-    ].T.contiguous()
+    stretched = F.interpolate(weight.T[None], size=n_positions, mode="linear", align_corners=True)
+    return stretched[0].T.contiguous()

@@ -272,9 +272,7 @@ class Config:
     def accumulation(self, world_size: int) -> int:
         """Micro-batches per process and step. Raises ValueError if the budgets do not divide."""
         tokens_at_once = self.tokens_per_microbatch * world_size
-        name = (
-            "tokens_per_microbatch" if world_size == 1 else f"tokens_per_microbatch * {world_size} processes"
-        )
+        name = "tokens_per_microbatch" + (f" * {world_size} processes" if world_size > 1 else "")
         _check_divides("tokens_per_step", self.tokens_per_step, name, tokens_at_once)
         return self.tokens_per_step // tokens_at_once
 
@@ -325,28 +323,35 @@ def check_machine(config: Config) -> None:
     if config.export:
         # refuses now what could not be exported at the end
         family_of(config.model)
+    _check_tokenizer(config)
+
+
+def _check_tokenizer(config: Config) -> None:
+    """Raises ValueError for a tokenizer that does not suit the model, and for a prompt that is too long."""
+    weights, vocab_size = config.start.weights, config.model.vocab_size
     tokenizer = load_tokenizer(config.data.tokenizer)
-    vocab_size = tokenizer.vocab_size
-    if config.start.weights is not None and began_from(config.start.weights, config.folder) is None:
-        check_start(config.start)
-        own = tokenizer_name(config.start.weights)
-        if is_tokenizer(own) and not same_tokens(tokenizer, load_tokenizer(own)):
+    if weights is None:
+        if vocab_size != tokenizer.vocab_size:
             raise ValueError(
-                f"start.weights={config.start.weights} reads the tokens of {own}, not those of "
-                f"data.tokenizer={config.data.tokenizer}: use data.tokenizer={own}"
+                f"model.vocab_size={vocab_size}, but data.tokenizer={config.data.tokenizer} has "
+                f"{tokenizer.vocab_size} tokens: use model.vocab_size={tokenizer.vocab_size}"
             )
-    if config.start.weights is not None and config.model.vocab_size < vocab_size:
-        raise ValueError(
-            f"{config.start.weights} has {config.model.vocab_size} tokens, "
-            f"data.tokenizer={config.data.tokenizer} {vocab_size}: use data.tokenizer=FOLDER, a folder with "
-            "the tokenizer.json of these weights"
-        )
-    # published weights may have room for more tokens than their tokenizer has
-    if config.start.weights is None and config.model.vocab_size != vocab_size:
-        raise ValueError(
-            f"model.vocab_size={config.model.vocab_size}, but data.tokenizer={config.data.tokenizer} has "
-            f"{vocab_size} tokens: use model.vocab_size={vocab_size}"
-        )
+    else:
+        if began_from(weights, config.folder) is None:
+            check_start(config.start)
+            own = tokenizer_name(weights)
+            if is_tokenizer(own) and not same_tokens(tokenizer, load_tokenizer(own)):
+                raise ValueError(
+                    f"start.weights={weights} reads the tokens of {own}, not those of "
+                    f"data.tokenizer={config.data.tokenizer}: use data.tokenizer={own}"
+                )
+        # published weights may have room for more tokens than their tokenizer has
+        if vocab_size < tokenizer.vocab_size:
+            raise ValueError(
+                f"{weights} has {vocab_size} tokens, data.tokenizer={config.data.tokenizer} "
+                f"{tokenizer.vocab_size}: use data.tokenizer=FOLDER, a folder with the tokenizer.json of "
+                "these weights"
+            )
     if config.sample.tokens:
         try:
             prompt_ids(tokenizer, config.sample.prompt, config.model)

@@ -16,12 +16,8 @@ LENGTH_INCHES = 0.55
 def draw_context(rows: list[dict], picture: Path) -> None:
     """Draws the rows of scripts/evaluate_context.py: two curves of the loss above two maps of recall."""
     figure, axes = subplots(2, 2, figsize=(11, 7.5))
-    by_position = [row for row in rows if row["kind"] == "position"]
-    axes[0, 0].plot([row["end"] for row in by_position], [row["loss"] for row in by_position], "o-")
-    _label(axes[0, 0], "loss by position", "position, up to")
-    by_context = [row for row in rows if row["kind"] == "context"]
-    axes[0, 1].plot([max(row["context"], 1) for row in by_context], [row["loss"] for row in by_context], "o-")
-    _label(axes[0, 1], "loss of the same tokens by length of context", "tokens of context")
+    _label(axes[0])
+    _draw_curves(axes[0], rows)
     for panel, kind in zip(axes[1], ("passkey", "key_value"), strict=True):
         _draw_map(panel, [row for row in rows if row["kind"] == kind], f"{kind.replace('_', '-')} recall")
     save(figure, picture)
@@ -30,15 +26,10 @@ def draw_context(rows: list[dict], picture: Path) -> None:
 def draw_comparison(measured: dict[str, list[dict]], picture: Path) -> None:
     """Draws both loss curves of several models, named by the keys, one panel for each kind of curve."""
     figure, axes = subplots(1, 2, figsize=(11, 4.5), sharey=True)
-    # before any curve: a logarithmic scale set later finds no limits in one that is all null
-    _label(axes[0], "loss by position", "position, up to")
-    _label(axes[1], "loss of the same tokens by length of context", "tokens of context")
+    _label(axes)
     for name, rows in measured.items():
         # the first positions have next to no context: their losses would flatten the rest
-        by_position = [row for row in rows if row["kind"] == "position" and row["first"] >= FIRST_DRAWN]
-        axes[0].plot([r["end"] for r in by_position], [r["loss"] for r in by_position], "o-", label=name)
-        by_context = [row for row in rows if row["kind"] == "context" and row["context"] >= FIRST_DRAWN]
-        axes[1].plot([r["context"] for r in by_context], [r["loss"] for r in by_context], "o-", label=name)
+        _draw_curves(axes, rows, FIRST_DRAWN, label=name)
     axes[1].legend(frameon=False)
     save(figure, picture)
 
@@ -61,12 +52,24 @@ def draw_needles(measured: dict[str, list[dict]], picture: Path) -> None:
     save(figure, picture, dpi=100)
 
 
-def _label(axes, title: str, x_label: str) -> None:
-    axes.set_title(title)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel("cross-entropy, nats per token")
-    axes.set_xscale("log", base=2)
-    axes.grid(alpha=0.3)
+def _label(axes) -> None:
+    """Call it before any curve: a logarithmic scale set later finds no limits in one that is all null."""
+    axes[0].set(title="loss by position", xlabel="position, up to")
+    axes[1].set(title="loss of the same tokens by length of context", xlabel="tokens of context")
+    for panel in axes:
+        panel.set_ylabel("cross-entropy, nats per token")
+        panel.set_xscale("log", base=2)
+        panel.grid(alpha=0.3)
+
+
+def _draw_curves(axes, rows: list[dict], least: int = 0, **options) -> None:
+    """Draws the loss by position, and by length of context, both from `least` on."""
+    by_position = [row for row in rows if row["kind"] == "position" and row["first"] >= least]
+    axes[0].plot([row["end"] for row in by_position], [row["loss"] for row in by_position], "o-", **options)
+    by_context = [row for row in rows if row["kind"] == "context" and row["context"] >= least]
+    # a logarithmic scale has no place for 0
+    lengths = [max(row["context"], 1) for row in by_context]
+    axes[1].plot(lengths, [row["loss"] for row in by_context], "o-", **options)
 
 
 def _draw_map(axes, rows: list[dict], title: str) -> None:

@@ -266,7 +266,7 @@ def peak_bytes(attention: Callable, qkv: tuple[Tensor, ...], dout: Tensor) -> in
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     torch.autograd.grad(attention(*qkv), qkv, dout)
-    return torch.cuda.max_memory_allocated() - before - sum(x.numel() * x.element_size() for x in qkv)
+    return torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in qkv)
 
 
 def label(row: dict) -> str:

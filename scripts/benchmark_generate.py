@@ -99,7 +99,7 @@ def measure(
 def weight_bytes(model: GPT) -> int:
     """Bytes of the blocks, the last norm and the head: the weights that every new token reads."""
     read = [*model.blocks.parameters(), *model.final_norm.parameters(), model.head_weight]
-    return sum(x.numel() * x.element_size() for x in read)
+    return sum(x.nbytes for x in read)
 
 
 def cache_bytes(model: GPT, batch: int, seq_len: int) -> int:

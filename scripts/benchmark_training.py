@@ -265,21 +265,20 @@ def steps_to_measure(arguments: Arguments):
             step = replace(step, **switch)
             yield label, arguments.models[0], arguments.seq_lens[0], step
         return
-    for name in arguments.models:
-        for seq_len in arguments.seq_lens:
-            for implementation, recompute in product(arguments.implementations, arguments.recompute):
-                step = Step(
-                    implementation,
-                    arguments.precision,
-                    arguments.compile,
-                    arguments.cuda_graphs,
-                    arguments.fused_loss,
-                    arguments.fused_gelu,
-                    arguments.low_precision_residual,
-                    recompute,
-                )
-                label = implementation if recompute == "none" else f"{implementation}, recompute={recompute}"
-                yield label, name, seq_len, step
+    rows = product(arguments.models, arguments.seq_lens, arguments.implementations, arguments.recompute)
+    for name, seq_len, implementation, recompute in rows:
+        step = Step(
+            implementation,
+            arguments.precision,
+            arguments.compile,
+            arguments.cuda_graphs,
+            arguments.fused_loss,
+            arguments.fused_gelu,
+            arguments.low_precision_residual,
+            recompute,
+        )
+        label = implementation if recompute == "none" else f"{implementation}, recompute={recompute}"
+        yield label, name, seq_len, step
 
 
 def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:

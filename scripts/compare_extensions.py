@@ -78,7 +78,7 @@ def main(arguments: Arguments) -> None:
     chosen = sorted(arguments.methods, key=lambda method: method != BEFORE)
     cases = [Case(base, method, seq_len) for seq_len in sorted(arguments.seq_lens) for method in chosen]
     extensions = {case: extension(case) for case in cases if case.method != BEFORE}
-    check_finished(cases, Path(arguments.out))
+    check_finished(cases, out)
     if "pretrain" in arguments.stages:
         length = f"seq_len={arguments.base_seq_len}"
         train(base, ["experiment=example_short", length, *arguments.short])
@@ -94,7 +94,6 @@ def main(arguments: Arguments) -> None:
     if "extend" in each:
         for case, overrides in extensions.items():
             train(case.name, [*overrides, *arguments.long])
-    out = Path(arguments.out)
     if "evaluate" in each:
         for case in cases:
             evaluate(case, out / f"{case.name}.json", arguments)
@@ -272,10 +271,6 @@ def summary(case: Case, measured: list[dict]) -> dict:
     # both lines hold a validation loss, or null if it was not finite: another line must not replace it
     first, last = metrics[0], metrics[-1]
     by_context = {row["context"]: row["loss"] for row in measured if row["kind"] == "context"}
-    recall = {
-        kind: [row for row in measured if row["kind"] == kind and row["length"] == measured[0]["seq_len"]]
-        for kind in ("passkey", "key_value")
-    }
     row = {
         "method": case.method,
         "run": case.run,
@@ -289,10 +284,11 @@ def summary(case: Case, measured: list[dict]) -> dict:
         "loss_with_whole_context": by_context[max(by_context)],
         "effective_context": next(r["context"] for r in measured if r["kind"] == "effective_context"),
     }
-    for kind, rows in recall.items():
+    for kind in ("passkey", "key_value"):
+        recall = [r for r in measured if r["kind"] == kind and r["length"] == row["seq_len"]]
         for value in ("accuracy", "loss"):
             # evaluation.lengths may leave out the model's own length
-            found = [r[value] for r in rows if r[value] is not None]
+            found = [r[value] for r in recall if r[value] is not None]
             row[f"{kind}_{value}"] = mean(found) if found else None
     return row
 

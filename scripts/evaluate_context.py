@@ -10,6 +10,7 @@ and of one key among many, by length and depth.
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -111,13 +112,11 @@ def main(arguments: Arguments) -> None:
     with autocast_context(arguments.device, arguments.precision):
         rows = text_rows(model, loader, seq_len, scored, arguments)
         rows += recall_rows(model, filler, lengths, tokenizer, begin, arguments)
-    for row in rows:
-        row |= {"model": arguments.model, "seq_len": seq_len, "window": window, "scored": scored}
-    write_result(out, rows)
+    shared = {"model": arguments.model, "seq_len": seq_len, "window": window, "scored": scored}
+    write_result(out, [row | shared for row in rows])
     draw_context(rows, picture)
-    shared = ("model", "seq_len", "window", "scored")
     for row in rows:
-        print("  ".join(f"{key} {value}" for key, value in row.items() if key not in shared))
+        print("  ".join(f"{key} {value}" for key, value in row.items()))
     print(f"{out}\n{picture}")
 
 
@@ -260,8 +259,8 @@ def recall_rows(
     for length, depth in product(sorted(lengths), arguments.depths):
         room = length - len(begin)
         tasks = {
-            "passkey": lambda room=room, depth=depth: passkey(tokenizer, filler, room, depth, rng),
-            "key_value": lambda room=room, depth=depth: key_value(tokenizer, room, depth, rng),
+            "passkey": partial(passkey, tokenizer, filler, room, depth, rng),
+            "key_value": partial(key_value, tokenizer, room, depth, rng),
         }
         for kind, draw in tasks.items():
             prompts = (begun(draw(), begin) for _ in range(arguments.prompts))

@@ -108,13 +108,13 @@ def check_unmeasured(folder: Path, paths: dict[str, Path]) -> None:
 
 def measure_side_by_side(names: list[str], folder: Path, arguments: Arguments):
     """Runs this script for each of these experiments side by side, the longest first."""
-    commands = {}
-    for name in sorted(names, key=EXPERIMENTS.get, reverse=True):
-        alone = replace(
-            arguments, experiments=[], keep=False, overwrite=True, report=False, processes=None,
-            out=str(folder),
-        )  # fmt: skip
-        commands[name] = [sys.executable, "-m", "scripts.reproduce_paper", name, *command_line(alone)]
+    alone = replace(
+        arguments, experiments=[], keep=False, overwrite=True, report=False, processes=None, out=str(folder)
+    )
+    commands = {
+        name: [sys.executable, "-m", "scripts.reproduce_paper", name, *command_line(alone)]
+        for name in sorted(names, key=EXPERIMENTS.get, reverse=True)
+    }
     return run_side_by_side(commands, places(arguments.processes))
 
 

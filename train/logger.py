@@ -205,13 +205,12 @@ def read_metrics(path: Path) -> list[dict]:
 
 def readable(value: float) -> str:
     """Three digits and a unit: 987, 12.3K, 4.56M."""
-    for unit in ("", "K", "M", "G"):
-        # from 999.5 on, three digits would print as 1e+03
-        is_short = value < 999.5
-        if is_short or unit == "G":
-            return f"{value:.3g}{unit}" if is_short else f"{value:.0f}{unit}"
+    # from 999.5 on, three digits would print as 1e+03
+    for unit in ("", "K", "M"):
+        if value < 999.5:
+            return f"{value:.3g}{unit}"
         value /= 1000
-    raise AssertionError
+    return f"{value:.3g}G" if value < 999.5 else f"{value:.0f}G"
 
 
 def counted(number: int, noun: str) -> str:

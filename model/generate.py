@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.decode import can_overlap
 from model.attention import layer_masks, window_of
 from model.cache import LayerCache
-from model.gpt import GPT, compute_dtype
+from model.gpt import GPT
 from model.graphs import recording
 from model.modes import evaluating
 from model.rope import rotation
@@ -242,7 +242,9 @@ def compiled_advance(overlaps: bool) -> Callable:
 def empty_caches(model: GPT, capacity: int, lengths: Tensor) -> list[LayerCache]:
     """One per layer, for `capacity` tokens or, where a layer sees a sliding window, for the window."""
     config, attention, device = model.config, model.attention, lengths.device
-    dtype = compute_dtype(model.token_embedding.weight)
+    dtype = model.token_embedding.weight.dtype
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
     masks = [None] * config.n_layer
     if attention.sparse:
         masks = layer_masks(attention, config.n_layer, capacity, device)

@@ -233,7 +233,7 @@ def print_row(row: dict) -> None:
 
 def plot(rows: list[dict], result: dict, path: Path) -> None:
     """Draws bars of TFLOP/s, forward above backward; columns: GPT-2's shape, and each head_dim and mask."""
-    from train.plot import length_label, subplots
+    from train.plot import length_label, save, subplots
 
     columns = {}
     for row in rows:
@@ -268,7 +268,7 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
     figure.suptitle(machine(result), x=0.01, ha="left")
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(names), frameon=False)
-    figure.savefig(path, dpi=120)
+    save(figure, path, dpi=120)
 
 
 if __name__ == "__main__":

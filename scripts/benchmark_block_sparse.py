@@ -286,7 +286,7 @@ def print_row(row: dict) -> None:
 
 def plot(rows: list[dict], result: dict, path: Path) -> None:
     """Draws time and allowed time over density; columns: head_dim and length, forward above backward."""
-    from train.plot import length_label, subplots
+    from train.plot import length_label, save, subplots
 
     shapes = list(dict.fromkeys((row["head_dim"], row["seq_len"]) for row in rows))
     names = list(dict.fromkeys(map(label, rows)))
@@ -326,12 +326,12 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
         ncols=max(2, len(shapes)),
         frameon=False,
     )
-    figure.savefig(path, dpi=120)
+    save(figure, path, dpi=120)
 
 
 def plot_over_length(rows: list[dict], result: dict, path: Path) -> None:
     """Draws microseconds per thousand tokens over the length: a cost linear in length is a level line."""
-    from train.plot import subplots
+    from train.plot import save, subplots
 
     figure, axes = subplots(1, 2, figsize=(9, 3.8), sharex=True)
     for axis, direction in zip(axes, DIRECTIONS, strict=True):
@@ -346,7 +346,7 @@ def plot_over_length(rows: list[dict], result: dict, path: Path) -> None:
     axes[0].set_ylabel("us for 1000 tokens")
     axes[0].legend()
     figure.suptitle(machine(result), x=0.01, ha="left")
-    figure.savefig(path, dpi=120)
+    save(figure, path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def draw_bars(values: dict[str, float | None], picture: Path, title: str, unit: 
 
 
 def save(figure: Figure, picture: Path, dpi: int = 150) -> None:
-    """Writes a picture in the format of its ending; if that fails, as on a full disk, an earlier stays."""
+    """Writes a picture in its ending's format; if that fails, as on a full disk, an earlier one stays."""
     image = BytesIO()
     figure.savefig(image, dpi=dpi, format=picture.suffix[1:])
     picture.parent.mkdir(parents=True, exist_ok=True)

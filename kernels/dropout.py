@@ -72,19 +72,29 @@ def limit_number(dropout_p: float) -> float:
     return struct.unpack("f", struct.pack("I", limit_bits(dropout_p) << 16))[0]
 
 
+def line_exponent(dropout_p: float) -> int:
+    """The exponent of the steepest slope with a finite start, see line_bits."""
+    return min(127, 253 - (limit_bits(dropout_p) >> 7 & 0xFF))
+
+
 def line_bits(dropout_p: float) -> tuple[int, int]:
     """The bits of two bfloat16, slope and start: half * slope + start is at least 2**-6 where half is kept.
 
     Otherwise it is not positive, or NaN for a half that is NaN. So its maximum with 0, and the minimum of
     that with a probability below 2**-6, drop or keep the probability, by faster instructions than comparing.
     """
-    # the steepest slope with a finite start: two neighbours at the limit are at least 2**-133 apart
-    k = min(127, 253 - (limit_bits(dropout_p) >> 7 & 0xFF))
+    k = line_exponent(dropout_p)
     slope, start = (
         struct.unpack("I", struct.pack("f", number))[0] >> 16
         for number in (-(2.0**k), limit_number(dropout_p) * 2.0**k)
     )
     return slope, start
+
+
+def least_line(dropout_p: float) -> float:
+    """The least that half * slope + start of line_bits is where a half is kept."""
+    exponent = limit_bits(dropout_p) >> 7 & 0xFF
+    return 2.0 ** (max(exponent - 135, -133) + line_exponent(dropout_p))
 
 
 def row_word(seed: int, row: Tensor, head: Tensor, batch: Tensor) -> Tensor:

@@ -41,6 +41,16 @@ def random_qkv(
     return draw(seq_q, n_head, scale), draw(seq_k, n_kv_head, 1.0), draw(seq_k, n_kv_head, 1.0)
 
 
+def rising_qkv(batch: int, seq_len: int, n_head: int, n_kv_head: int, head_dim: int, device):
+    """bfloat16 q, k, v whose logits rise by about 100 with every 64 keys, from the last key to the first."""
+    q, k, v = random_qkv(batch, seq_len, seq_len, n_head, n_kv_head, head_dim, torch.bfloat16, device)
+    steps = (seq_len - 1 - torch.arange(seq_len, device=device)) // 64
+    with torch.no_grad():
+        q += 1.0
+        k += (100.0 / head_dim**0.5 * steps)[:, None, None]
+    return q, k, v
+
+
 def holes(n_batch: int, n_head: int, seq_q: int, seq_k: int, device, block_size: int = 64) -> BlockMask:
     """A mask with full, partial and absent blocks and an empty row of blocks, different in each head."""
     n_rows, n_columns = ((seq + block_size - 1) // block_size for seq in (seq_q, seq_k))
@@ -73,6 +83,24 @@ def assert_as_accurate_as_torch(attention: Callable, q: Tensor, k: Tensor, v: Te
     )
     for name, x, pt, ref in zip(NAMES, ours, torchs, truths, strict=True):
         assert_within_rule(name, x, pt, ref)
+
+
+def assert_close_to_truth(attention: Callable, q: Tensor, k: Tensor, v: Tensor, **options) -> None:
+    """Asserts that out and lse are float64's but for roundings of P, of out and of float32 sums.
+
+    Where logits are large, PyTorch's bfloat16 rounds them by whole numbers, and the rule says little.
+    """
+    with torch.no_grad():
+        out, lse = attention(q, k, v, return_lse=True, **options)
+        true_out, true_lse = attention_reference(
+            q.double(), k.double(), v.double(), return_lse=True, **options
+        )
+    scale = v.abs().max().item() / (1.0 - options.get("dropout_p", 0.0))
+    assert largest_difference(out, true_out) < 2**-7 * scale
+    finite = true_lse.isfinite()
+    assert torch.equal(lse.isfinite(), finite)
+    error = (lse.double() - true_lse)[finite].abs()
+    assert (error <= 1e-5 + 2e-6 * true_lse[finite].abs()).all()
 
 
 def assert_within_rule(name: str, x: Tensor, pt: Tensor, ref: Tensor) -> None:

@@ -21,10 +21,10 @@ from kernels.hopper.dq import dq_kernel
 from kernels.hopper.forward import ROWS, forward_kernel
 from kernels.hopper.launch import registers
 from kernels.hopper.sums import PART
-from kernels.hopper.tiles import backward_tile, dq_tile, forward_tile
+from kernels.hopper.tiles import backward_tile, dq_tile, forward_tile, keeps_maximum
 from tests.assembler import machine_code_of, used_by
 
-INTEGERS = ("bounds_ptr", "counts_ptr", "counter_ptr", "spans_ptr", "entries_ptr", "bits_ptr")
+INTEGERS = ("notes_ptr", "bounds_ptr", "counts_ptr", "counter_ptr", "spans_ptr", "entries_ptr", "bits_ptr")
 HEAD_DIMS = (64, 128, 192, 256)
 MASKS = ("full", "causal", "window", "intervals", "blocks")
 
@@ -55,6 +55,7 @@ def forward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int, drop
         "STAGES": tile.stages,
         "BLOCKS": tile.blocks,
         "DEALT": tile.dealt,
+        "KEEPS_MAXIMUM": dtype == "bf16" and keeps_maximum(tile, width, mask, dropout),
         "CONSUMER_REGISTERS": tile.consumer_registers,
         "PRODUCER_REGISTERS": tile.producer_registers,
     }

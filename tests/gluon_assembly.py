@@ -35,10 +35,14 @@ def assembly(asm, constraints, args, dtype, is_pure, pack):
     kind = torch.bfloat16 if "bf16" in asm else torch.float16
     if asm in ("mov.b32 $0, $1;", "mov.u32 $0, $1;"):
         return args[0] if isinstance(args[0], Tensor) else Tensor(args[0])
+    if "bar.red.or" in asm:
+        limit = float(asm.split("$2, ")[1].split(";")[0])
+        return Tensor((~(x <= limit)).any().int().expand(x.shape))
     if asm.startswith("bar."):
-        named_barrier(int(asm.split()[1].strip(",")), asm.startswith("bar.sync"))
+        number, n_threads = (int(word.strip(",;")) for word in asm.split()[1:3])
+        named_barrier(number, n_threads // 128, asm.startswith("bar.sync"))
         return Tensor(x)
-    if asm.startswith("fence.proxy"):
+    if asm.startswith(("fence.proxy", "cp.async.bulk.wait_group")):
         return Tensor(x)
     if asm.startswith("cvt.rn"):
         return Tensor(packed(x, rest[0], kind))

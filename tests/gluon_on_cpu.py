@@ -36,6 +36,7 @@ from tests.gluon_tensors import (
     Constant,
     Memory,
     Pointer,
+    RealConstant,
     Tensor,
     add_atomically,
     copy_in,
@@ -75,7 +76,7 @@ def language() -> ModuleType:
     gl = ModuleType(f"{GLUON}.language")
     for dtype in ("int16", "int32", "int64", "bfloat16", "float16", "float32"):
         setattr(gl, dtype, getattr(torch, dtype))
-    gl.constexpr = lambda x: Constant(x) if type(x) is int else x
+    gl.constexpr = lambda x: {int: Constant, float: RealConstant}.get(type(x), lambda x: x)(x)
     gl.tensor, gl.shared_memory_descriptor = Tensor, Memory
     for layout in ("NVMMADistributed", "NVMMAShared", "Slice", "DotOperand", "Blocked", "SwizzledShared",
                    "DistributedLinear"):  # fmt: skip

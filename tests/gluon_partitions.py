@@ -138,8 +138,8 @@ def wait_barrier(barrier, phase, pred=True):
         program.partitions.wait_until(lambda: barrier.phase % 2 != int(phase) % 2)
 
 
-def named_barrier(number: int, waits: bool) -> None:
-    """bar.sync or bar.arrive of one of two warpgroups: the other's makes it complete."""
+def named_barrier(number: int, n_warpgroups: int, waits: bool) -> None:
+    """bar.sync or bar.arrive of one of so many warpgroups: the last one makes it complete."""
     arrived = program.named[number] = program.named.get(number, 0) + 1
-    meeting = (arrived + 1) // 2 * 2
+    meeting = -(-arrived // n_warpgroups) * n_warpgroups
     program.partitions.wait_until((lambda: program.named[number] >= meeting) if waits else lambda: True)

@@ -13,6 +13,10 @@ class Constant(int):
     value = property(int)
 
 
+class RealConstant(float):
+    value = property(float)
+
+
 class Tensor:
     """A tensor of a kernel, or a scalar."""
 

@@ -13,6 +13,7 @@ from kernels.dropout import (
     MOST_KEPT,
     dropout_keep_mask,
     kept_halves,
+    least_line,
     limit_bits,
     line_bits,
     multiply_words,
@@ -184,6 +185,8 @@ def test_a_maximum_and_a_minimum_drop_what_the_limit_says():
         line = (halves.double() * slope + start).clamp(min=0.0)
         assert torch.equal(line.isnan() | (line >= 2.0**-6), ~(halves >= limit))
         assert torch.equal(line == 0.0, halves >= limit)
+        assert line[line > 0.0].min() >= least_line(dropout_p) >= 2.0**-6
+    assert least_line(0.1) > 2.0**100
 
 
 def test_decisions_are_uncorrelated_at_every_offset_and_a_product_alone_would_not_do(monkeypatch):

@@ -20,7 +20,13 @@ from kernels.intervals import mean_keys
 from kernels.operators import use_implementation
 from kernels.problem import CannotBuildError, Problem
 from kernels.reference import visible_keys
-from tests.accuracy import assert_as_accurate_as_torch, random_qkv, run
+from tests.accuracy import (
+    assert_as_accurate_as_torch,
+    assert_close_to_truth,
+    random_qkv,
+    rising_qkv,
+    run,
+)
 from tests.compile_apart import compile_apart, each_triton
 from tests.on_a_gpu import on_hopper
 from tests.sanitize_hopper import run_random_problem
@@ -450,6 +456,43 @@ def test_every_form_of_the_forward_kernel_is_exact_under_every_mask(form, mask, 
         # more tiles than blocks run at once
         q, k, v = random_qkv(4, seq_len, seq_len, 60, 20, 64, torch.bfloat16, "cuda")
         assert_as_accurate_as_torch(hopper_attention, q, k, v, **options)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "documents", "blocks"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+# short tiles of heads of 64, and long ones
+@pytest.mark.parametrize("seq_len", [500, 2500])
+def test_scores_that_rise_far_above_those_of_the_first_blocks_are_exact(seq_len, head_dim, mask, dropout_p):
+    options = {"causal": mask not in ("full", "blocks")}
+    if mask == "window":
+        options["window"] = seq_len - 70
+    if mask == "documents":
+        ids = torch.arange(seq_len, device="cuda") >= 60
+        options["document_ids"] = ids.int().expand(2, -1).contiguous()
+    if mask == "blocks":
+        options["block_mask"] = block_masks.causal(seq_len, device="cuda")
+    if dropout_p:
+        options |= {"dropout_p": dropout_p, "dropout_seed": 5}
+    q, k, v = rising_qkv(2, seq_len, 40, 20, head_dim, "cuda")
+    assert_close_to_truth(hopper_attention, q, k, v, **options)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_nan_in_keys_stays_in_the_rows_that_see_it(head_dim):
+    q, k, v = random_qkv(2, 700, 700, 3, 3, head_dim, torch.bfloat16, "cuda")
+    with torch.no_grad():
+        k[0, 300, 1, 5] = float("nan")
+        out, lse = hopper_attention(q, k, v, return_lse=True)
+    expected = torch.zeros(2, 3, 700, dtype=torch.bool, device="cuda")
+    expected[0, 1, 300:] = True
+    assert torch.equal(lse.isnan(), expected)
+    assert torch.equal(out.isnan().all(-1), expected.transpose(1, 2))
+    assert torch.equal(out.isnan().any(-1), expected.transpose(1, 2))
 
 
 @pytest.mark.gpu

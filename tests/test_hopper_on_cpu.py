@@ -10,7 +10,12 @@ from kernels.flash_attention import flash_attention, flash_attention_varlen
 from kernels.hopper.tiles import forward_tile
 from kernels.operators import use_implementation
 from kernels.reference import visible_keys
-from tests.accuracy import assert_as_accurate_as_torch, random_qkv
+from tests.accuracy import (
+    assert_as_accurate_as_torch,
+    assert_close_to_truth,
+    random_qkv,
+    rising_qkv,
+)
 from tests.gluon_on_cpu import hopper_on_cpu
 from tests.gluon_partitions import DeadlockError
 
@@ -92,6 +97,41 @@ def test_heads_of_64_are_as_accurate_in_the_tiles_of_long_rows(mask, dropout_p, 
         if dropout_p:
             options |= {"dropout_p": dropout_p, "dropout_seed": 5}
         assert_as_accurate_as_torch(hopper_attention, q, k, v, **options)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("head_dim", "tiles"), [(64, "short"), (64, "long"), (128, "long"), (256, "long")])
+def test_scores_that_rise_far_above_those_of_the_first_blocks_are_exact(
+    head_dim, tiles, mask, dropout_p, launch, monkeypatch
+):
+    overflow = launch.forward_kernel.__globals__["Overflow"]
+    following, noted = overflow.next, []
+
+    def note(self, i, index):
+        i, index = following(self, i, index)
+        noted.append(int(i) >= 0)
+        return i, index
+
+    monkeypatch.setattr(overflow, "next", note)
+    if tiles == "long":
+        monkeypatch.setattr(launch, "forward_tile", lambda width, mask, _: forward_tile(width, mask, 2**20))
+    q, k, v = rising_qkv(2, 400, 4, 2, head_dim, "cpu")
+    options = options_of(mask, 400, 400)
+    if mask == "window":
+        options["window"] = 330
+    if mask == "documents":
+        options["document_ids"] = torch.tensor([[0] * 60 + [1] * 340] * 2).int()
+    if mask == "blocks":
+        options["block_mask"] = block_masks.causal(400)
+    if dropout_p:
+        options |= {"dropout_p": dropout_p, "dropout_seed": 5}
+    assert_close_to_truth(hopper_attention, q, k, v, **options)
+    always_follows = dropout_p and (head_dim, tiles, mask) in (
+        (64, "long", "causal"),
+        (128, "long", "documents"),
+    )
+    assert any(noted) == (not always_follows), "tiles of such scores are computed once more"
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.hopper.block_lists import BLOCK_SIZE, BlockLists, hide_unseen
 from kernels.hopper.dropout import PAIRS_OF_EIGHT, Dropout, is_lowered, make_dropout, make_words, weights
+from kernels.hopper.overflow import NOTHING, Overflow, make_overflow
 from kernels.hopper.primitives import Ring, announce, announced, make_numbers, make_ring, pack_pairs, record
 from kernels.hopper.query_tiles import ROWS, key_block, locate, places, words_at
 from kernels.hopper.schedule import Mask, TileOrder
@@ -56,6 +57,7 @@ class Tiles:
     q_ring: Ring
     k_ring: Ring
     v_ring: Ring
+    overflow: Overflow
     order: TileOrder
     mask: Mask
     dropout: Dropout
@@ -65,6 +67,7 @@ class Tiles:
     HEAD_DIM: gl.constexpr
     REST: gl.constexpr  # of heads of 256: the channels behind the first 128 that count; else 0
     CONSUMERS: gl.constexpr
+    KEEPS_MAXIMUM: gl.constexpr  # whether whole blocks keep the maximum of the blocks before
 
     @gluon.jit
     def take(self, nth):
@@ -80,18 +83,46 @@ class Tiles:
 
 @gluon.jit
 def produce(tiles, q_desc, k_desc, v_desc, group, counter_ptr, DEALT: gl.constexpr):
-    """Takes tiles and fills the rings as they empty: Q, then each K with the V of the block before.
+    """Sends all tiles of this thread block, and then once more those that overflow.py has noted."""
+    nth = gl.to_tensor(0)
+    n = gl.to_tensor(0)
+    index = gl.to_tensor(-1)
+    if tiles.KEEPS_MAXIMUM:
+        for anew in range(2):
+            i = tiles.order.dealt(nth)
+            if anew > 0:
+                mbarrier.wait(tiles.overflow.done, 0)
+                i, index = next_noted(tiles, gl.to_tensor(NOTHING), index)
+            nth, n, index = send(
+                tiles, q_desc, k_desc, v_desc, group, counter_ptr, nth, n, index, i, anew, DEALT
+            )
+    else:
+        i = tiles.order.dealt(nth)
+        send(tiles, q_desc, k_desc, v_desc, group, counter_ptr, nth, n, index, i, 0, DEALT)
+
+
+@gluon.jit
+def next_noted(tiles, i, index):
+    """overflow.next, with a number past the last tile for NOTHING."""
+    i, index = tiles.overflow.next(i, index)
+    return gl.where(i < 0, tiles.order.total(), i), index
+
+
+@gluon.jit
+def send(
+    tiles, q_desc, k_desc, v_desc, group, counter_ptr, nth, n, index, i, anew, DEALT: gl.constexpr
+):  # fmt: skip
+    """Fills the rings with tile i and those that follow it: Q, then each K with the V of the block before.
 
     With one buffer of Q, which empties last, the first K precedes it, and each K has its own V with it: the
-    last V of a tile would wait for the next Q, which waits for that V.
+    last V of a tile would wait for the next Q, which waits for that V. nth and n count the tiles and blocks
+    of keys that have been sent; index is that of overflow.next.
     """
     ONE_Q: gl.constexpr = tiles.q_ring.STAGES == 1
-    nth = gl.to_tensor(0)
-    n = 0
     batch_before = 0
     head_before = 0
     block_before = 0
-    i = tiles.order.dealt(nth)
+    n_first = n
     while i < tiles.order.total():
         batch, head, row, begin, _, _, end = locate(tiles, i)
         kv_head = head // group
@@ -103,7 +134,10 @@ def produce(tiles, q_desc, k_desc, v_desc, group, counter_ptr, DEALT: gl.constex
             # a thread block asks for its next tile as late as it can without waiting for the answer: so it
             # gets as much work as any other
             if j == end - begin - 1:
-                i = tiles.order.next(nth, counter_ptr, DEALT)
+                if anew > 0:
+                    i, index = next_noted(tiles, i, index)
+                else:
+                    i = tiles.order.next(nth, counter_ptr, DEALT)
             block = key_block(tiles, end - 1 - j) * tiles.BLOCK_N
             stage, full = tiles.k_ring.fill(n)
             if tiles.dropout.IS_ON:
@@ -114,18 +148,22 @@ def produce(tiles, q_desc, k_desc, v_desc, group, counter_ptr, DEALT: gl.constex
                 if j == 0:
                     copy_queries(tiles, q_desc, batch, head, row, number, nth - 1)
                 copy_values(tiles, v_desc, batch, kv_head, block, n)
-            elif n > 0:
+            elif n > n_first:
                 copy_values(tiles, v_desc, batch_before, head_before, block_before, n - 1)
             batch_before = batch
             head_before = kv_head
             block_before = block
             n += 1
     if not ONE_Q:
-        copy_values(tiles, v_desc, batch_before, head_before, block_before, n - 1)
-    # a number past the last tile ends the consumers
+        # every thread block has a tile, but not every one a noted tile
+        any_tile = n > n_first if tiles.KEEPS_MAXIMUM else True
+        if any_tile:
+            copy_values(tiles, v_desc, batch_before, head_before, block_before, n - 1)
+    # a number past the last tile ends the consumers' loop
     stage, full = tiles.q_ring.fill(nth)
     announce(tiles.number.index(stage), i)
     mbarrier.arrive(full, count=1)
+    return nth + 1, n, index
 
 
 @gluon.jit
@@ -161,6 +199,25 @@ def consume(tiles, out_desc, lse_ptr, scale_log2, BLOCKS: gl.constexpr, INDEX: g
 @gluon.jit
 def consume_overlapped(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
     """The same, with each product of P and V beside the next block's scores, across tiles too."""
+    # blocks of keys that this warpgroup has finished, and tiles
+    n = gl.to_tensor(0)
+    nth = gl.to_tensor(0)
+    if INDEX == tiles.CONSUMERS - 1:
+        pass_turn(n, INDEX, tiles.CONSUMERS)
+    if tiles.KEEPS_MAXIMUM:
+        for anew in range(2):
+            n, nth = consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX)
+            tiles.overflow.end(tiles, nth - 1)
+    else:
+        consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, 0, INDEX)
+    tma.store_wait(0)
+    if INDEX == 0:
+        take_turn(n, INDEX)
+
+
+@gluon.jit
+def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.constexpr):
+    """All tiles up to a number past the last one; n and nth, returned, count blocks of keys and tiles."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.HEAD_DIM, 16])
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
@@ -170,20 +227,16 @@ def consume_overlapped(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr
     o = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
     m_i = gl.full([ROWS], LOWEST, gl.float32, ROW_LAYOUT)
     l_i = partial_sum(nothing)
-    # blocks of keys that this warpgroup has finished, and the blocks of all tiles so far
-    n = gl.to_tensor(0)
-    n_tiles = gl.to_tensor(0)
     # whether a tile still lacks its last product, with the values of block n_before
-    pending = n > 0
+    pending = n < 0
     n_before = n
-    begun = n > 0
+    begun = n < 0
+    i_before = 0
     head_before = 0
     row_before = 0
-    if INDEX == tiles.CONSUMERS - 1:
-        pass_turn(n, INDEX, tiles.CONSUMERS)
-    nth = gl.to_tensor(0)
     i = tiles.take(nth)
     while i < tiles.order.total():
+        tiles.overflow.wait_for_copies(anew)
         batch, head, row, begin, whole_begin, whole_end, end = locate(tiles, i)
         own_end = end
         # the last rows of a tile see most under a causal mask: in the next tile another warpgroup has them
@@ -193,11 +246,13 @@ def consume_overlapped(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr
             _, whole_begin, whole_end, own_end = places(tiles, batch, row, ROWS)
         if row < 0:
             own_end = begin
-        n_first = n_tiles + end - own_end
-        n_tiles += end - begin
+        n_first = n + end - own_end
         # a pending product holds a buffer of v: more than STAGES blocks later, the ring would stall
         if pending & (n_first - n_before > tiles.v_ring.STAGES):
-            finish(tiles, out_desc, lse_ptr, p, o, m_i, l_i, n_before, begun, head_before, row_before, INDEX)
+            finish(
+                tiles, out_desc, lse_ptr, p, o, m_i, l_i, n_before, begun, head_before, row_before, i_before,
+                anew, INDEX
+            )  # fmt: skip
             pending = n < 0
         for skipped in range(n, n_first):
             skip_in_turn(tiles, skipped, INDEX)
@@ -227,7 +282,7 @@ def consume_overlapped(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr
             o = warpgroup_mma_wait(0, deps=[o])
             if pending:
                 tiles.v_ring.release(n_before)
-                store(tiles, out_desc, lse_ptr, o, m_i, l_i, head_before, row_before, INDEX)
+                store(tiles, out_desc, lse_ptr, o, m_i, l_i, head_before, row_before, i_before, anew, INDEX)
             # after the store, whose registers it can use
             dropping = begin_to_drop(tiles, batch, head, row)
             if not reads_early(tiles.CONSUMERS, KIND):
@@ -239,24 +294,40 @@ def consume_overlapped(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr
             steps = own_end - begin
             whole = gl.maximum(own_end - whole_end, 1)
             after_whole = gl.maximum(own_end - whole_begin, whole)
+            if KIND != "full" and KIND != "blocks":
+                # a mask that hides nothing does no harm
+                whole = gl.where(anew > 0, after_whole, whole)
             if KIND != "full":
                 p, o, m_i, l_i = walk(
                     tiles, q, p, o, m_i, l_i, n, 1, whole, key_first, key_end, own_end - 1, scale_log2,
-                    shift, dropping, True, INDEX
+                    shift, dropping, True, False, INDEX
                 )  # fmt: skip
+            if tiles.KEEPS_MAXIMUM and (KIND == "full" or KIND == "blocks"):
+                raised = gl.where(anew > 0, after_whole, whole)
+                if KIND == "blocks":
+                    # a list's cut blocks may have hidden all keys from a row
+                    raised = gl.maximum(
+                        raised, gl.minimum(whole + (whole_end < own_end).to(gl.int32), after_whole)
+                    )
+                p, o, m_i, l_i = walk(
+                    tiles, q, p, o, m_i, l_i, n, whole, raised, key_first, key_end, own_end - 1,
+                    scale_log2, shift, dropping, False, False, INDEX
+                )  # fmt: skip
+                whole = raised
             p, o, m_i, l_i = walk(
-                tiles, q, p, o, m_i, l_i, n, whole, after_whole, key_first, key_end, own_end - 1, scale_log2,
-                shift, dropping, False, INDEX
+                tiles, q, p, o, m_i, l_i, n, whole, after_whole, key_first, key_end, own_end - 1,
+                scale_log2, shift, dropping, False, tiles.KEEPS_MAXIMUM, INDEX
             )  # fmt: skip
             if KIND == "window" or KIND == "intervals":
                 p, o, m_i, l_i = walk(
                     tiles, q, p, o, m_i, l_i, n, after_whole, steps, key_first, key_end, own_end - 1,
-                    scale_log2, shift, dropping, True, INDEX
+                    scale_log2, shift, dropping, True, False, INDEX
                 )  # fmt: skip
             n += steps
             pending = steps > 0
             n_before = n - 1
             begun = steps > 1
+            i_before = i
             head_before = batch * tiles.n_head + head
             row_before = row
         tiles.q_ring.release(nth)
@@ -264,10 +335,11 @@ def consume_overlapped(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr
         i = tiles.take(nth)
 
     if pending:
-        finish(tiles, out_desc, lse_ptr, p, o, m_i, l_i, n_before, begun, head_before, row_before, INDEX)
-    tma.store_wait(0)
-    if INDEX == 0:
-        take_turn(n, INDEX)
+        finish(
+            tiles, out_desc, lse_ptr, p, o, m_i, l_i, n_before, begun, head_before, row_before, i_before,
+            anew, INDEX
+        )  # fmt: skip
+    return n, nth + 1
 
 
 @gluon.jit(
@@ -290,7 +362,7 @@ def consume_overlapped(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr
     ]
 )
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, counter_ptr, bounds_ptr,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, notes_ptr, counter_ptr, bounds_ptr,
     spans_ptr, entries_ptr, bits_ptr, stride_list_batch, stride_list_head,
     seed_ptr, keep_limit, keep_line, keep_scale,
     n_batch, n_head, group, seq_q, seq_k, window, section,
@@ -298,6 +370,7 @@ def forward_kernel(
     MASK: gl.constexpr, DROPOUT: gl.constexpr,
     BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, REST: gl.constexpr, CONSUMERS: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr, DEALT: gl.constexpr,
+    KEEPS_MAXIMUM: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
@@ -315,6 +388,7 @@ def forward_kernel(
         make_ring(Q_STAGES, CONSUMERS),
         make_ring(STAGES, CONSUMERS),
         make_ring(STAGES, CONSUMERS),
+        make_overflow(notes_ptr, CONSUMERS, KEEPS_MAXIMUM),
         TileOrder(
             n_batch * n_head,
             gl.cdiv(seq_q, CONSUMERS * ROWS),
@@ -332,6 +406,7 @@ def forward_kernel(
         HEAD_DIM,
         REST,
         CONSUMERS,
+        KEEPS_MAXIMUM,
     )
     fence_async_shared()
     copies = (tiles, q_desc, k_desc, v_desc, group, counter_ptr, DEALT)

@@ -7,6 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.dropout import least_line
 from kernels.hopper.arguments import (
     dropout_arguments,
     gradient_scale,
@@ -24,6 +25,7 @@ from kernels.hopper.forward import forward_kernel
 from kernels.hopper.key_tiles import BLOCK_N, CONSUMERS
 from kernels.hopper.key_tiles import ROWS as BACKWARD_ROWS
 from kernels.hopper.order import division, order_arguments
+from kernels.hopper.overflow import MOST
 from kernels.hopper.prepare_and_round import prepare_kernel, round_kernel
 from kernels.hopper.query_tiles import ROWS
 from kernels.hopper.sums import COUNTS, PART, SLOTS, STRETCH
@@ -33,6 +35,7 @@ from kernels.hopper.tiles import (
     cdiv,
     dq_tile,
     forward_tile,
+    keeps_maximum,
     section_heads,
     sum_pays,
     turn_heads,
@@ -55,6 +58,16 @@ def registers(consumers: int, blocks: int = 1) -> int:
 @cache
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def has_room(problem: Problem, dtype: torch.dtype) -> bool:
+    """Whether probabilities may be as large as overflow.MOST: in float16 they may not.
+
+    Dropout takes the minimum of a probability and of its line, which is lower at rates close to a half.
+    """
+    return dtype == torch.bfloat16 and (
+        problem.dropout_p == 0.0 or least_line(problem.dropout_p) >= MOST.value
+    )
 
 
 @cache
@@ -84,6 +97,13 @@ def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tupl
     counter = lse.view(torch.int32)
     if batch * n_head * n_tiles > tile.dealt * n_blocks:
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+    keeps = has_room(problem, q.dtype) and keeps_maximum(
+        tile, width, mask_kind(problem), problem.dropout_p > 0.0
+    )
+    notes = counter
+    if keeps:
+        n_notes = (n_blocks + batch * n_head * n_tiles) * tile.consumers
+        notes = torch.empty(n_notes, dtype=torch.int32, device=q.device)
     launch(
         forward_kernel,
         (n_blocks,),
@@ -92,6 +112,7 @@ def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tupl
         head_descriptor(v, tile.block_n),
         head_descriptor(out, ROWS.value, rest_width(head_dim) or width),
         lse,
+        notes,
         counter,
         lse if problem.key_bounds is None else problem.key_bounds,
         *list_arguments(problem.row_lists, lse),
@@ -115,6 +136,7 @@ def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tupl
         STAGES=tile.stages,
         BLOCKS=tile.blocks,
         DEALT=tile.dealt,
+        KEEPS_MAXIMUM=keeps,
         CONSUMER_REGISTERS=tile.consumer_registers,
         PRODUCER_REGISTERS=tile.producer_registers,
         num_warps=4,

@@ -197,6 +197,22 @@ def named_barrier_arrive(token, ID: gl.constexpr, THREADS: gl.constexpr):
     issue(token, with_a_result("bar.arrive {}, {};", ID, THREADS))
 
 
+@gluon.constexpr_function
+def any_exceeds_asm(limit, barrier):
+    return (
+        f"{{.reg .pred p, q; setp.gtu.f32 p, $2, {limit}; setp.gtu.or.f32 p, $3, {limit}, p; "
+        f"bar.red.or.pred q, {barrier}, 128, p; selp.b32 $0, 1, 0, q; mov.b32 $1, $0;}}"
+    )
+
+
+@gluon.jit
+def any_exceeds(x, LIMIT: gl.constexpr, BARRIER: gl.constexpr):
+    """1 for all if any number of x (64,) exceeds LIMIT or is nan, else 0; x is a row's value of a product."""
+    # two numbers a thread
+    ASM: gl.constexpr = any_exceeds_asm(LIMIT, BARRIER)
+    return gl.inline_asm_elementwise(ASM, "=r,=r,f,f", [x], dtype=gl.int32, is_pure=False, pack=2)
+
+
 def record(cls):
     """Turns a class into a Triton aggregate, constructed from its fields in their order."""
     names = tuple(cls.__annotations__)

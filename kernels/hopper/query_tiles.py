@@ -41,7 +41,24 @@ def places(tiles, batch, row, N_ROWS: gl.constexpr):
     """What N_ROWS rows from `row` on visit under an interval mask, in the form of blocks_between."""
     first_of_first, end_of_first = tiles.mask.keys_of(batch, gl.maximum(row, 0))
     first_of_last, end_of_last = tiles.mask.keys_of(batch, gl.maximum(row + N_ROWS - 1, 0))
+    # where rows end apart, the first row's last key is masked, too: so every row has seen a key before blocks
+    # without a mask, see kept_places_end
+    end_of_first -= (end_of_first < end_of_last).to(gl.int32)
     return blocks_between(first_of_first, end_of_first, first_of_last, end_of_last, tiles.BLOCK_N)
+
+
+@gluon.jit
+def kept_places_end(tiles, whole_begin, whole_end, own_end):
+    """The end of the places that keep the maximum of those visited before: every row has seen a key by then.
+
+    A list's cut blocks, which are visited first, may hide all keys from a row. An interval's do not, where
+    there are whole blocks beside them.
+    """
+    if tiles.mask.KIND == "blocks":
+        kept_end = whole_end - 1
+    else:
+        kept_end = gl.where(whole_begin < whole_end, gl.minimum(whole_end, own_end - 1), 0)
+    return kept_end
 
 
 @gluon.jit

@@ -6,21 +6,34 @@ tile to tile: so S (64 x 64), P and o fit in 104 registers. tiles: forward.Tiles
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from kernels.hopper.block_lists import hide_unseen
 from kernels.hopper.dropout import is_lowered, weights
 from kernels.hopper.primitives import unpack_pairs
-from kernels.hopper.query_tiles import ROWS, locate, own_places, skip, words_at
-from kernels.hopper.softmax import LOWEST, hide, partial_sum, shift_of, softmax
+from kernels.hopper.query_tiles import ROWS, kept_places_end, locate, own_places, skip, words_at
+from kernels.hopper.softmax import (
+    LOWEST,
+    hide,
+    partial_sum,
+    probabilities,
+    raise_maximum,
+    rescale,
+    shift_of,
+)
 from kernels.hopper.steps import begin_to_drop, read_words, scores_of_nothing, store
 
 
 @gluon.jit
-def step(tiles, q, o, m_i, l_i, n, first, end, place, masked, scale_log2, shift, dropping):
+def step(tiles, q, o, m_i, l_i, n, first, end, place, masked, kept, scale_log2, shift, dropping):
     """Adds one block of keys, use n of the rings.
 
     first, end: of the keys that each query sees; with lists, both are the query's line in tiles of bits.
+    kept: whether the maximum of the blocks before serves, see softmax.probabilities.
     """
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
     zeros = scores_of_nothing(tiles)
@@ -34,8 +47,10 @@ def step(tiles, q, o, m_i, l_i, n, first, end, place, masked, scale_log2, shift,
             s = hide_unseen(s, words_at(tiles, place, first, s), float("-inf"))
         else:
             s = hide(s, first, end, place, float("-inf"), tiles.mask.KIND)
-    p, alpha, m_i, l_i = softmax(s, m_i, l_i, scale_log2, shift)
-    o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout)), 1)
+    if not kept:
+        m_i, alpha = raise_maximum(s, m_i, scale_log2, shift)
+        l_i, o = rescale(l_i, alpha), rescale(o, alpha)
+    p, l_i = probabilities(s, m_i, l_i, scale_log2)
     if tiles.dropout.IS_ON:
         p = unpack_pairs(weights(tiles, p, dropping, words), tiles.q.dtype, P_LAYOUT)
     else:
@@ -50,13 +65,26 @@ def step(tiles, q, o, m_i, l_i, n, first, end, place, masked, scale_log2, shift,
 @gluon.jit
 def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
     """Attention of 64 rows of every tile of this thread block."""
+    n = gl.to_tensor(0)
+    nth = gl.to_tensor(0)
+    if tiles.KEEPS_MAXIMUM:
+        for anew in range(2):
+            n, nth = consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX)
+            tiles.overflow.end(tiles, nth - 1)
+    else:
+        consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, 0, INDEX)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.constexpr):
+    """All tiles up to a number past the last one; n and nth, returned, count blocks of keys and tiles."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.HEAD_DIM, 16])
     LISTED: gl.constexpr = tiles.mask.KIND == "blocks"
-    n = gl.to_tensor(0)
-    nth = 0
     i = tiles.take(nth)
     while i < tiles.order.total():
+        tiles.overflow.wait_for_copies(anew)
         batch, head, row, begin, whole_begin, whole_end, end = locate(tiles, i)
         row += INDEX * ROWS
         lines = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
@@ -78,13 +106,16 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             for skipped in range(n, n + end - own_end):
                 skip(tiles, skipped, skipped)
             n += end - own_end
+        kept_end = kept_places_end(tiles, whole_begin, whole_end, own_end)
+        kept_end = gl.where(anew > 0, -1, kept_end)
         for j in range(own_end - own_begin):
             place = own_end - 1 - j
             masked = place >= whole_end
             if not LISTED:
                 masked |= place < whole_begin
+            kept = place < kept_end if tiles.KEEPS_MAXIMUM else False
             o, m_i, l_i = step(
-                tiles, q, o, m_i, l_i, n + j, first, key_end, place, masked, scale_log2, shift, dropping
+                tiles, q, o, m_i, l_i, n + j, first, key_end, place, masked, kept, scale_log2, shift, dropping
             )  # fmt: skip
         tiles.q_ring.release(nth)
         n += own_end - own_begin
@@ -93,7 +124,7 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
                 skip(tiles, skipped, skipped)
             n += own_begin - begin
         if LISTED or row >= 0:
-            store(tiles, out_desc, lse_ptr, o, m_i, l_i, batch * tiles.n_head + head, row, INDEX)
+            store(tiles, out_desc, lse_ptr, o, m_i, l_i, batch * tiles.n_head + head, row, i, anew, INDEX)
         nth += 1
         i = tiles.take(nth)
-    tma.store_wait(0)
+    return n, nth + 1

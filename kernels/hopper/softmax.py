@@ -73,8 +73,30 @@ def softmax(s, m_i, l_i, scale_log2, shift):
 
     l_i: (ROWS, 4), added up only in `store`, because that takes an exchange between threads.
     """
+    m_new, alpha = raise_maximum(s, m_i, scale_log2, shift)
+    p, l_i = probabilities(s, m_new, rescale(l_i, alpha), scale_log2)
+    return p, alpha, m_new, l_i
+
+
+@gluon.jit
+def raise_maximum(s, m_i, scale_log2, shift):
+    """The maximum with this block, and the factor for what was summed with the one before."""
     m_new = gl.maximum(m_i, row_maximum(s) * scale_log2 + shift)
-    p = gl.exp2(s * scale_log2 - gl.expand_dims(m_new, 1))
-    alpha = gl.exp2(m_i - m_new)
-    alpha_l = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout)), 1)
-    return p, alpha, m_new, l_i * alpha_l + partial_sum(p)
+    return m_new, gl.exp2(m_i - m_new)
+
+
+@gluon.jit
+def probabilities(s, m_i, l_i, scale_log2):
+    """P and the new sums, whichever blocks m_i is the maximum of, if the row has seen a key in them.
+
+    P above 1 loses nothing, because a bfloat16 has the range of a float32. Where a row's sum becomes
+    too large, its tile is computed anew (overflow.py).
+    """
+    p = gl.exp2(s * scale_log2 - gl.expand_dims(m_i, 1))
+    return p, l_i + partial_sum(p)
+
+
+@gluon.jit
+def rescale(x, factor):
+    """x (ROWS, N), each row times its factor (ROWS,)."""
+    return x * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout)), 1)

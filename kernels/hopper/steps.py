@@ -22,7 +22,7 @@ from kernels.hopper.primitives import (
 )
 from kernels.hopper.query_tiles import ROWS, words_at
 from kernels.hopper.schedule import quotient
-from kernels.hopper.softmax import LOWERED_BY, hide, rounded_sum, softmax
+from kernels.hopper.softmax import LOWERED_BY, hide, probabilities, raise_maximum, rescale, rounded_sum
 from kernels.hopper.wide_heads import copy_out_channels, scale_rows
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -122,9 +122,9 @@ def weigh(tiles, p, o, n, begun, pending):
 @gluon.jit
 def step(
     tiles, q, p, o, m_i, l_i, n, begun, first, end, place, scale_log2, shift, dropping,
-    MASKED: gl.constexpr, INDEX: gl.constexpr
+    MASKED: gl.constexpr, KEPT: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
-    """One block of keys after the first, at `place`."""
+    """One block of keys after the first, at `place`; if KEPT, with the maximum of the blocks before."""
     LISTED: gl.constexpr = MASKED and tiles.mask.KIND == "blocks"
     if LISTED:
         # loaded before the products are issued, to arrive while they run
@@ -134,12 +134,16 @@ def step(
         s = hide_unseen(s, bits, float("-inf"))
     elif MASKED:
         s = hide(s, first, end, place, float("-inf"), tiles.mask.KIND)
-    p_new, alpha, m_i, l_i = softmax(s, m_i, l_i, scale_log2, shift)
+    if not KEPT:
+        m_i, alpha = raise_maximum(s, m_i, scale_log2, shift)
+        l_i = rescale(l_i, alpha)
+    p_new, l_i = probabilities(s, m_i, l_i, scale_log2)
     o = warpgroup_mma_wait(0, deps=[o])
     tiles.v_ring.release(n - 1)
     if not reads_early(tiles.CONSUMERS, tiles.mask.KIND):
         words = read_words(tiles, n)
-    o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout)), 1)
+    if not KEPT:
+        o = rescale(o, alpha)
     p = weights(tiles, p_new, dropping, words)
     return p, o, m_i, l_i
 
@@ -147,13 +151,13 @@ def step(
 @gluon.jit
 def walk(
     tiles, q, p, o, m_i, l_i, n, start, stop, first, end, last_place, scale_log2, shift, dropping,
-    MASKED: gl.constexpr, INDEX: gl.constexpr
+    MASKED: gl.constexpr, KEPT: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
     """Steps start to stop of a tile whose step 0 is at `last_place`, use n of the rings."""
     for j in range(start, stop):
         p, o, m_i, l_i = step(
             tiles, q, p, o, m_i, l_i, n + j, j > 1, first, end, last_place - j, scale_log2, shift, dropping,
-            MASKED, INDEX
+            MASKED, KEPT, INDEX
         )  # fmt: skip
     return p, o, m_i, l_i
 
@@ -170,21 +174,23 @@ def skip_in_turn(tiles, n, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def finish(tiles, out_desc, lse_ptr, p, o, m_i, l_i, n, begun, head, row, INDEX: gl.constexpr):
+def finish(tiles, out_desc, lse_ptr, p, o, m_i, l_i, n, begun, head, row, i, anew, INDEX: gl.constexpr):
     """Issues the last product of a tile, with no other to overlap with, and stores the tile."""
     o = weigh(tiles, p, o, n, begun, True)
     o = warpgroup_mma_wait(0, deps=[o])
     tiles.v_ring.release(n)
-    store(tiles, out_desc, lse_ptr, o, m_i, l_i, head, row, INDEX)
+    store(tiles, out_desc, lse_ptr, o, m_i, l_i, head, row, i, anew, INDEX)
 
 
 @gluon.jit
-def store(tiles, out_desc, lse_ptr, o, m_i, l_i, head, row, INDEX: gl.constexpr):
-    """Writes a finished tile: o / l and the natural log-sum-exp; a row that saw nothing gives 0 and -inf.
+def store(tiles, out_desc, lse_ptr, o, m_i, l_i, head, row, i, anew, INDEX: gl.constexpr):
+    """Writes 64 rows of tile i: o / l and the natural log-sum-exp; a row that saw nothing gives 0 and -inf.
 
-    head counts over all batches; o: (ROWS, D), of wide heads in two parts.
+    head counts over all batches; o: (ROWS, D), of wide heads in two parts. anew: see overflow.py.
     """
     l_i = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
+    if tiles.KEEPS_MAXIMUM:
+        tiles.overflow.note(l_i, i, anew, INDEX)
     LOWERED: gl.constexpr = is_lowered(tiles)
     if LOWERED:
         l_i *= 2.0**LOWERED_BY
@@ -204,7 +210,7 @@ def store(tiles, out_desc, lse_ptr, o, m_i, l_i, head, row, INDEX: gl.constexpr)
         o = scale_rows(o, inverse)
         copy_out_channels(out_desc, batch, head - batch * tiles.n_head, row, o, buffer)
     else:
-        o = o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout)), 1)
+        o = rescale(o, inverse)
         copy_out(out_desc, [batch, head - batch * tiles.n_head, row, 0], o, buffer, 0)
 
     lse = gl.where(empty, float("-inf"), (m_i + gl.log2(l_i)) * LN2)

@@ -57,6 +57,16 @@ def forward_tile(width: int, mask: str, keys_per_query: float) -> ForwardTile:
     return ForwardTile(3, 128, 2, 3, 160, 32, dealt=EVERY)
 
 
+def keeps_maximum(tile: ForwardTile, width: int, mask: str, dropout: bool) -> bool:
+    """Whether whole blocks of keys keep the maximum of those before, see softmax.probabilities.
+
+    It is faster wherever it was measured. But two kernels with dropout lack the registers: some would be
+    spilled.
+    """
+    long_causal = tile.consumers == 3 and mask == "causal"
+    return not (dropout and (long_causal or (width == 128 and mask == "intervals")))
+
+
 class BackwardTile(NamedTuple):
     """The sizes of a backward kernel.
 

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
 
 from kernels.hopper.primitives import copy_out, thread_barrier
+from kernels.hopper.softmax import rescale
 
 # channels of the first part
 FIRST = gl.constexpr(128)
@@ -49,8 +50,7 @@ def for_channels(a, b, sums):
 def scale_rows(sums, factor):
     """sums, each row times its factor, (ROWS,)."""
     first, rest = sums
-    first *= gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, first.type.layout)), 1)
-    return first, rest * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, rest.type.layout)), 1)
+    return rescale(first, factor), rescale(rest, factor)
 
 
 @gluon.constexpr_function

@@ -12,8 +12,16 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_
 from kernels.hopper.block_lists import BLOCK_SIZE, hide_unseen
 from kernels.hopper.dropout import is_lowered, weights
 from kernels.hopper.primitives import opaque, unpack_pairs
-from kernels.hopper.query_tiles import ROWS, locate, own_places, words_at
-from kernels.hopper.softmax import LOWEST, hide, partial_sum, shift_of, softmax
+from kernels.hopper.query_tiles import ROWS, kept_places_end, locate, own_places, words_at
+from kernels.hopper.softmax import (
+    LOWEST,
+    hide,
+    partial_sum,
+    probabilities,
+    raise_maximum,
+    rescale,
+    shift_of,
+)
 from kernels.hopper.steps import (
     begin_to_drop,
     pass_turn,
@@ -55,14 +63,17 @@ def hide_at(tiles, s, batch, row, place):
 
 @gluon.jit
 def step(
-    tiles, s, o, m_i, l_i, n, batch, row, place, whole_begin, whole_end, scale_log2, shift, dropping,
+    tiles, s, o, m_i, l_i, n, batch, row, place, whole_begin, whole_end, kept_end, scale_log2, shift, dropping,
     LAST: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
     """Adds block n of keys, given its scores s; returns the next block's too, unless it is the LAST."""
     if (place < whole_begin) | (place >= whole_end):
         s = hide_at(tiles, s, batch, row, place)
-    p, alpha, m_i, l_i = softmax(s, m_i, l_i, scale_log2, shift)
-    o = scale_rows(o, alpha)
+    kept = place < kept_end if tiles.KEEPS_MAXIMUM else False
+    if not kept:
+        m_i, alpha = raise_maximum(s, m_i, scale_log2, shift)
+        l_i, o = rescale(l_i, alpha), scale_rows(o, alpha)
+    p, l_i = probabilities(s, m_i, l_i, scale_log2)
     if tiles.dropout.IS_ON:
         p = unpack_pairs(weights(tiles, p, dropping, read_words(tiles, n)), tiles.q.dtype, LEFT_LAYOUT)
     else:
@@ -87,15 +98,30 @@ def step(
 @gluon.jit
 def consume_wide(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
     """Attention of 64 rows of every tile of this thread block."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
     # so a warpgroup's queries are always in the buffer of its number
     gl.static_assert(tiles.q_ring.STAGES == 1)
     n = gl.to_tensor(0)
-    nth = 0
+    nth = gl.to_tensor(0)
     if INDEX == tiles.CONSUMERS - 1:
         pass_turn(n, INDEX, tiles.CONSUMERS)
+    if tiles.KEEPS_MAXIMUM:
+        for anew in range(2):
+            n, nth = consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX)
+            tiles.overflow.end(tiles, nth - 1)
+    else:
+        n, nth = consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, 0, INDEX)
+    tma.store_wait(0)
+    if INDEX == 0:
+        take_turn(n, INDEX)
+
+
+@gluon.jit
+def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.constexpr):
+    """All tiles up to a number past the last one; n and nth, returned, count blocks of keys and tiles."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
     i = tiles.take(nth)
     while i < tiles.order.total():
+        tiles.overflow.wait_for_copies(anew)
         batch, head, row, begin, whole_begin, whole_end, end = locate(tiles, i)
         row += INDEX * ROWS
         own_begin, whole_begin, whole_end, own_end = own_places(
@@ -104,6 +130,8 @@ def consume_wide(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
         for skipped in range(n, n + end - own_end):
             skip_in_turn(tiles, skipped, INDEX)
         n += end - own_end
+        kept_end = kept_places_end(tiles, whole_begin, whole_end, own_end)
+        kept_end = gl.where(anew > 0, -1, kept_end)
         if own_begin < own_end:
             lines = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
             shift = shift_of(row + lines, tiles.q.dtype, is_lowered(tiles))
@@ -121,15 +149,15 @@ def consume_wide(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
             for j in range(last):
                 s, o, m_i, l_i = step(
                     tiles, s, o, m_i, l_i, n + j, batch, row, own_end - 1 - j, whole_begin, whole_end,
-                    scale_log2, shift, dropping, False, INDEX
+                    kept_end, scale_log2, shift, dropping, False, INDEX
                 )  # fmt: skip
             # all scores are there
             tiles.q_ring.release(nth)
             _, o, m_i, l_i = step(
                 tiles, s, o, m_i, l_i, n + last, batch, row, own_begin, whole_begin, whole_end,
-                scale_log2, shift, dropping, True, INDEX
+                kept_end, scale_log2, shift, dropping, True, INDEX
             )  # fmt: skip
-            store(tiles, out_desc, lse_ptr, o, m_i, l_i, batch * tiles.n_head + head, row, INDEX)
+            store(tiles, out_desc, lse_ptr, o, m_i, l_i, batch * tiles.n_head + head, row, i, anew, INDEX)
         else:
             take_turn(n, INDEX)
             pass_turn(n, INDEX, tiles.CONSUMERS)
@@ -140,6 +168,4 @@ def consume_wide(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
         n += own_begin - begin
         nth += 1
         i = tiles.take(nth)
-    tma.store_wait(0)
-    if INDEX == 0:
-        take_turn(n, INDEX)
+    return n, nth + 1

@@ -63,8 +63,8 @@ def hide_at(tiles, s, batch, row, place):
 
 @gluon.jit
 def step(
-    tiles, s, o, m_i, l_i, n, batch, row, place, whole_begin, whole_end, kept_end, scale_log2, shift, dropping,
-    LAST: gl.constexpr, INDEX: gl.constexpr
+    tiles, s, o, m_i, l_i, n, batch, row, place, whole_begin, whole_end, kept_end, scale_log2, shift,
+    dropping, LAST: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
     """Adds block n of keys, given its scores s; returns the next block's too, unless it is the LAST."""
     if (place < whole_begin) | (place >= whole_end):

@@ -11,7 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernels.hopper.primitives import any_exceeds, copies_arrived, named_barrier_sync, opaque, record
 
-# a row's sum over the maximum of its first blocks may be this large, or 44 in natural units
+# a row's sum over the maximum of its first blocks may be this large, 44 in the exponent of e; out is finite
+# then, if values are below 2**63
 MOST = gl.constexpr(2.0**64)
 # the end of a list
 NOTHING = gl.constexpr(-1)

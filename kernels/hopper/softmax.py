@@ -68,19 +68,8 @@ def partial_sum(p):
 
 
 @gluon.jit
-def softmax(s, m_i, l_i, scale_log2, shift):
-    """One online-softmax step in base 2: probabilities, factor for earlier sums, new maximum and sums.
-
-    l_i: (ROWS, 4), added up only in `store`, because that takes an exchange between threads.
-    """
-    m_new, alpha = raise_maximum(s, m_i, scale_log2, shift)
-    p, l_i = probabilities(s, m_new, rescale(l_i, alpha), scale_log2)
-    return p, alpha, m_new, l_i
-
-
-@gluon.jit
 def raise_maximum(s, m_i, scale_log2, shift):
-    """The maximum with this block, and the factor for what was summed with the one before."""
+    """Online softmax in base 2: the maximum with this block, and the factor for what was summed before."""
     m_new = gl.maximum(m_i, row_maximum(s) * scale_log2 + shift)
     return m_new, gl.exp2(m_i - m_new)
 
@@ -89,8 +78,9 @@ def raise_maximum(s, m_i, scale_log2, shift):
 def probabilities(s, m_i, l_i, scale_log2):
     """P and the new sums, whichever blocks m_i is the maximum of, if the row has seen a key in them.
 
-    P above 1 loses nothing, because a bfloat16 has the range of a float32. Where a row's sum becomes
-    too large, its tile is computed anew (overflow.py).
+    l_i: (ROWS, 4), added up only in `store`, because that takes an exchange between threads. P above 1 loses
+    nothing, because a bfloat16 has the range of a float32. Where a row's sum becomes too large, its tile is
+    computed anew (overflow.py).
     """
     p = gl.exp2(s * scale_log2 - gl.expand_dims(m_i, 1))
     return p, l_i + partial_sum(p)

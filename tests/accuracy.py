@@ -51,6 +51,14 @@ def rising_qkv(batch: int, seq_len: int, n_head: int, n_kv_head: int, head_dim: 
     return q, k, v
 
 
+def peaked_qkv(seq_len: int, sharpness: float, head_dim: int, device):
+    """bfloat16 q, k, v of two heads; each query looks for one key before it, in most cases far before."""
+    _, k, v = random_qkv(1, seq_len, seq_len, 2, 2, head_dim, torch.bfloat16, device)
+    found = (torch.rand(seq_len) * torch.arange(1, seq_len + 1)).long() // 2
+    q = (sharpness * k.detach()[:, found.to(device)].float()).bfloat16()
+    return q.requires_grad_(), k, v
+
+
 def holes(n_batch: int, n_head: int, seq_q: int, seq_k: int, device, block_size: int = 64) -> BlockMask:
     """A mask with full, partial and absent blocks and an empty row of blocks, different in each head."""
     n_rows, n_columns = ((seq + block_size - 1) // block_size for seq in (seq_q, seq_k))

@@ -46,6 +46,9 @@ def assembly(asm, constraints, args, dtype, is_pure, pack):
         return Tensor(x)
     if asm.startswith("cvt.rn"):
         return Tensor(packed(x, rest[0], kind))
+    if asm.startswith("max.bf16x2"):
+        pairs = zip(numbers(x, kind), numbers(rest[0], kind), strict=True)
+        return Tensor(packed(*(torch.maximum(a, b) for a, b in pairs), kind))
     if "max.NaN" in asm:
         return Tensor(packed(*(half.clamp(min=0) for half in numbers(x, kind)), kind))
     if asm == "mov.b32 {$0, $1}, $2;":

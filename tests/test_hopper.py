@@ -23,6 +23,7 @@ from kernels.reference import visible_keys
 from tests.accuracy import (
     assert_as_accurate_as_torch,
     assert_close_to_truth,
+    peaked_qkv,
     random_qkv,
     rising_qkv,
     run,
@@ -478,6 +479,18 @@ def test_scores_that_rise_far_above_those_of_the_first_blocks_are_exact(seq_len,
         options |= {"dropout_p": dropout_p, "dropout_seed": 5}
     q, k, v = rising_qkv(2, seq_len, 40, 20, head_dim, "cuda")
     assert_close_to_truth(hopper_attention, q, k, v, **options)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("sharpness", [1.0, 2.0, 4.0])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+# short tiles of heads of 64, and long ones
+@pytest.mark.parametrize("seq_len", [500, 2500])
+def test_a_key_that_outweighs_all_others_weighs_as_much_as_its_rounded_probability(
+    seq_len, head_dim, sharpness
+):
+    assert_as_accurate_as_torch(hopper_attention, *peaked_qkv(seq_len, sharpness, head_dim, "cuda"))
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from kernels.reference import visible_keys
 from tests.accuracy import (
     assert_as_accurate_as_torch,
     assert_close_to_truth,
+    peaked_qkv,
     random_qkv,
     rising_qkv,
 )
@@ -128,10 +129,21 @@ def test_scores_that_rise_far_above_those_of_the_first_blocks_are_exact(
         options |= {"dropout_p": dropout_p, "dropout_seed": 5}
     assert_close_to_truth(hopper_attention, q, k, v, **options)
     always_follows = dropout_p and (head_dim, tiles, mask) in (
+        (64, "long", "full"),
         (64, "long", "causal"),
         (128, "long", "documents"),
     )
     assert any(noted) == (not always_follows), "tiles of such scores are computed once more"
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 2.0, 4.0])
+@pytest.mark.parametrize(("head_dim", "tiles"), [(64, "short"), (64, "long"), (128, "long"), (256, "long")])
+def test_a_key_that_outweighs_all_others_weighs_as_much_as_its_rounded_probability(
+    head_dim, tiles, sharpness, launch, monkeypatch
+):
+    if tiles == "long":
+        monkeypatch.setattr(launch, "forward_tile", lambda width, mask, _: forward_tile(width, mask, 2**20))
+    assert_as_accurate_as_torch(hopper_attention, *peaked_qkv(500, sharpness, head_dim, "cpu"))
 
 
 @pytest.mark.parametrize("causal", [False, True])

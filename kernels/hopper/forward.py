@@ -31,6 +31,7 @@ from kernels.hopper.softmax import LOWEST, hide, partial_sum, row_maximum, shift
 from kernels.hopper.steps import (
     begin_to_drop,
     finish,
+    none_kept,
     pass_turn,
     products,
     read_words,
@@ -227,6 +228,7 @@ def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
     o = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
     m_i = gl.full([ROWS], LOWEST, gl.float32, ROW_LAYOUT)
     l_i = partial_sum(nothing)
+    largest = none_kept(tiles)
     # whether a tile still lacks its last product, with the values of block n_before
     pending = n < 0
     n_before = n
@@ -250,8 +252,8 @@ def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
         # a pending product holds a buffer of v: more than STAGES blocks later, the ring would stall
         if pending & (n_first - n_before > tiles.v_ring.STAGES):
             finish(
-                tiles, out_desc, lse_ptr, p, o, m_i, l_i, n_before, begun, head_before, row_before, i_before,
-                anew, INDEX
+                tiles, out_desc, lse_ptr, p, o, m_i, l_i, largest, n_before, begun, head_before, row_before,
+                i_before, anew, INDEX
             )  # fmt: skip
             pending = n < 0
         for skipped in range(n, n_first):
@@ -282,7 +284,10 @@ def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
             o = warpgroup_mma_wait(0, deps=[o])
             if pending:
                 tiles.v_ring.release(n_before)
-                store(tiles, out_desc, lse_ptr, o, m_i, l_i, head_before, row_before, i_before, anew, INDEX)
+                store(
+                    tiles, out_desc, lse_ptr, o, m_i, l_i, largest, head_before, row_before, i_before, anew,
+                    INDEX
+                )  # fmt: skip
             # after the store, whose registers it can use
             dropping = begin_to_drop(tiles, batch, head, row)
             if not reads_early(tiles.CONSUMERS, KIND):
@@ -290,6 +295,7 @@ def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
             p = weights(tiles, p_new, dropping, words)
             m_i = m_new
             l_i = l_new
+            largest = none_kept(tiles)
 
             steps = own_end - begin
             whole = gl.maximum(own_end - whole_end, 1)
@@ -298,9 +304,9 @@ def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
                 # a mask that hides nothing does no harm
                 whole = gl.where(anew > 0, after_whole, whole)
             if KIND != "full":
-                p, o, m_i, l_i = walk(
-                    tiles, q, p, o, m_i, l_i, n, 1, whole, key_first, key_end, own_end - 1, scale_log2,
-                    shift, dropping, True, False, INDEX
+                p, o, m_i, l_i, largest = walk(
+                    tiles, q, p, o, m_i, l_i, largest, n, 1, whole, key_first, key_end, own_end - 1,
+                    scale_log2, shift, dropping, True, False, INDEX
                 )  # fmt: skip
             if tiles.KEEPS_MAXIMUM and (KIND == "full" or KIND == "blocks"):
                 raised = gl.where(anew > 0, after_whole, whole)
@@ -309,18 +315,18 @@ def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
                     raised = gl.maximum(
                         raised, gl.minimum(whole + (whole_end < own_end).to(gl.int32), after_whole)
                     )
-                p, o, m_i, l_i = walk(
-                    tiles, q, p, o, m_i, l_i, n, whole, raised, key_first, key_end, own_end - 1,
+                p, o, m_i, l_i, largest = walk(
+                    tiles, q, p, o, m_i, l_i, largest, n, whole, raised, key_first, key_end, own_end - 1,
                     scale_log2, shift, dropping, False, False, INDEX
                 )  # fmt: skip
                 whole = raised
-            p, o, m_i, l_i = walk(
-                tiles, q, p, o, m_i, l_i, n, whole, after_whole, key_first, key_end, own_end - 1,
+            p, o, m_i, l_i, largest = walk(
+                tiles, q, p, o, m_i, l_i, largest, n, whole, after_whole, key_first, key_end, own_end - 1,
                 scale_log2, shift, dropping, False, tiles.KEEPS_MAXIMUM, INDEX
             )  # fmt: skip
             if KIND == "window" or KIND == "intervals":
-                p, o, m_i, l_i = walk(
-                    tiles, q, p, o, m_i, l_i, n, after_whole, steps, key_first, key_end, own_end - 1,
+                p, o, m_i, l_i, largest = walk(
+                    tiles, q, p, o, m_i, l_i, largest, n, after_whole, steps, key_first, key_end, own_end - 1,
                     scale_log2, shift, dropping, True, False, INDEX
                 )  # fmt: skip
             n += steps
@@ -336,8 +342,8 @@ def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
 
     if pending:
         finish(
-            tiles, out_desc, lse_ptr, p, o, m_i, l_i, n_before, begun, head_before, row_before, i_before,
-            anew, INDEX
+            tiles, out_desc, lse_ptr, p, o, m_i, l_i, largest, n_before, begun, head_before, row_before,
+            i_before, anew, INDEX
         )  # fmt: skip
     return n, nth + 1
 

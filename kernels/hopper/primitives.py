@@ -158,6 +158,14 @@ def not_negative(pairs, dtype: gl.constexpr):
 
 
 @gluon.jit
+def larger_pairs(x, y):
+    """The larger of the numbers that pack_pairs packed, in bfloat16."""
+    return gl.inline_asm_elementwise(
+        "max.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def unpack_pairs(x, dtype: gl.constexpr, layout: gl.constexpr):
     """The (M, N) 16-bit tensor that pack_pairs packed."""
     low, high = gl.inline_asm_elementwise(

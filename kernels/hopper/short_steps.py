@@ -24,12 +24,20 @@ from kernels.hopper.softmax import (
     raise_maximum,
     rescale,
     shift_of,
+    with_largest,
 )
-from kernels.hopper.steps import begin_to_drop, read_words, scores_of_nothing, store
+from kernels.hopper.steps import (
+    begin_to_drop,
+    none_kept,
+    read_words,
+    scores_of_nothing,
+    store,
+    where_kept,
+)
 
 
 @gluon.jit
-def step(tiles, q, o, m_i, l_i, n, first, end, place, masked, kept, scale_log2, shift, dropping):
+def step(tiles, q, o, m_i, l_i, largest, n, first, end, place, masked, kept, scale_log2, shift, dropping):
     """Adds one block of keys, use n of the rings.
 
     first, end: of the keys that each query sees; with lists, both are the query's line in tiles of bits.
@@ -50,8 +58,12 @@ def step(tiles, q, o, m_i, l_i, n, first, end, place, masked, kept, scale_log2, 
     if not kept:
         m_i, alpha = raise_maximum(s, m_i, scale_log2, shift)
         l_i, o = rescale(l_i, alpha), rescale(o, alpha)
-    p, l_i = probabilities(s, m_i, l_i, scale_log2)
-    if tiles.dropout.IS_ON:
+        largest = where_kept(tiles, largest, alpha)
+    p, sums = probabilities(s, m_i, scale_log2)
+    l_i += sums
+    if kept:
+        largest = with_largest(largest, p, sums, tiles.CONSUMERS)
+    if tiles.dropout.IS_ON or tiles.KEEPS_MAXIMUM:
         p = unpack_pairs(weights(tiles, p, dropping, words), tiles.q.dtype, P_LAYOUT)
     else:
         p = gl.convert_layout(p.to(tiles.q.dtype), P_LAYOUT)
@@ -59,7 +71,7 @@ def step(tiles, q, o, m_i, l_i, n, first, end, place, masked, kept, scale_log2, 
     o = warpgroup_mma(p, v, o, is_async=True)  # (ROWS, D)
     o = warpgroup_mma_wait(0, deps=[o])
     tiles.v_ring.release(n)
-    return o, m_i, l_i
+    return o, m_i, l_i, largest
 
 
 @gluon.jit
@@ -102,6 +114,7 @@ def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
         o = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
         m_i = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
         l_i = partial_sum(scores_of_nothing(tiles))
+        largest = none_kept(tiles)
         if not LISTED:
             for skipped in range(n, n + end - own_end):
                 skip(tiles, skipped, skipped)
@@ -114,8 +127,9 @@ def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
             if not LISTED:
                 masked |= place < whole_begin
             kept = place < kept_end if tiles.KEEPS_MAXIMUM else False
-            o, m_i, l_i = step(
-                tiles, q, o, m_i, l_i, n + j, first, key_end, place, masked, kept, scale_log2, shift, dropping
+            o, m_i, l_i, largest = step(
+                tiles, q, o, m_i, l_i, largest, n + j, first, key_end, place, masked, kept, scale_log2, shift,
+                dropping
             )  # fmt: skip
         tiles.q_ring.release(nth)
         n += own_end - own_begin
@@ -124,7 +138,10 @@ def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
                 skip(tiles, skipped, skipped)
             n += own_begin - begin
         if LISTED or row >= 0:
-            store(tiles, out_desc, lse_ptr, o, m_i, l_i, batch * tiles.n_head + head, row, i, anew, INDEX)
+            store(
+                tiles, out_desc, lse_ptr, o, m_i, l_i, largest, batch * tiles.n_head + head, row, i, anew,
+                INDEX
+            )  # fmt: skip
         nth += 1
         i = tiles.take(nth)
     return n, nth + 1

@@ -3,7 +3,7 @@
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from kernels.hopper.primitives import opaque
+from kernels.hopper.primitives import larger_pairs, opaque, pack_pairs
 
 # a finite maximum for rows that have seen nothing: exp2(-inf - finite) is 0, where -inf - (-inf) would be nan
 LOWEST = gl.constexpr(-1.0e30)
@@ -75,15 +75,54 @@ def raise_maximum(s, m_i, scale_log2, shift):
 
 
 @gluon.jit
-def probabilities(s, m_i, l_i, scale_log2):
-    """P and the new sums, whichever blocks m_i is the maximum of, if the row has seen a key in them.
+def probabilities(s, m_i, scale_log2):
+    """P and its sums, whichever blocks m_i is the maximum of, if the row has seen a key in them.
 
-    l_i: (ROWS, 4), added up only in `store`, because that takes an exchange between threads. P above 1 loses
-    nothing, because a bfloat16 has the range of a float32. Where a row's sum becomes too large, its tile is
-    computed anew (overflow.py).
+    The sums, (ROWS, 4), are added up only in `store`, because that takes an exchange between threads. P above
+    1 is no problem for a bfloat16, which has the range of a float32. But it is rounded, where a peak is not:
+    as_rounded. And where a row's sum becomes too large, its tile is computed anew: overflow.py.
     """
     p = gl.exp2(s * scale_log2 - gl.expand_dims(m_i, 1))
-    return p, l_i + partial_sum(p)
+    return p, partial_sum(p)
+
+
+@gluon.constexpr_function
+def holds_block_sums(consumers):
+    """Whether a thread holds the largest sum of a block, too: three warpgroups lack the registers."""
+    return consumers == 2
+
+
+@gluon.jit
+def with_largest(largest, p, sums, CONSUMERS: gl.constexpr):
+    """largest, with the P and sums of another block.
+
+    It is of each thread, (ROWS, 4): the largest P as rounded to bfloat16, a pair of even and odd columns, and
+    the largest sum of a block, see holds_block_sums.
+    """
+    pairs = pack_pairs(p, gl.bfloat16)
+    pairs = gl.reshape(pairs, [pairs.shape[0], pairs.shape[1] // 4, 4])
+    pairs = gl.convert_layout(gl.reduce(pairs, 1, larger_pairs), sums.type.layout)
+    block_sum = largest[1]
+    if holds_block_sums(CONSUMERS):
+        block_sum = gl.maximum(block_sum, sums)
+    return larger_pairs(largest[0], pairs), block_sum
+
+
+@gluon.jit
+def as_rounded(l_i, largest, CONSUMERS: gl.constexpr):
+    """The sums l (ROWS, 4) with the largest P of each thread as rounded for its product, where it matters.
+
+    If one P outweighs all others of its block, that block's sum is the same number before it was rounded; so
+    is l, if it outweighs those of all blocks. rounded_sum sees to the peaks of blocks that raise the maximum.
+    """
+    block_sum = l_i
+    if holds_block_sums(CONSUMERS):
+        block_sum = largest[1]
+    low = (largest[0] << 16).to(gl.float32, bitcast=True)
+    high = (largest[0] & -65536).to(gl.float32, bitcast=True)
+    difference = gl.maximum(low, high) - block_sum
+    rounds = gl.maximum(difference, -difference) <= block_sum * (1.02 * 2.0**-8)
+    return gl.where(rounds, l_i + difference, l_i)
 
 
 @gluon.jit

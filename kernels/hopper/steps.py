@@ -22,7 +22,17 @@ from kernels.hopper.primitives import (
 )
 from kernels.hopper.query_tiles import ROWS, words_at
 from kernels.hopper.schedule import quotient
-from kernels.hopper.softmax import LOWERED_BY, hide, probabilities, raise_maximum, rescale, rounded_sum
+from kernels.hopper.softmax import (
+    LOWERED_BY,
+    as_rounded,
+    hide,
+    partial_sum,
+    probabilities,
+    raise_maximum,
+    rescale,
+    rounded_sum,
+    with_largest,
+)
 from kernels.hopper.wide_heads import copy_out_channels, scale_rows
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -120,8 +130,18 @@ def weigh(tiles, p, o, n, begun, pending):
 
 
 @gluon.jit
+def none_kept(tiles):
+    """softmax.with_largest of no block."""
+    largest = gl.to_tensor(0)
+    if tiles.KEEPS_MAXIMUM:
+        sums = partial_sum(scores_of_nothing(tiles))
+        largest = gl.full(sums.shape, 0, gl.int32, sums.type.layout), sums
+    return largest
+
+
+@gluon.jit
 def step(
-    tiles, q, p, o, m_i, l_i, n, begun, first, end, place, scale_log2, shift, dropping,
+    tiles, q, p, o, m_i, l_i, largest, n, begun, first, end, place, scale_log2, shift, dropping,
     MASKED: gl.constexpr, KEPT: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
     """One block of keys after the first, at `place`; if KEPT, with the maximum of the blocks before."""
@@ -137,7 +157,11 @@ def step(
     if not KEPT:
         m_i, alpha = raise_maximum(s, m_i, scale_log2, shift)
         l_i = rescale(l_i, alpha)
-    p_new, l_i = probabilities(s, m_i, l_i, scale_log2)
+        largest = where_kept(tiles, largest, alpha)
+    p_new, sums = probabilities(s, m_i, scale_log2)
+    l_i += sums
+    if KEPT:
+        largest = with_largest(largest, p_new, sums, tiles.CONSUMERS)
     o = warpgroup_mma_wait(0, deps=[o])
     tiles.v_ring.release(n - 1)
     if not reads_early(tiles.CONSUMERS, tiles.mask.KIND):
@@ -145,21 +169,31 @@ def step(
     if not KEPT:
         o = rescale(o, alpha)
     p = weights(tiles, p_new, dropping, words)
-    return p, o, m_i, l_i
+    return p, o, m_i, l_i, largest
+
+
+@gluon.jit
+def where_kept(tiles, largest, alpha):
+    """`largest` of blocks before one that raised the maximum by alpha: 0 where it did."""
+    if tiles.KEEPS_MAXIMUM:
+        LAYOUT: gl.constexpr = gl.SliceLayout(1, largest[1].type.layout)
+        raised = gl.expand_dims(gl.convert_layout(alpha, LAYOUT), 1) < 1.0
+        largest = gl.where(raised, 0, largest[0]), gl.where(raised, 0.0, largest[1])
+    return largest
 
 
 @gluon.jit
 def walk(
-    tiles, q, p, o, m_i, l_i, n, start, stop, first, end, last_place, scale_log2, shift, dropping,
+    tiles, q, p, o, m_i, l_i, largest, n, start, stop, first, end, last_place, scale_log2, shift, dropping,
     MASKED: gl.constexpr, KEPT: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
     """Steps start to stop of a tile whose step 0 is at `last_place`, use n of the rings."""
     for j in range(start, stop):
-        p, o, m_i, l_i = step(
-            tiles, q, p, o, m_i, l_i, n + j, j > 1, first, end, last_place - j, scale_log2, shift, dropping,
-            MASKED, KEPT, INDEX
+        p, o, m_i, l_i, largest = step(
+            tiles, q, p, o, m_i, l_i, largest, n + j, j > 1, first, end, last_place - j, scale_log2, shift,
+            dropping, MASKED, KEPT, INDEX
         )  # fmt: skip
-    return p, o, m_i, l_i
+    return p, o, m_i, l_i, largest
 
 
 @gluon.jit
@@ -174,30 +208,37 @@ def skip_in_turn(tiles, n, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def finish(tiles, out_desc, lse_ptr, p, o, m_i, l_i, n, begun, head, row, i, anew, INDEX: gl.constexpr):
+def finish(
+    tiles, out_desc, lse_ptr, p, o, m_i, l_i, largest, n, begun, head, row, i, anew, INDEX: gl.constexpr
+):  # fmt: skip
     """Issues the last product of a tile, with no other to overlap with, and stores the tile."""
     o = weigh(tiles, p, o, n, begun, True)
     o = warpgroup_mma_wait(0, deps=[o])
     tiles.v_ring.release(n)
-    store(tiles, out_desc, lse_ptr, o, m_i, l_i, head, row, i, anew, INDEX)
+    store(tiles, out_desc, lse_ptr, o, m_i, l_i, largest, head, row, i, anew, INDEX)
 
 
 @gluon.jit
-def store(tiles, out_desc, lse_ptr, o, m_i, l_i, head, row, i, anew, INDEX: gl.constexpr):
+def store(tiles, out_desc, lse_ptr, o, m_i, l_i, largest, head, row, i, anew, INDEX: gl.constexpr):
     """Writes 64 rows of tile i: o / l and the natural log-sum-exp; a row that saw nothing gives 0 and -inf.
 
     head counts over all batches; o: (ROWS, D), of wide heads in two parts. anew: see overflow.py.
     """
+    rounded = l_i
+    if tiles.KEEPS_MAXIMUM:
+        rounded = as_rounded(l_i, largest, tiles.CONSUMERS)
+    rounded = gl.convert_layout(gl.sum(rounded, 1), m_i.type.layout)
     l_i = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
     if tiles.KEEPS_MAXIMUM:
         tiles.overflow.note(l_i, i, anew, INDEX)
     LOWERED: gl.constexpr = is_lowered(tiles)
     if LOWERED:
         l_i *= 2.0**LOWERED_BY
+        rounded *= 2.0**LOWERED_BY
         m_i -= LOWERED_BY
     empty = l_i == 0.0
     rows = row + gl.arange(0, ROWS, layout=l_i.type.layout)
-    inverse = gl.where(empty, 0.0, 1.0 / rounded_sum(l_i, rows, tiles.q.dtype))
+    inverse = gl.where(empty, 0.0, 1.0 / rounded_sum(rounded, rows, tiles.q.dtype))
     if tiles.dropout.IS_ON:
         inverse *= tiles.dropout.keep_scale
     if LOWERED:

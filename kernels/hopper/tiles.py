@@ -60,11 +60,10 @@ def forward_tile(width: int, mask: str, keys_per_query: float) -> ForwardTile:
 def keeps_maximum(tile: ForwardTile, width: int, mask: str, dropout: bool) -> bool:
     """Whether whole blocks of keys keep the maximum of those before, see softmax.probabilities.
 
-    It is faster wherever it was measured. But two kernels with dropout lack the registers: some would be
+    It is faster wherever it was measured. But some kernels with dropout lack the registers: some would be
     spilled.
     """
-    long_causal = tile.consumers == 3 and mask == "causal"
-    return not (dropout and (long_causal or (width == 128 and mask == "intervals")))
+    return not (dropout and (tile.consumers == 3 or (width == 128 and mask == "intervals")))
 
 
 class BackwardTile(NamedTuple):

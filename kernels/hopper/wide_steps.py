@@ -21,15 +21,18 @@ from kernels.hopper.softmax import (
     raise_maximum,
     rescale,
     shift_of,
+    with_largest,
 )
 from kernels.hopper.steps import (
     begin_to_drop,
+    none_kept,
     pass_turn,
     read_words,
     scores_of_nothing,
     skip_in_turn,
     store,
     take_turn,
+    where_kept,
 )
 from kernels.hopper.wide_heads import (
     LEFT_LAYOUT,
@@ -63,7 +66,7 @@ def hide_at(tiles, s, batch, row, place):
 
 @gluon.jit
 def step(
-    tiles, s, o, m_i, l_i, n, batch, row, place, whole_begin, whole_end, kept_end, scale_log2, shift,
+    tiles, s, o, m_i, l_i, largest, n, batch, row, place, whole_begin, whole_end, kept_end, scale_log2, shift,
     dropping, LAST: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
     """Adds block n of keys, given its scores s; returns the next block's too, unless it is the LAST."""
@@ -73,8 +76,12 @@ def step(
     if not kept:
         m_i, alpha = raise_maximum(s, m_i, scale_log2, shift)
         l_i, o = rescale(l_i, alpha), scale_rows(o, alpha)
-    p, l_i = probabilities(s, m_i, l_i, scale_log2)
-    if tiles.dropout.IS_ON:
+        largest = where_kept(tiles, largest, alpha)
+    p, sums = probabilities(s, m_i, scale_log2)
+    l_i += sums
+    if kept:
+        largest = with_largest(largest, p, sums, tiles.CONSUMERS)
+    if tiles.dropout.IS_ON or tiles.KEEPS_MAXIMUM:
         p = unpack_pairs(weights(tiles, p, dropping, read_words(tiles, n)), tiles.q.dtype, LEFT_LAYOUT)
     else:
         p = gl.convert_layout(p.to(tiles.q.dtype), LEFT_LAYOUT)
@@ -92,7 +99,7 @@ def step(
     if not LAST:
         s = warpgroup_mma_wait(0, deps=[s])
         tiles.k_ring.release(n + 1)
-    return s, o, m_i, l_i
+    return s, o, m_i, l_i, largest
 
 
 @gluon.jit
@@ -139,6 +146,7 @@ def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
             o = zeros_of_channels(ROWS, tiles.REST)
             m_i = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
             l_i = partial_sum(scores_of_nothing(tiles))
+            largest = none_kept(tiles)
             tiles.k_ring.take(n)
             take_turn(n, INDEX)
             s = scores(tiles, n, INDEX)
@@ -147,17 +155,30 @@ def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
             tiles.k_ring.release(n)
             last = own_end - own_begin - 1
             for j in range(last):
-                s, o, m_i, l_i = step(
-                    tiles, s, o, m_i, l_i, n + j, batch, row, own_end - 1 - j, whole_begin, whole_end,
-                    kept_end, scale_log2, shift, dropping, False, INDEX
+                s, o, m_i, l_i, largest = step(
+                    tiles, s, o, m_i, l_i, largest, n + j, batch, row, own_end - 1 - j, whole_begin,
+                    whole_end, kept_end, scale_log2, shift, dropping, False, INDEX
                 )  # fmt: skip
             # all scores are there
             tiles.q_ring.release(nth)
-            _, o, m_i, l_i = step(
-                tiles, s, o, m_i, l_i, n + last, batch, row, own_begin, whole_begin, whole_end,
+            _, o, m_i, l_i, largest = step(
+                tiles, s, o, m_i, l_i, largest, n + last, batch, row, own_begin, whole_begin, whole_end,
                 kept_end, scale_log2, shift, dropping, True, INDEX
             )  # fmt: skip
-            store(tiles, out_desc, lse_ptr, o, m_i, l_i, batch * tiles.n_head + head, row, i, anew, INDEX)
+            store(
+                tiles,
+                out_desc,
+                lse_ptr,
+                o,
+                m_i,
+                l_i,
+                largest,
+                batch * tiles.n_head + head,
+                row,
+                i,
+                anew,
+                INDEX,
+            )
         else:
             take_turn(n, INDEX)
             pass_turn(n, INDEX, tiles.CONSUMERS)

@@ -61,8 +61,9 @@ def step(tiles, q, o, m_i, l_i, largest, n, first, end, place, masked, kept, sca
         largest = where_kept(tiles, largest, alpha)
     p, sums = probabilities(s, m_i, scale_log2)
     l_i += sums
-    if kept:
-        largest = with_largest(largest, p, sums, tiles.CONSUMERS)
+    if tiles.KEEPS_MAXIMUM:  # noqa: SIM102 - known to the compiler, the other is not
+        if kept:
+            largest = with_largest(tiles, largest, p, sums)
     if tiles.dropout.IS_ON or tiles.KEEPS_MAXIMUM:
         p = unpack_pairs(weights(tiles, p, dropping, words), tiles.q.dtype, P_LAYOUT)
     else:

@@ -87,13 +87,13 @@ def probabilities(s, m_i, scale_log2):
 
 
 @gluon.constexpr_function
-def holds_block_sums(consumers):
-    """Whether a thread holds the largest sum of a block, too: three warpgroups lack the registers."""
-    return consumers == 2
+def holds_block_sums(tiles):
+    """Whether a thread holds the largest sum of a block, too: it has the registers where a tile owns most."""
+    return tiles.HEAD_DIM > 64 or (tiles.CONSUMERS == 2 and tiles.BLOCK_N == 128)
 
 
 @gluon.jit
-def with_largest(largest, p, sums, CONSUMERS: gl.constexpr):
+def with_largest(tiles, largest, p, sums):
     """largest, with the P and sums of another block.
 
     It is of each thread, (ROWS, 4): the largest P as rounded to bfloat16, a pair of even and odd columns, and
@@ -103,20 +103,20 @@ def with_largest(largest, p, sums, CONSUMERS: gl.constexpr):
     pairs = gl.reshape(pairs, [pairs.shape[0], pairs.shape[1] // 4, 4])
     pairs = gl.convert_layout(gl.reduce(pairs, 1, larger_pairs), sums.type.layout)
     block_sum = largest[1]
-    if holds_block_sums(CONSUMERS):
+    if holds_block_sums(tiles):
         block_sum = gl.maximum(block_sum, sums)
     return larger_pairs(largest[0], pairs), block_sum
 
 
 @gluon.jit
-def as_rounded(l_i, largest, CONSUMERS: gl.constexpr):
+def as_rounded(tiles, l_i, largest):
     """The sums l (ROWS, 4) with the largest P of each thread as rounded for its product, where it matters.
 
     If one P outweighs all others of its block, that block's sum is the same number before it was rounded; so
     is l, if it outweighs those of all blocks. rounded_sum sees to the peaks of blocks that raise the maximum.
     """
     block_sum = l_i
-    if holds_block_sums(CONSUMERS):
+    if holds_block_sums(tiles):
         block_sum = largest[1]
     low = (largest[0] << 16).to(gl.float32, bitcast=True)
     high = (largest[0] & -65536).to(gl.float32, bitcast=True)

@@ -161,7 +161,7 @@ def step(
     p_new, sums = probabilities(s, m_i, scale_log2)
     l_i += sums
     if KEPT:
-        largest = with_largest(largest, p_new, sums, tiles.CONSUMERS)
+        largest = with_largest(tiles, largest, p_new, sums)
     o = warpgroup_mma_wait(0, deps=[o])
     tiles.v_ring.release(n - 1)
     if not reads_early(tiles.CONSUMERS, tiles.mask.KIND):
@@ -226,7 +226,7 @@ def store(tiles, out_desc, lse_ptr, o, m_i, l_i, largest, head, row, i, anew, IN
     """
     rounded = l_i
     if tiles.KEEPS_MAXIMUM:
-        rounded = as_rounded(l_i, largest, tiles.CONSUMERS)
+        rounded = as_rounded(tiles, l_i, largest)
     rounded = gl.convert_layout(gl.sum(rounded, 1), m_i.type.layout)
     l_i = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
     if tiles.KEEPS_MAXIMUM:

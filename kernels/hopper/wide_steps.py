@@ -79,8 +79,9 @@ def step(
         largest = where_kept(tiles, largest, alpha)
     p, sums = probabilities(s, m_i, scale_log2)
     l_i += sums
-    if kept:
-        largest = with_largest(largest, p, sums, tiles.CONSUMERS)
+    if tiles.KEEPS_MAXIMUM:  # noqa: SIM102 - known to the compiler, the other is not
+        if kept:
+            largest = with_largest(tiles, largest, p, sums)
     if tiles.dropout.IS_ON or tiles.KEEPS_MAXIMUM:
         p = unpack_pairs(weights(tiles, p, dropping, read_words(tiles, n)), tiles.q.dtype, LEFT_LAYOUT)
     else:

@@ -132,6 +132,7 @@ def test_scores_that_rise_far_above_those_of_the_first_blocks_are_exact(
         (64, "long", "full"),
         (64, "long", "causal"),
         (128, "long", "documents"),
+        (256, "long", "window"),
     )
     assert any(noted) == (not always_follows), "tiles of such scores are computed once more"
 

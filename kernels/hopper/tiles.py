@@ -63,7 +63,8 @@ def keeps_maximum(tile: ForwardTile, width: int, mask: str, dropout: bool) -> bo
     It is faster wherever it was measured. But some kernels with dropout lack the registers: some would be
     spilled.
     """
-    return not (dropout and (tile.consumers == 3 or (width == 128 and mask == "intervals")))
+    would_spill = tile.consumers == 3 or (width, mask) in ((128, "intervals"), (256, "window"))
+    return not (dropout and would_spill)
 
 
 class BackwardTile(NamedTuple):

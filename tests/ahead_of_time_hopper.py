@@ -55,7 +55,7 @@ def forward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int, drop
         "STAGES": tile.stages,
         "BLOCKS": tile.blocks,
         "DEALT": tile.dealt,
-        "KEEPS_MAXIMUM": dtype == "bf16" and keeps_maximum(tile, width, mask, dropout),
+        "KEEPS_MAXIMUM": dtype == "bf16" and keeps_maximum(tile, mask, dropout),
         "CONSUMER_REGISTERS": tile.consumer_registers,
         "PRODUCER_REGISTERS": tile.producer_registers,
     }

@@ -1,5 +1,7 @@
 """What the inline assembly of kernels/hopper computes, for gluon_on_cpu.py."""
 
+import re
+
 import torch
 
 from kernels.dropout import WORD, multiply_words
@@ -46,9 +48,6 @@ def assembly(asm, constraints, args, dtype, is_pure, pack):
         return Tensor(x)
     if asm.startswith("cvt.rn"):
         return Tensor(packed(x, rest[0], kind))
-    if asm.startswith("max.bf16x2"):
-        pairs = zip(numbers(x, kind), numbers(rest[0], kind), strict=True)
-        return Tensor(packed(*(torch.maximum(a, b) for a, b in pairs), kind))
     if "max.NaN" in asm:
         return Tensor(packed(*(half.clamp(min=0) for half in numbers(x, kind)), kind))
     if asm == "mov.b32 {$0, $1}, $2;":
@@ -69,6 +68,16 @@ def assembly(asm, constraints, args, dtype, is_pure, pack):
     if "mul.wide.u32" in asm:
         words = multiply_words(x.long() & WORD, rest[0].long() & WORD)
         return tuple(Tensor(word.to(torch.int32)) for word in words)
+    if "outweighs" in asm:
+        l_i, sums, *columns = rest
+        least = float(re.search(r"outweighs, x, ([\d.]+)", asm)[1])
+        outweighs = (sums - 0.8 * l_i > least).any(-1, keepdim=True)
+        rounded = sum(sum(numbers(pair, torch.bfloat16)) for pair in columns)
+        more = rounded.sum(-1, keepdim=True) / 4 - sums
+        if "0.00398" in asm:
+            missing = more.sum(-1, keepdim=True).abs() > 0.00398 * sums.sum(-1, keepdim=True)
+            outweighs &= ~missing
+        return Tensor(torch.where(outweighs, x + more, x))
     if "fma.rn.relu" in asm:
         slope, start = numbers(rest[1], kind)
         kept = []

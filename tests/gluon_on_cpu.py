@@ -20,7 +20,7 @@ only run on a GPU.
 import importlib
 import sys
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import torch
@@ -99,7 +99,6 @@ def language() -> ModuleType:
     gl.join = lambda a, b: Tensor(torch.stack((a.x, b.x), -1))
     gl.sum = lambda x, axis: Tensor(x.x.sum(axis))
     gl.max = lambda x, axis: Tensor(x.x.amax(axis))
-    gl.reduce = lambda x, axis, combine: reduce(combine, map(Tensor, x.x.unbind(axis)))
     gl.where = elementwise(torch.where)
     gl.maximum, gl.minimum = broadcast_pair(torch.maximum), broadcast_pair(torch.minimum)
     gl.exp2, gl.log2, gl.floor = map(elementwise, (torch.exp2, torch.log2, torch.floor))

@@ -23,15 +23,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.hopper.block_lists import BLOCK_SIZE, BlockLists, hide_unseen
 from kernels.hopper.dropout import PAIRS_OF_EIGHT, Dropout, is_lowered, make_dropout, make_words, weights
 from kernels.hopper.overflow import NOTHING, Overflow, make_overflow
-from kernels.hopper.primitives import Ring, announce, announced, make_numbers, make_ring, pack_pairs, record
+from kernels.hopper.primitives import (
+    Ring,
+    announce,
+    announced,
+    make_numbers,
+    make_ring,
+    opaque,
+    pack_pairs,
+    record,
+)
 from kernels.hopper.query_tiles import ROWS, key_block, locate, places, words_at
 from kernels.hopper.schedule import Mask, TileOrder
 from kernels.hopper.short_steps import consume_short
 from kernels.hopper.softmax import LOWEST, hide, partial_sum, row_maximum, shift_of
 from kernels.hopper.steps import (
     begin_to_drop,
+    count_excess,
     finish,
-    none_kept,
+    no_excess,
     pass_turn,
     products,
     read_words,
@@ -188,37 +198,47 @@ def copy_values(tiles, v_desc, batch, kv_head, block, n):
 
 @gluon.jit
 def consume(tiles, out_desc, lse_ptr, scale_log2, BLOCKS: gl.constexpr, INDEX: gl.constexpr):
-    """Attention of 64 rows of every tile of this thread block, in the order of steps that its size allows."""
-    if tiles.HEAD_DIM == 256:
-        consume_wide(tiles, out_desc, lse_ptr, scale_log2, INDEX)
-    elif BLOCKS == 2:
-        consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX)
-    else:
-        consume_overlapped(tiles, out_desc, lse_ptr, scale_log2, INDEX)
-
-
-@gluon.jit
-def consume_overlapped(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
-    """The same, with each product of P and V beside the next block's scores, across tiles too."""
+    """Attention of 64 rows of every tile of this thread block, and once more of those that are sent again."""
+    TAKES_TURNS: gl.constexpr = BLOCKS == 1
     # blocks of keys that this warpgroup has finished, and tiles
     n = gl.to_tensor(0)
     nth = gl.to_tensor(0)
-    if INDEX == tiles.CONSUMERS - 1:
+    if TAKES_TURNS and INDEX == tiles.CONSUMERS - 1:
         pass_turn(n, INDEX, tiles.CONSUMERS)
     if tiles.KEEPS_MAXIMUM:
-        for anew in range(2):
-            n, nth = consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX)
+        anew = gl.to_tensor(0)
+        while anew < 2:
+            n, nth = consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, BLOCKS, INDEX)
             tiles.overflow.end(tiles, nth - 1)
+            # opaque: otherwise the condition is computed above, and spilled
+            anew = opaque(anew) + 1
     else:
-        consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, 0, INDEX)
+        n, nth = consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, 0, BLOCKS, INDEX)
     tma.store_wait(0)
-    if INDEX == 0:
+    if TAKES_TURNS and INDEX == 0:
         take_turn(n, INDEX)
 
 
 @gluon.jit
-def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.constexpr):
-    """All tiles up to a number past the last one; n and nth, returned, count blocks of keys and tiles."""
+def consume_tiles(
+    tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, BLOCKS: gl.constexpr, INDEX: gl.constexpr
+):  # fmt: skip
+    """All tiles up to a number past the last one, in the order of steps that their size allows.
+
+    n and nth, returned, count blocks of keys and tiles; anew: see overflow.py.
+    """
+    if tiles.HEAD_DIM == 256:
+        n, nth = consume_wide(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX)
+    elif BLOCKS == 2:
+        n, nth = consume_short(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX)
+    else:
+        n, nth = consume_overlapped(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX)
+    return n, nth
+
+
+@gluon.jit
+def consume_overlapped(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.constexpr):
+    """consume_tiles with each product of P and V beside the next block's scores, across tiles too."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.HEAD_DIM, 16])
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
@@ -228,7 +248,7 @@ def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
     o = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
     m_i = gl.full([ROWS], LOWEST, gl.float32, ROW_LAYOUT)
     l_i = partial_sum(nothing)
-    largest = none_kept(tiles)
+    excess = no_excess(tiles), no_excess(tiles)
     # whether a tile still lacks its last product, with the values of block n_before
     pending = n < 0
     n_before = n
@@ -252,7 +272,7 @@ def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
         # a pending product holds a buffer of v: more than STAGES blocks later, the ring would stall
         if pending & (n_first - n_before > tiles.v_ring.STAGES):
             finish(
-                tiles, out_desc, lse_ptr, p, o, m_i, l_i, largest, n_before, begun, head_before, row_before,
+                tiles, out_desc, lse_ptr, p, o, m_i, l_i, excess, n_before, begun, head_before, row_before,
                 i_before, anew, INDEX
             )  # fmt: skip
             pending = n < 0
@@ -272,7 +292,9 @@ def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
             q = tiles.queries(nth, part)
 
             # if nothing is pending, o becomes a meaningless product, which is not stored
-            s, o, words = products(tiles, q, p, o, n, n_before, begun, pending, INDEX)
+            s, o, words, excess = products(
+                tiles, q, p, o, l_i, excess, n, n_before, begun, pending, False, INDEX
+            )
             if (whole_end < own_end) | (whole_begin == own_end):
                 if KIND == "blocks":
                     s = hide_unseen(s, bits, float("-inf"))
@@ -285,8 +307,8 @@ def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
             if pending:
                 tiles.v_ring.release(n_before)
                 store(
-                    tiles, out_desc, lse_ptr, o, m_i, l_i, largest, head_before, row_before, i_before, anew,
-                    INDEX
+                    tiles, out_desc, lse_ptr, o, m_i, l_i, excess[0], head_before, row_before, i_before,
+                    anew, INDEX
                 )  # fmt: skip
             # after the store, whose registers it can use
             dropping = begin_to_drop(tiles, batch, head, row)
@@ -295,7 +317,7 @@ def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
             p = weights(tiles, p_new, dropping, words)
             m_i = m_new
             l_i = l_new
-            largest = none_kept(tiles)
+            excess = no_excess(tiles), no_excess(tiles)
 
             steps = own_end - begin
             whole = gl.maximum(own_end - whole_end, 1)
@@ -304,8 +326,8 @@ def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
                 # a mask that hides nothing does no harm
                 whole = gl.where(anew > 0, after_whole, whole)
             if KIND != "full":
-                p, o, m_i, l_i, largest = walk(
-                    tiles, q, p, o, m_i, l_i, largest, n, 1, whole, key_first, key_end, own_end - 1,
+                p, o, m_i, l_i, excess = walk(
+                    tiles, q, p, o, m_i, l_i, excess, n, 1, whole, key_first, key_end, own_end - 1,
                     scale_log2, shift, dropping, True, False, INDEX
                 )  # fmt: skip
             if tiles.KEEPS_MAXIMUM and (KIND == "full" or KIND == "blocks"):
@@ -315,18 +337,19 @@ def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
                     raised = gl.maximum(
                         raised, gl.minimum(whole + (whole_end < own_end).to(gl.int32), after_whole)
                     )
-                p, o, m_i, l_i, largest = walk(
-                    tiles, q, p, o, m_i, l_i, largest, n, whole, raised, key_first, key_end, own_end - 1,
+                p, o, m_i, l_i, excess = walk(
+                    tiles, q, p, o, m_i, l_i, excess, n, whole, raised, key_first, key_end, own_end - 1,
                     scale_log2, shift, dropping, False, False, INDEX
                 )  # fmt: skip
                 whole = raised
-            p, o, m_i, l_i, largest = walk(
-                tiles, q, p, o, m_i, l_i, largest, n, whole, after_whole, key_first, key_end, own_end - 1,
+            p, o, m_i, l_i, excess = walk(
+                tiles, q, p, o, m_i, l_i, excess, n, whole, after_whole, key_first, key_end, own_end - 1,
                 scale_log2, shift, dropping, False, tiles.KEEPS_MAXIMUM, INDEX
             )  # fmt: skip
+            excess = count_excess(tiles, excess, p, l_i)
             if KIND == "window" or KIND == "intervals":
-                p, o, m_i, l_i, largest = walk(
-                    tiles, q, p, o, m_i, l_i, largest, n, after_whole, steps, key_first, key_end, own_end - 1,
+                p, o, m_i, l_i, excess = walk(
+                    tiles, q, p, o, m_i, l_i, excess, n, after_whole, steps, key_first, key_end, own_end - 1,
                     scale_log2, shift, dropping, True, False, INDEX
                 )  # fmt: skip
             n += steps
@@ -342,7 +365,7 @@ def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
 
     if pending:
         finish(
-            tiles, out_desc, lse_ptr, p, o, m_i, l_i, largest, n_before, begun, head_before, row_before,
+            tiles, out_desc, lse_ptr, p, o, m_i, l_i, excess, n_before, begun, head_before, row_before,
             i_before, anew, INDEX
         )  # fmt: skip
     return n, nth + 1

@@ -97,9 +97,7 @@ def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tupl
     counter = lse.view(torch.int32)
     if batch * n_head * n_tiles > tile.dealt * n_blocks:
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    keeps = has_room(problem, q.dtype) and keeps_maximum(
-        tile, width, mask_kind(problem), problem.dropout_p > 0.0
-    )
+    keeps = has_room(problem, q.dtype) and keeps_maximum(tile, mask_kind(problem), problem.dropout_p > 0.0)
     notes = counter
     if keeps:
         n_notes = (n_blocks + batch * n_head * n_tiles) * tile.consumers

@@ -158,19 +158,9 @@ def not_negative(pairs, dtype: gl.constexpr):
 
 
 @gluon.jit
-def larger_pairs(x, y):
-    """The larger of the numbers that pack_pairs packed, in bfloat16."""
-    return gl.inline_asm_elementwise(
-        "max.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def unpack_pairs(x, dtype: gl.constexpr, layout: gl.constexpr):
     """The (M, N) 16-bit tensor that pack_pairs packed."""
-    low, high = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
-    )
+    low, high = x.to(gl.int16), (x >> 16).to(gl.int16)
     pairs = gl.reshape(gl.join(low, high), [x.shape[0], x.shape[1] * 2])
     return gl.convert_layout(pairs.to(dtype, bitcast=True), layout)
 

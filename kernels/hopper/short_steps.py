@@ -7,7 +7,6 @@ tile to tile: so S (64 x 64), P and o fit in 104 registers. tiles: forward.Tiles
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -18,26 +17,25 @@ from kernels.hopper.primitives import unpack_pairs
 from kernels.hopper.query_tiles import ROWS, kept_places_end, locate, own_places, skip, words_at
 from kernels.hopper.softmax import (
     LOWEST,
+    add_excess,
     hide,
     partial_sum,
     probabilities,
     raise_maximum,
     rescale,
     shift_of,
-    with_largest,
 )
 from kernels.hopper.steps import (
     begin_to_drop,
-    none_kept,
+    no_excess,
     read_words,
     scores_of_nothing,
     store,
-    where_kept,
 )
 
 
 @gluon.jit
-def step(tiles, q, o, m_i, l_i, largest, n, first, end, place, masked, kept, scale_log2, shift, dropping):
+def step(tiles, q, o, m_i, l_i, excess, n, first, end, place, masked, kept, scale_log2, shift, dropping):
     """Adds one block of keys, use n of the rings.
 
     first, end: of the keys that each query sees; with lists, both are the query's line in tiles of bits.
@@ -58,40 +56,24 @@ def step(tiles, q, o, m_i, l_i, largest, n, first, end, place, masked, kept, sca
     if not kept:
         m_i, alpha = raise_maximum(s, m_i, scale_log2, shift)
         l_i, o = rescale(l_i, alpha), rescale(o, alpha)
-        largest = where_kept(tiles, largest, alpha)
+        if tiles.KEEPS_MAXIMUM:
+            excess = rescale(excess, alpha)
     p, sums = probabilities(s, m_i, scale_log2)
     l_i += sums
-    if tiles.KEEPS_MAXIMUM:  # noqa: SIM102 - known to the compiler, the other is not
-        if kept:
-            largest = with_largest(tiles, largest, p, sums)
-    if tiles.dropout.IS_ON or tiles.KEEPS_MAXIMUM:
-        p = unpack_pairs(weights(tiles, p, dropping, words), tiles.q.dtype, P_LAYOUT)
-    else:
-        p = gl.convert_layout(p.to(tiles.q.dtype), P_LAYOUT)
+    pairs = weights(tiles, p, dropping, words)
+    p = unpack_pairs(pairs, tiles.q.dtype, P_LAYOUT)
     v = tiles.v.index(tiles.v_ring.take(n)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
     o = warpgroup_mma(p, v, o, is_async=True)  # (ROWS, D)
+    if tiles.KEEPS_MAXIMUM:
+        excess = add_excess(excess, pairs, l_i, sums, is_lowered(tiles), tiles.dropout.IS_ON)
     o = warpgroup_mma_wait(0, deps=[o])
     tiles.v_ring.release(n)
-    return o, m_i, l_i, largest
+    return o, m_i, l_i, excess
 
 
 @gluon.jit
-def consume_short(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
-    """Attention of 64 rows of every tile of this thread block."""
-    n = gl.to_tensor(0)
-    nth = gl.to_tensor(0)
-    if tiles.KEEPS_MAXIMUM:
-        for anew in range(2):
-            n, nth = consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX)
-            tiles.overflow.end(tiles, nth - 1)
-    else:
-        consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, 0, INDEX)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.constexpr):
-    """All tiles up to a number past the last one; n and nth, returned, count blocks of keys and tiles."""
+def consume_short(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.constexpr):
+    """forward.consume_tiles in these steps."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.HEAD_DIM, 16])
     LISTED: gl.constexpr = tiles.mask.KIND == "blocks"
@@ -115,7 +97,7 @@ def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
         o = gl.full([ROWS, tiles.HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
         m_i = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
         l_i = partial_sum(scores_of_nothing(tiles))
-        largest = none_kept(tiles)
+        excess = no_excess(tiles)
         if not LISTED:
             for skipped in range(n, n + end - own_end):
                 skip(tiles, skipped, skipped)
@@ -128,8 +110,8 @@ def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
             if not LISTED:
                 masked |= place < whole_begin
             kept = place < kept_end if tiles.KEEPS_MAXIMUM else False
-            o, m_i, l_i, largest = step(
-                tiles, q, o, m_i, l_i, largest, n + j, first, key_end, place, masked, kept, scale_log2, shift,
+            o, m_i, l_i, excess = step(
+                tiles, q, o, m_i, l_i, excess, n + j, first, key_end, place, masked, kept, scale_log2, shift,
                 dropping
             )  # fmt: skip
         tiles.q_ring.release(nth)
@@ -140,7 +122,7 @@ def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
             n += own_begin - begin
         if LISTED or row >= 0:
             store(
-                tiles, out_desc, lse_ptr, o, m_i, l_i, largest, batch * tiles.n_head + head, row, i, anew,
+                tiles, out_desc, lse_ptr, o, m_i, l_i, excess, batch * tiles.n_head + head, row, i, anew,
                 INDEX
             )  # fmt: skip
         nth += 1

@@ -3,7 +3,7 @@
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from kernels.hopper.primitives import larger_pairs, opaque, pack_pairs
+from kernels.hopper.primitives import opaque
 
 # a finite maximum for rows that have seen nothing: exp2(-inf - finite) is 0, where -inf - (-inf) would be nan
 LOWEST = gl.constexpr(-1.0e30)
@@ -80,49 +80,82 @@ def probabilities(s, m_i, scale_log2):
 
     The sums, (ROWS, 4), are added up only in `store`, because that takes an exchange between threads. P above
     1 is no problem for a bfloat16, which has the range of a float32. But it is rounded, where a peak is not:
-    as_rounded. And where a row's sum becomes too large, its tile is computed anew: overflow.py.
+    add_excess. And where a row's sum becomes too large, its tile is computed anew: overflow.py.
     """
     p = gl.exp2(s * scale_log2 - gl.expand_dims(m_i, 1))
     return p, partial_sum(p)
 
 
 @gluon.constexpr_function
-def holds_block_sums(tiles):
-    """Whether a thread holds the largest sum of a block, too: it has the registers where a tile owns most."""
-    return tiles.HEAD_DIM > 64 or (tiles.CONSUMERS == 2 and tiles.BLOCK_N == 128)
+def excess_asm(n_pairs, least, drops):
+    """Two rows of a thread: their excess, l and sums, then their pairs of P.
+
+    A product with quarters adds up the pairs of a row's four threads, in few instructions.
+    """
+    outweighs = f"fma.rn.f32 x, {{0}}, -0.8, {{1}}; setp.gt{{2}}.f32 outweighs, x, {0.2 * least}"
+    text = "{.reg .pred outweighs; .reg .f32 x, y, a, b, c, d; .reg .b32 quarters, lane, some; "
+    text += outweighs.format("$4", "$6", "") + "; " + outweighs.format("$5", "$7", ".or") + ", outweighs; "
+    # a branch of whole warps: around one of single threads the compiler spills
+    text += "vote.sync.any.pred outweighs, outweighs, 0xffffffff; @!outweighs bra.uni DONE; "
+    text += "mov.b32 quarters, 0x3e803e80; mov.f32 a, 0.0; mov.f32 b, a; mov.f32 c, a; mov.f32 d, a; "
+    for i in range(0, n_pairs, 2):
+        pairs = ", ".join(f"${8 + 2 * i + j}" for j in range(4))
+        text += "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {a, b, c, d}, {" + pairs + "}, "
+        text += "{quarters, quarters}, {a, b, c, d}; "
+    text += "mov.u32 lane, %laneid; and.b32 lane, lane, 28; "
+    for row, more in enumerate("ac"):
+        l_i, sums = f"${4 + row}", f"${6 + row}"
+        text += outweighs.format(l_i, sums, "") + "; "
+        # all threads of a row count it, if one of them does
+        text += "vote.sync.ballot.b32 some, outweighs, 0xffffffff; shr.b32 some, some, lane; "
+        text += f"and.b32 some, some, 15; setp.ne.b32 outweighs, some, 0; sub.f32 {more}, {more}, {sums}; "
+        if drops:
+            text += no_more_than_a_rounding(more, sums)
+        text += f"@outweighs add.f32 ${row}, ${row}, {more}; "
+    return text + "DONE: }"
+
+
+@gluon.constexpr_function
+def no_more_than_a_rounding(more, sums):
+    """Where `more` is further from 0 in its row, a key that outweighs others was dropped."""
+    text = f"fma.rn.f32 x, {sums}, 0.00398, {more}; fma.rn.f32 y, {sums}, -0.00398, {more}; "
+    for distance in (1, 2):
+        for x in "xy":
+            text += f"shfl.sync.bfly.b32 b, {x}, {distance}, 31, 0xffffffff; add.f32 {x}, {x}, b; "
+    return (
+        text + "setp.gt.and.f32 outweighs, x, 0.0, outweighs; setp.lt.and.f32 outweighs, y, 0.0, outweighs; "
+    )
 
 
 @gluon.jit
-def with_largest(tiles, largest, p, sums):
-    """largest, with the P and sums of another block.
+def add_excess(excess, pairs, l_i, sums, LOWERED: gl.constexpr, DROPS: gl.constexpr):
+    """excess (ROWS, 4) and how much more than `sums` the rounded P of a block, (ROWS, N) pairs, come to.
 
-    It is of each thread, (ROWS, 4): the largest P as rounded to bfloat16, a pair of even and odd columns, and
-    the largest sum of a block, see holds_block_sums.
+    l: with `sums`. Only sums that exceed LEAST and four times those before count: most steps branch past
+    the rest, and no block that raised the maximum. Where other keys weigh more, out is rounded as much.
     """
-    pairs = pack_pairs(p, gl.bfloat16)
-    pairs = gl.reshape(pairs, [pairs.shape[0], pairs.shape[1] // 4, 4])
-    pairs = gl.convert_layout(gl.reduce(pairs, 1, larger_pairs), sums.type.layout)
-    block_sum = largest[1]
-    if holds_block_sums(tiles):
-        block_sum = gl.maximum(block_sum, sums)
-    return larger_pairs(largest[0], pairs), block_sum
+    # beside peaks of 3/4
+    LEAST: gl.constexpr = 128.0 * 2.0**-LOWERED_BY if LOWERED else 128.0
+    N_PAIRS: gl.constexpr = pairs.shape[1] // 4
+    LAYOUT: gl.constexpr = sums.type.layout
+    columns = apart(gl.reshape(pairs, [pairs.shape[0], N_PAIRS, 4]), N_PAIRS, LAYOUT)
+    ASM: gl.constexpr = excess_asm(N_PAIRS, LEAST, DROPS)
+    CONSTRAINTS: gl.constexpr = "=f,=f,0,1,f,f,f,f" + ",r,r" * N_PAIRS
+    operands = (excess, l_i, sums) + columns  # noqa: RUF005 - Gluon has no starred expressions
+    # not pure: the compiler would move it behind the wait for the products beside which it should run
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, operands, dtype=gl.float32, is_pure=False, pack=2)
 
 
 @gluon.jit
-def as_rounded(tiles, l_i, largest):
-    """The sums l (ROWS, 4) with the largest P of each thread as rounded for its product, where it matters.
-
-    If one P outweighs all others of its block, that block's sum is the same number before it was rounded; so
-    is l, if it outweighs those of all blocks. rounded_sum sees to the peaks of blocks that raise the maximum.
-    """
-    block_sum = l_i
-    if holds_block_sums(tiles):
-        block_sum = largest[1]
-    low = (largest[0] << 16).to(gl.float32, bitcast=True)
-    high = (largest[0] & -65536).to(gl.float32, bitcast=True)
-    difference = gl.maximum(low, high) - block_sum
-    rounds = gl.maximum(difference, -difference) <= block_sum * (1.02 * 2.0**-8)
-    return gl.where(rounds, l_i + difference, l_i)
+def apart(x, N: gl.constexpr, layout: gl.constexpr):
+    """The N tensors (M, K) of x (M, N, K), N a power of two."""
+    if N == 1:
+        parts = (gl.convert_layout(gl.reshape(x, [x.shape[0], x.shape[2]]), layout),)
+    else:
+        halves = gl.permute(gl.reshape(x, [x.shape[0], 2, N // 2, x.shape[2]]), (0, 2, 3, 1))
+        first, second = gl.split(halves)
+        parts = apart(first, N // 2, layout) + apart(second, N // 2, layout)
+    return parts
 
 
 @gluon.jit

@@ -24,14 +24,13 @@ from kernels.hopper.query_tiles import ROWS, words_at
 from kernels.hopper.schedule import quotient
 from kernels.hopper.softmax import (
     LOWERED_BY,
-    as_rounded,
+    add_excess,
     hide,
     partial_sum,
     probabilities,
     raise_maximum,
     rescale,
     rounded_sum,
-    with_largest,
 )
 from kernels.hopper.wide_heads import copy_out_channels, scale_rows
 
@@ -101,10 +100,13 @@ def read_words(tiles, n):
 
 
 @gluon.jit
-def products(tiles, q, p, o, n, n_before, begun, pending, INDEX: gl.constexpr):
+def products(
+    tiles, q, p, o, l_i, excess, n, n_before, begun, pending, KEPT: gl.constexpr, INDEX: gl.constexpr
+):  # fmt: skip
     """Issues S = Q K_n^T and O += P V of the block before, and waits for S; gives words if read early, or 0.
 
-    begun: whether O holds earlier blocks of its tile; pending: whether there is a block before.
+    begun: whether O holds earlier blocks of its tile; pending: whether there is a block before. KEPT: whether
+    this block keeps the maximum; so may the one before, whose excess is counted while the products run.
     """
     zeros = scores_of_nothing(tiles)
     k = tiles.k.index(tiles.k_ring.take(n)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
@@ -115,9 +117,11 @@ def products(tiles, q, p, o, n, n_before, begun, pending, INDEX: gl.constexpr):
     words = gl.to_tensor(0)
     if reads_early(tiles.CONSUMERS, tiles.mask.KIND):
         words = read_words(tiles, n)
+    if KEPT:
+        excess = count_excess(tiles, excess, p, l_i)
     s = warpgroup_mma_wait(1, deps=[s])
     tiles.k_ring.release(n)
-    return s, o, words
+    return s, o, words, excess
 
 
 @gluon.jit
@@ -130,18 +134,22 @@ def weigh(tiles, p, o, n, begun, pending):
 
 
 @gluon.jit
-def none_kept(tiles):
-    """softmax.with_largest of no block."""
-    largest = gl.to_tensor(0)
+def no_excess(tiles):
+    """(ROWS, 4) zeros for softmax.add_excess."""
+    return partial_sum(scores_of_nothing(tiles)) if tiles.KEEPS_MAXIMUM else gl.to_tensor(0)
+
+
+@gluon.jit
+def count_excess(tiles, excess, p, l_i):
+    """Of the last block, whose pairs are p. excess: what is counted, and the sums of a block that is not."""
     if tiles.KEEPS_MAXIMUM:
-        sums = partial_sum(scores_of_nothing(tiles))
-        largest = gl.full(sums.shape, 0, gl.int32, sums.type.layout), sums
-    return largest
+        excess = add_excess(excess[0], p, l_i, excess[1], is_lowered(tiles), tiles.dropout.IS_ON), excess[1]
+    return excess
 
 
 @gluon.jit
 def step(
-    tiles, q, p, o, m_i, l_i, largest, n, begun, first, end, place, scale_log2, shift, dropping,
+    tiles, q, p, o, m_i, l_i, excess, n, begun, first, end, place, scale_log2, shift, dropping,
     MASKED: gl.constexpr, KEPT: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
     """One block of keys after the first, at `place`; if KEPT, with the maximum of the blocks before."""
@@ -149,7 +157,7 @@ def step(
     if LISTED:
         # loaded before the products are issued, to arrive while they run
         bits = words_at(tiles, place, first, scores_of_nothing(tiles))
-    s, o, words = products(tiles, q, p, o, n, n - 1, begun, True, INDEX)
+    s, o, words, excess = products(tiles, q, p, o, l_i, excess, n, n - 1, begun, True, KEPT, INDEX)
     if LISTED:
         s = hide_unseen(s, bits, float("-inf"))
     elif MASKED:
@@ -157,11 +165,12 @@ def step(
     if not KEPT:
         m_i, alpha = raise_maximum(s, m_i, scale_log2, shift)
         l_i = rescale(l_i, alpha)
-        largest = where_kept(tiles, largest, alpha)
     p_new, sums = probabilities(s, m_i, scale_log2)
     l_i += sums
     if KEPT:
-        largest = with_largest(tiles, largest, p_new, sums)
+        excess = excess[0], sums
+    elif tiles.KEEPS_MAXIMUM:
+        excess = rescale(excess[0], alpha), excess[1]
     o = warpgroup_mma_wait(0, deps=[o])
     tiles.v_ring.release(n - 1)
     if not reads_early(tiles.CONSUMERS, tiles.mask.KIND):
@@ -169,31 +178,21 @@ def step(
     if not KEPT:
         o = rescale(o, alpha)
     p = weights(tiles, p_new, dropping, words)
-    return p, o, m_i, l_i, largest
-
-
-@gluon.jit
-def where_kept(tiles, largest, alpha):
-    """`largest` of blocks before one that raised the maximum by alpha: 0 where it did."""
-    if tiles.KEEPS_MAXIMUM:
-        LAYOUT: gl.constexpr = gl.SliceLayout(1, largest[1].type.layout)
-        raised = gl.expand_dims(gl.convert_layout(alpha, LAYOUT), 1) < 1.0
-        largest = gl.where(raised, 0, largest[0]), gl.where(raised, 0.0, largest[1])
-    return largest
+    return p, o, m_i, l_i, excess
 
 
 @gluon.jit
 def walk(
-    tiles, q, p, o, m_i, l_i, largest, n, start, stop, first, end, last_place, scale_log2, shift, dropping,
+    tiles, q, p, o, m_i, l_i, excess, n, start, stop, first, end, last_place, scale_log2, shift, dropping,
     MASKED: gl.constexpr, KEPT: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
     """Steps start to stop of a tile whose step 0 is at `last_place`, use n of the rings."""
     for j in range(start, stop):
-        p, o, m_i, l_i, largest = step(
-            tiles, q, p, o, m_i, l_i, largest, n + j, j > 1, first, end, last_place - j, scale_log2, shift,
+        p, o, m_i, l_i, excess = step(
+            tiles, q, p, o, m_i, l_i, excess, n + j, j > 1, first, end, last_place - j, scale_log2, shift,
             dropping, MASKED, KEPT, INDEX
         )  # fmt: skip
-    return p, o, m_i, l_i, largest
+    return p, o, m_i, l_i, excess
 
 
 @gluon.jit
@@ -209,24 +208,24 @@ def skip_in_turn(tiles, n, INDEX: gl.constexpr):
 
 @gluon.jit
 def finish(
-    tiles, out_desc, lse_ptr, p, o, m_i, l_i, largest, n, begun, head, row, i, anew, INDEX: gl.constexpr
+    tiles, out_desc, lse_ptr, p, o, m_i, l_i, excess, n, begun, head, row, i, anew, INDEX: gl.constexpr
 ):  # fmt: skip
     """Issues the last product of a tile, with no other to overlap with, and stores the tile."""
     o = weigh(tiles, p, o, n, begun, True)
     o = warpgroup_mma_wait(0, deps=[o])
     tiles.v_ring.release(n)
-    store(tiles, out_desc, lse_ptr, o, m_i, l_i, largest, head, row, i, anew, INDEX)
+    store(tiles, out_desc, lse_ptr, o, m_i, l_i, excess[0], head, row, i, anew, INDEX)
 
 
 @gluon.jit
-def store(tiles, out_desc, lse_ptr, o, m_i, l_i, largest, head, row, i, anew, INDEX: gl.constexpr):
+def store(tiles, out_desc, lse_ptr, o, m_i, l_i, excess, head, row, i, anew, INDEX: gl.constexpr):
     """Writes 64 rows of tile i: o / l and the natural log-sum-exp; a row that saw nothing gives 0 and -inf.
 
     head counts over all batches; o: (ROWS, D), of wide heads in two parts. anew: see overflow.py.
     """
     rounded = l_i
     if tiles.KEEPS_MAXIMUM:
-        rounded = as_rounded(tiles, l_i, largest)
+        rounded += excess
     rounded = gl.convert_layout(gl.sum(rounded, 1), m_i.type.layout)
     l_i = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
     if tiles.KEEPS_MAXIMUM:

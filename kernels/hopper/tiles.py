@@ -57,14 +57,13 @@ def forward_tile(width: int, mask: str, keys_per_query: float) -> ForwardTile:
     return ForwardTile(3, 128, 2, 3, 160, 32, dealt=EVERY)
 
 
-def keeps_maximum(tile: ForwardTile, width: int, mask: str, dropout: bool) -> bool:
+def keeps_maximum(tile: ForwardTile, mask: str, dropout: bool) -> bool:
     """Whether whole blocks of keys keep the maximum of those before, see softmax.probabilities.
 
-    It is faster wherever it was measured. But some kernels with dropout lack the registers: some would be
-    spilled.
+    It is faster wherever it was measured. But with dropout, short tiles lack the registers if they hold both
+    edges of a mask.
     """
-    would_spill = tile.consumers == 3 or (width, mask) in ((128, "intervals"), (256, "window"))
-    return not (dropout and would_spill)
+    return not (dropout and tile.blocks == 2 and mask in ("window", "intervals"))
 
 
 class BackwardTile(NamedTuple):

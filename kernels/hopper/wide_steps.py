@@ -7,7 +7,7 @@ products run. tiles: forward.Tiles; o: the two parts of wide_heads.py.
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from kernels.hopper.block_lists import BLOCK_SIZE, hide_unseen
 from kernels.hopper.dropout import is_lowered, weights
@@ -15,24 +15,23 @@ from kernels.hopper.primitives import opaque, unpack_pairs
 from kernels.hopper.query_tiles import ROWS, kept_places_end, locate, own_places, words_at
 from kernels.hopper.softmax import (
     LOWEST,
+    add_excess,
     hide,
     partial_sum,
     probabilities,
     raise_maximum,
     rescale,
     shift_of,
-    with_largest,
 )
 from kernels.hopper.steps import (
     begin_to_drop,
-    none_kept,
+    no_excess,
     pass_turn,
     read_words,
     scores_of_nothing,
     skip_in_turn,
     store,
     take_turn,
-    where_kept,
 )
 from kernels.hopper.wide_heads import (
     LEFT_LAYOUT,
@@ -66,7 +65,7 @@ def hide_at(tiles, s, batch, row, place):
 
 @gluon.jit
 def step(
-    tiles, s, o, m_i, l_i, largest, n, batch, row, place, whole_begin, whole_end, kept_end, scale_log2, shift,
+    tiles, s, o, m_i, l_i, excess, n, batch, row, place, whole_begin, whole_end, kept_end, scale_log2, shift,
     dropping, LAST: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
     """Adds block n of keys, given its scores s; returns the next block's too, unless it is the LAST."""
@@ -76,16 +75,14 @@ def step(
     if not kept:
         m_i, alpha = raise_maximum(s, m_i, scale_log2, shift)
         l_i, o = rescale(l_i, alpha), scale_rows(o, alpha)
-        largest = where_kept(tiles, largest, alpha)
+        if tiles.KEEPS_MAXIMUM:
+            excess = rescale(excess, alpha)
     p, sums = probabilities(s, m_i, scale_log2)
     l_i += sums
-    if tiles.KEEPS_MAXIMUM:  # noqa: SIM102 - known to the compiler, the other is not
-        if kept:
-            largest = with_largest(tiles, largest, p, sums)
-    if tiles.dropout.IS_ON or tiles.KEEPS_MAXIMUM:
-        p = unpack_pairs(weights(tiles, p, dropping, read_words(tiles, n)), tiles.q.dtype, LEFT_LAYOUT)
-    else:
-        p = gl.convert_layout(p.to(tiles.q.dtype), LEFT_LAYOUT)
+    pairs = weights(tiles, p, dropping, read_words(tiles, n))
+    if tiles.KEEPS_MAXIMUM:
+        excess = add_excess(excess, pairs, l_i, sums, is_lowered(tiles), tiles.dropout.IS_ON)
+    p = unpack_pairs(pairs, tiles.q.dtype, LEFT_LAYOUT)
     v = tiles.v.index(tiles.v_ring.take(n)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
     if not LAST:
         tiles.k_ring.take(n + 1)
@@ -100,32 +97,12 @@ def step(
     if not LAST:
         s = warpgroup_mma_wait(0, deps=[s])
         tiles.k_ring.release(n + 1)
-    return s, o, m_i, l_i, largest
+    return s, o, m_i, l_i, excess
 
 
 @gluon.jit
-def consume_wide(tiles, out_desc, lse_ptr, scale_log2, INDEX: gl.constexpr):
-    """Attention of 64 rows of every tile of this thread block."""
-    # so a warpgroup's queries are always in the buffer of its number
-    gl.static_assert(tiles.q_ring.STAGES == 1)
-    n = gl.to_tensor(0)
-    nth = gl.to_tensor(0)
-    if INDEX == tiles.CONSUMERS - 1:
-        pass_turn(n, INDEX, tiles.CONSUMERS)
-    if tiles.KEEPS_MAXIMUM:
-        for anew in range(2):
-            n, nth = consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX)
-            tiles.overflow.end(tiles, nth - 1)
-    else:
-        n, nth = consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, 0, INDEX)
-    tma.store_wait(0)
-    if INDEX == 0:
-        take_turn(n, INDEX)
-
-
-@gluon.jit
-def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.constexpr):
-    """All tiles up to a number past the last one; n and nth, returned, count blocks of keys and tiles."""
+def consume_wide(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.constexpr):
+    """forward.consume_tiles in these steps."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
     i = tiles.take(nth)
     while i < tiles.order.total():
@@ -147,7 +124,7 @@ def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
             o = zeros_of_channels(ROWS, tiles.REST)
             m_i = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
             l_i = partial_sum(scores_of_nothing(tiles))
-            largest = none_kept(tiles)
+            excess = no_excess(tiles)
             tiles.k_ring.take(n)
             take_turn(n, INDEX)
             s = scores(tiles, n, INDEX)
@@ -156,14 +133,14 @@ def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
             tiles.k_ring.release(n)
             last = own_end - own_begin - 1
             for j in range(last):
-                s, o, m_i, l_i, largest = step(
-                    tiles, s, o, m_i, l_i, largest, n + j, batch, row, own_end - 1 - j, whole_begin,
+                s, o, m_i, l_i, excess = step(
+                    tiles, s, o, m_i, l_i, excess, n + j, batch, row, own_end - 1 - j, whole_begin,
                     whole_end, kept_end, scale_log2, shift, dropping, False, INDEX
                 )  # fmt: skip
             # all scores are there
             tiles.q_ring.release(nth)
-            _, o, m_i, l_i, largest = step(
-                tiles, s, o, m_i, l_i, largest, n + last, batch, row, own_begin, whole_begin, whole_end,
+            _, o, m_i, l_i, excess = step(
+                tiles, s, o, m_i, l_i, excess, n + last, batch, row, own_begin, whole_begin, whole_end,
                 kept_end, scale_log2, shift, dropping, True, INDEX
             )  # fmt: skip
             store(
@@ -173,7 +150,7 @@ def consume_tiles(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
                 o,
                 m_i,
                 l_i,
-                largest,
+                excess,
                 batch * tiles.n_head + head,
                 row,
                 i,

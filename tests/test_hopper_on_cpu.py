@@ -109,9 +109,9 @@ def test_scores_that_rise_far_above_those_of_the_first_blocks_are_exact(
     overflow = launch.forward_kernel.__globals__["Overflow"]
     following, noted = overflow.next, []
 
-    def note(self, i, index):
-        i, index = following(self, i, index)
-        noted.append(int(i) >= 0)
+    def note(self, i, index, end):
+        i, index = following(self, i, index, end)
+        noted.append(int(i) < int(end))
         return i, index
 
     monkeypatch.setattr(overflow, "next", note)

@@ -103,20 +103,13 @@ def produce(tiles, q_desc, k_desc, v_desc, group, counter_ptr, DEALT: gl.constex
             i = tiles.order.dealt(nth)
             if anew > 0:
                 mbarrier.wait(tiles.overflow.done, 0)
-                i, index = next_noted(tiles, gl.to_tensor(NOTHING), index)
+                i, index = tiles.overflow.next(gl.to_tensor(NOTHING), index, tiles.order.total())
             nth, n, index = send(
                 tiles, q_desc, k_desc, v_desc, group, counter_ptr, nth, n, index, i, anew, DEALT
             )
     else:
         i = tiles.order.dealt(nth)
         send(tiles, q_desc, k_desc, v_desc, group, counter_ptr, nth, n, index, i, 0, DEALT)
-
-
-@gluon.jit
-def next_noted(tiles, i, index):
-    """overflow.next, with a number past the last tile for NOTHING."""
-    i, index = tiles.overflow.next(i, index)
-    return gl.where(i < 0, tiles.order.total(), i), index
 
 
 @gluon.jit
@@ -146,7 +139,7 @@ def send(
             # gets as much work as any other
             if j == end - begin - 1:
                 if anew > 0:
-                    i, index = next_noted(tiles, i, index)
+                    i, index = tiles.overflow.next(i, index, tiles.order.total())
                 else:
                     i = tiles.order.next(nth, counter_ptr, DEALT)
             block = key_block(tiles, end - 1 - j) * tiles.BLOCK_N

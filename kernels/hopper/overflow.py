@@ -70,17 +70,17 @@ class Overflow:
             named_barrier_sync(anew, COPIES_BARRIER, self.CONSUMERS * 128)
 
     @gluon.jit
-    def next(self, i, index):
+    def next(self, i, index, end):
         """The tile behind i in list `index`, or the first of the next list that has one, and its list.
 
-        It begins with i = NOTHING and index = -1, and ends with NOTHING.
+        It begins with i = NOTHING and index = -1. Behind the last one follows `end`.
         """
         if i >= 0:
             i = gl.load(self.before_ptr(i, index))
         while (i < 0) & (index < self.CONSUMERS - 1):
             index += 1
             i = gl.load(self.last_ptr(index))
-        return i, index
+        return gl.where(i < 0, end, i), index
 
 
 @gluon.jit

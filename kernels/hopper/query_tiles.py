@@ -49,17 +49,17 @@ def places(tiles, batch, row, N_ROWS: gl.constexpr):
 
 
 @gluon.jit
-def kept_places_end(tiles, whole_begin, whole_end, own_end):
+def kept_places_end(tiles, whole_begin, whole_end, own_end, anew):
     """The end of the places that keep the maximum of those visited before: every row has seen a key by then.
 
     A list's cut blocks, which are visited first, may hide all keys from a row. An interval's do not, where
-    there are whole blocks beside them.
+    there are whole blocks beside them. A tile that is computed anew keeps none, see overflow.py.
     """
     if tiles.mask.KIND == "blocks":
         kept_end = whole_end - 1
     else:
         kept_end = gl.where(whole_begin < whole_end, gl.minimum(whole_end, own_end - 1), 0)
-    return kept_end
+    return gl.where(anew > 0, -1, kept_end)
 
 
 @gluon.jit

@@ -102,8 +102,7 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
             for skipped in range(n, n + end - own_end):
                 skip(tiles, skipped, skipped)
             n += end - own_end
-        kept_end = kept_places_end(tiles, whole_begin, whole_end, own_end)
-        kept_end = gl.where(anew > 0, -1, kept_end)
+        kept_end = kept_places_end(tiles, whole_begin, whole_end, own_end, anew)
         for j in range(own_end - own_begin):
             place = own_end - 1 - j
             masked = place >= whole_end

@@ -115,8 +115,7 @@ def consume_wide(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.c
         for skipped in range(n, n + end - own_end):
             skip_in_turn(tiles, skipped, INDEX)
         n += end - own_end
-        kept_end = kept_places_end(tiles, whole_begin, whole_end, own_end)
-        kept_end = gl.where(anew > 0, -1, kept_end)
+        kept_end = kept_places_end(tiles, whole_begin, whole_end, own_end, anew)
         if own_begin < own_end:
             lines = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
             shift = shift_of(row + lines, tiles.q.dtype, is_lowered(tiles))

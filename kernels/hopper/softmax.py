@@ -135,7 +135,7 @@ def add_excess(excess, pairs, l_i, sums, LOWERED: gl.constexpr, DROPS: gl.conste
     the rest, and no block that raised the maximum. Where other keys weigh more, out is rounded as much.
     """
     # beside peaks of 3/4
-    LEAST: gl.constexpr = 128.0 * 2.0**-LOWERED_BY if LOWERED else 128.0
+    LEAST: gl.constexpr = 512.0 * 2.0**-LOWERED_BY if LOWERED else 512.0
     N_PAIRS: gl.constexpr = pairs.shape[1] // 4
     LAYOUT: gl.constexpr = sums.type.layout
     columns = apart(gl.reshape(pairs, [pairs.shape[0], N_PAIRS, 4]), N_PAIRS, LAYOUT)

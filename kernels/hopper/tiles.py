@@ -38,7 +38,7 @@ EVERY = 2**31 - 1
 # a second thread block fills the gaps of two warpgroups; small key blocks waste little at a mask's edges
 SHORT = ForwardTile(2, 64, 2, 4, 104, 24, blocks=2)
 # measured: up to this many keys per query, on average, SHORT is faster
-SHORT_ROWS = {"full": 400, "causal": 520, "window": 1024}
+SHORT_ROWS = {"full": 600, "causal": 520, "window": 1024}
 
 
 def forward_tile(width: int, mask: str, keys_per_query: float) -> ForwardTile:

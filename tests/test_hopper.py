@@ -244,7 +244,7 @@ def test_documents_of_about_one_length_are_one_kind_of_call():
 
 
 def test_short_rows_of_heads_of_64_have_tiles_of_two_blocks():
-    for mask, most in (("full", 400), ("causal", 520), ("window", 1024)):
+    for mask, most in (("full", 600), ("causal", 520), ("window", 1024)):
         assert forward_tile(64, mask, most).blocks == 2
         assert forward_tile(64, mask, most + 1).blocks == 1
     assert forward_tile(64, "window", 4096).consumers == 2

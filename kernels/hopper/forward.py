@@ -339,7 +339,7 @@ def consume_overlapped(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX
                 tiles, q, p, o, m_i, l_i, excess, n, whole, after_whole, key_first, key_end, own_end - 1,
                 scale_log2, shift, dropping, False, tiles.KEEPS_MAXIMUM, INDEX
             )  # fmt: skip
-            excess = count_excess(tiles, excess, p, l_i)
+            excess = count_excess(tiles, excess[0], p, l_i, excess[1]), excess[1]
             if KIND == "window" or KIND == "intervals":
                 p, o, m_i, l_i, excess = walk(
                     tiles, q, p, o, m_i, l_i, excess, n, after_whole, steps, key_first, key_end, own_end - 1,

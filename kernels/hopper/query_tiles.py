@@ -7,7 +7,6 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from kernels.hopper.block_lists import BLOCK_SIZE
-from kernels.hopper.primitives import opaque
 from kernels.hopper.schedule import blocks_between, quotient
 
 # rows of one warpgroup's products
@@ -31,7 +30,7 @@ def locate(tiles, i):
         ranges = begin * PARTS, begin * PARTS, whole_end * PARTS, end * PARTS
     else:
         # where the rows do not fill all tiles, the surplus lies before row 0, where a causal mask hides most
-        missing = tiles.order.n_tiles * tiles.CONSUMERS - gl.cdiv(opaque(tiles.mask.seq_q), ROWS)
+        missing = (tiles.order.n_tiles * (tiles.CONSUMERS * ROWS) - tiles.mask.seq_q) // ROWS
         row = (tile * tiles.CONSUMERS - missing) * ROWS
         ranges = places(tiles, batch, row, tiles.CONSUMERS * ROWS)
     return batch, head, row, ranges[0], ranges[1], ranges[2], ranges[3]

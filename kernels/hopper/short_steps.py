@@ -6,10 +6,7 @@ tile to tile: so S (64 x 64), P and o fit in 104 registers. tiles: forward.Tiles
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import (
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from kernels.hopper.block_lists import hide_unseen
 from kernels.hopper.dropout import is_lowered, weights
@@ -17,7 +14,6 @@ from kernels.hopper.primitives import unpack_pairs
 from kernels.hopper.query_tiles import ROWS, kept_places_end, locate, own_places, skip, words_at
 from kernels.hopper.softmax import (
     LOWEST,
-    add_excess,
     hide,
     partial_sum,
     probabilities,
@@ -27,6 +23,7 @@ from kernels.hopper.softmax import (
 )
 from kernels.hopper.steps import (
     begin_to_drop,
+    count_excess,
     no_excess,
     read_words,
     scores_of_nothing,
@@ -64,8 +61,7 @@ def step(tiles, q, o, m_i, l_i, excess, n, first, end, place, masked, kept, scal
     p = unpack_pairs(pairs, tiles.q.dtype, P_LAYOUT)
     v = tiles.v.index(tiles.v_ring.take(n)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
     o = warpgroup_mma(p, v, o, is_async=True)  # (ROWS, D)
-    if tiles.KEEPS_MAXIMUM:
-        excess = add_excess(excess, pairs, l_i, sums, is_lowered(tiles), tiles.dropout.IS_ON)
+    excess = count_excess(tiles, excess, pairs, l_i, sums)
     o = warpgroup_mma_wait(0, deps=[o])
     tiles.v_ring.release(n)
     return o, m_i, l_i, excess

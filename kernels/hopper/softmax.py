@@ -122,9 +122,9 @@ def no_more_than_a_rounding(more, sums):
     for distance in (1, 2):
         for x in "xy":
             text += f"shfl.sync.bfly.b32 b, {x}, {distance}, 31, 0xffffffff; add.f32 {x}, {x}, b; "
-    return (
-        text + "setp.gt.and.f32 outweighs, x, 0.0, outweighs; setp.lt.and.f32 outweighs, y, 0.0, outweighs; "
-    )
+    for compare, x in (("gt", "x"), ("lt", "y")):
+        text += f"setp.{compare}.and.f32 outweighs, {x}, 0.0, outweighs; "
+    return text
 
 
 @gluon.jit

@@ -106,7 +106,8 @@ def products(
     """Issues S = Q K_n^T and O += P V of the block before, and waits for S; gives words if read early, or 0.
 
     begun: whether O holds earlier blocks of its tile; pending: whether there is a block before. KEPT: whether
-    this block keeps the maximum; so may the one before, whose excess is counted while the products run.
+    this block keeps the maximum; so may the one before, whose excess is counted while the products run:
+    excess[1] are its sums, and excess[0] is what is counted.
     """
     zeros = scores_of_nothing(tiles)
     k = tiles.k.index(tiles.k_ring.take(n)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
@@ -118,7 +119,7 @@ def products(
     if reads_early(tiles.CONSUMERS, tiles.mask.KIND):
         words = read_words(tiles, n)
     if KEPT:
-        excess = count_excess(tiles, excess, p, l_i)
+        excess = count_excess(tiles, excess[0], p, l_i, excess[1]), excess[1]
     s = warpgroup_mma_wait(1, deps=[s])
     tiles.k_ring.release(n)
     return s, o, words, excess
@@ -140,10 +141,10 @@ def no_excess(tiles):
 
 
 @gluon.jit
-def count_excess(tiles, excess, p, l_i):
-    """Of the last block, whose pairs are p. excess: what is counted, and the sums of a block that is not."""
+def count_excess(tiles, excess, p, l_i, sums):
+    """softmax.add_excess of a block whose pairs are p, in kernels that keep the maximum."""
     if tiles.KEEPS_MAXIMUM:
-        excess = add_excess(excess[0], p, l_i, excess[1], is_lowered(tiles), tiles.dropout.IS_ON), excess[1]
+        excess = add_excess(excess, p, l_i, sums, is_lowered(tiles), tiles.dropout.IS_ON)
     return excess
 
 

@@ -15,7 +15,6 @@ from kernels.hopper.primitives import opaque, unpack_pairs
 from kernels.hopper.query_tiles import ROWS, kept_places_end, locate, own_places, words_at
 from kernels.hopper.softmax import (
     LOWEST,
-    add_excess,
     hide,
     partial_sum,
     probabilities,
@@ -25,6 +24,7 @@ from kernels.hopper.softmax import (
 )
 from kernels.hopper.steps import (
     begin_to_drop,
+    count_excess,
     no_excess,
     pass_turn,
     read_words,
@@ -80,8 +80,7 @@ def step(
     p, sums = probabilities(s, m_i, scale_log2)
     l_i += sums
     pairs = weights(tiles, p, dropping, read_words(tiles, n))
-    if tiles.KEEPS_MAXIMUM:
-        excess = add_excess(excess, pairs, l_i, sums, is_lowered(tiles), tiles.dropout.IS_ON)
+    excess = count_excess(tiles, excess, pairs, l_i, sums)
     p = unpack_pairs(pairs, tiles.q.dtype, LEFT_LAYOUT)
     v = tiles.v.index(tiles.v_ring.take(n)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
     if not LAST:
@@ -103,6 +102,8 @@ def step(
 @gluon.jit
 def consume_wide(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.constexpr):
     """forward.consume_tiles in these steps."""
+    # so a warpgroup's queries are always in the buffer of its number
+    gl.static_assert(tiles.q_ring.STAGES == 1)
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles.BLOCK_N, 16])
     i = tiles.take(nth)
     while i < tiles.order.total():
@@ -143,19 +144,9 @@ def consume_wide(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.c
                 kept_end, scale_log2, shift, dropping, True, INDEX
             )  # fmt: skip
             store(
-                tiles,
-                out_desc,
-                lse_ptr,
-                o,
-                m_i,
-                l_i,
-                excess,
-                batch * tiles.n_head + head,
-                row,
-                i,
-                anew,
-                INDEX,
-            )
+                tiles, out_desc, lse_ptr, o, m_i, l_i, excess, batch * tiles.n_head + head, row, i, anew,
+                INDEX
+            )  # fmt: skip
         else:
             take_turn(n, INDEX)
             pass_turn(n, INDEX, tiles.CONSUMERS)

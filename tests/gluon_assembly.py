@@ -69,9 +69,13 @@ def assembly(asm, constraints, args, dtype, is_pure, pack):
         words = multiply_words(x.long() & WORD, rest[0].long() & WORD)
         return tuple(Tensor(word.to(torch.int32)) for word in words)
     if "outweighs" in asm:
-        l_i, sums, *columns = rest
         least = float(re.search(r"outweighs, x, ([\d.]+)", asm)[1])
-        outweighs = (sums - 0.8 * l_i > least).any(-1, keepdim=True)
+        if "mma" not in asm:
+            # one answer for the 16 rows of a warp
+            outweighs = (rest[0] - 0.8 * x > least).reshape(-1, 64).any(-1, keepdim=True)
+            return Tensor(outweighs.int().expand(-1, 64).reshape(x.shape))
+        l_i, sums, some, *columns = rest
+        outweighs = (sums - 0.8 * l_i > least).any(-1, keepdim=True) & (some != 0)
         rounded = sum(sum(numbers(pair, torch.bfloat16)) for pair in columns)
         more = rounded.sum(-1, keepdim=True) / 4 - sums
         if "0.00398" in asm:

@@ -23,10 +23,11 @@ from kernels.hopper.softmax import (
 )
 from kernels.hopper.steps import (
     begin_to_drop,
-    count_excess,
+    count_excess_if,
     no_excess,
     read_words,
     scores_of_nothing,
+    some_outweigh,
     store,
 )
 
@@ -57,11 +58,13 @@ def step(tiles, q, o, m_i, l_i, excess, n, first, end, place, masked, kept, scal
             excess = rescale(excess, alpha)
     p, sums = probabilities(s, m_i, scale_log2)
     l_i += sums
+    # compared before the product is issued: behind that, the comparison would hold up its second instruction
+    some = some_outweigh(tiles, l_i, sums)
     pairs = weights(tiles, p, dropping, words)
     p = unpack_pairs(pairs, tiles.q.dtype, P_LAYOUT)
     v = tiles.v.index(tiles.v_ring.take(n)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
     o = warpgroup_mma(p, v, o, is_async=True)  # (ROWS, D)
-    excess = count_excess(tiles, excess, pairs, l_i, sums)
+    excess = count_excess_if(tiles, some, excess, pairs, l_i, sums)
     o = warpgroup_mma_wait(0, deps=[o])
     tiles.v_ring.release(n)
     return o, m_i, l_i, excess

@@ -87,25 +87,55 @@ def probabilities(s, m_i, scale_log2):
 
 
 @gluon.constexpr_function
+def least_excess(lowered):
+    """The sums of a block that count, beside peaks of 3/4."""
+    return 512.0 * 2.0**-LOWERED_BY.value if lowered else 512.0
+
+
+@gluon.constexpr_function
+def compare(l_i, sums, least, more=""):
+    """Whether sums exceed `least` and four times those before; l: with them."""
+    return f"fma.rn.f32 x, {l_i}, -0.8, {sums}; setp.gt{more}.f32 outweighs, x, {0.2 * least}"
+
+
+@gluon.constexpr_function
+def outweighing_asm(least):
+    """Two rows of a thread: l and sums; the same result for both."""
+    text = "{.reg .pred outweighs; .reg .f32 x; " + compare("$2", "$4", least) + "; "
+    text += compare("$3", "$5", least, ".or") + ", outweighs; "
+    text += "vote.sync.any.pred outweighs, outweighs, 0xffffffff; "
+    # the assembler keeps the predicate
+    return text + "selp.b32 $0, 1, 0, outweighs; mov.b32 $1, $0; }"
+
+
+@gluon.jit
+def outweighing(l_i, sums, LOWERED: gl.constexpr):
+    """(ROWS, 4) int32: 1 where a thread of the warp holds sums of a block that outweigh those before, else 0.
+
+    l: with `sums`. Few blocks have such sums, and none that raised the maximum.
+    """
+    ASM: gl.constexpr = outweighing_asm(least_excess(LOWERED))
+    return gl.inline_asm_elementwise(ASM, "=r,=r,f,f,f,f", [l_i, sums], dtype=gl.int32, is_pure=False, pack=2)
+
+
+@gluon.constexpr_function
 def excess_asm(n_pairs, least, drops):
-    """Two rows of a thread: their excess, l and sums, then their pairs of P.
+    """Two rows of a thread: their excess, l, sums and what outweighing says, then their pairs of P.
 
     A product with quarters adds up the pairs of a row's four threads, in few instructions.
     """
-    outweighs = f"fma.rn.f32 x, {{0}}, -0.8, {{1}}; setp.gt{{2}}.f32 outweighs, x, {0.2 * least}"
     text = "{.reg .pred outweighs; .reg .f32 x, y, a, b, c, d; .reg .b32 quarters, lane, some; "
-    text += outweighs.format("$4", "$6", "") + "; " + outweighs.format("$5", "$7", ".or") + ", outweighs; "
     # a branch of whole warps: around one of single threads the compiler spills
-    text += "vote.sync.any.pred outweighs, outweighs, 0xffffffff; @!outweighs bra.uni DONE; "
+    text += "setp.ne.b32 outweighs, $8, 0; @!outweighs bra.uni DONE; "
     text += "mov.b32 quarters, 0x3e803e80; mov.f32 a, 0.0; mov.f32 b, a; mov.f32 c, a; mov.f32 d, a; "
     for i in range(0, n_pairs, 2):
-        pairs = ", ".join(f"${8 + 2 * i + j}" for j in range(4))
+        pairs = ", ".join(f"${10 + 2 * i + j}" for j in range(4))
         text += "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {a, b, c, d}, {" + pairs + "}, "
         text += "{quarters, quarters}, {a, b, c, d}; "
     text += "mov.u32 lane, %laneid; and.b32 lane, lane, 28; "
     for row, more in enumerate("ac"):
         l_i, sums = f"${4 + row}", f"${6 + row}"
-        text += outweighs.format(l_i, sums, "") + "; "
+        text += compare(l_i, sums, least) + "; "
         # all threads of a row count it, if one of them does
         text += "vote.sync.ballot.b32 some, outweighs, 0xffffffff; shr.b32 some, some, lane; "
         text += f"and.b32 some, some, 15; setp.ne.b32 outweighs, some, 0; sub.f32 {more}, {more}, {sums}; "
@@ -128,20 +158,18 @@ def no_more_than_a_rounding(more, sums):
 
 
 @gluon.jit
-def add_excess(excess, pairs, l_i, sums, LOWERED: gl.constexpr, DROPS: gl.constexpr):
+def add_excess(excess, pairs, l_i, sums, some, LOWERED: gl.constexpr, DROPS: gl.constexpr):
     """excess (ROWS, 4) and how much more than `sums` the rounded P of a block, (ROWS, N) pairs, come to.
 
-    l: with `sums`. Only sums that exceed LEAST and four times those before count: most steps branch past
-    the rest, and no block that raised the maximum. Where other keys weigh more, out is rounded as much.
+    some: what outweighing(l, sums) gave; most steps branch past the rest. Where other keys weigh more, out is
+    rounded as much.
     """
-    # beside peaks of 3/4
-    LEAST: gl.constexpr = 512.0 * 2.0**-LOWERED_BY if LOWERED else 512.0
     N_PAIRS: gl.constexpr = pairs.shape[1] // 4
     LAYOUT: gl.constexpr = sums.type.layout
     columns = apart(gl.reshape(pairs, [pairs.shape[0], N_PAIRS, 4]), N_PAIRS, LAYOUT)
-    ASM: gl.constexpr = excess_asm(N_PAIRS, LEAST, DROPS)
-    CONSTRAINTS: gl.constexpr = "=f,=f,0,1,f,f,f,f" + ",r,r" * N_PAIRS
-    operands = (excess, l_i, sums) + columns  # noqa: RUF005 - Gluon has no starred expressions
+    ASM: gl.constexpr = excess_asm(N_PAIRS, least_excess(LOWERED), DROPS)
+    CONSTRAINTS: gl.constexpr = "=f,=f,0,1,f,f,f,f,r,r" + ",r,r" * N_PAIRS
+    operands = (excess, l_i, sums, some) + columns  # noqa: RUF005 - Gluon has no starred expressions
     # not pure: the compiler would move it behind the wait for the products beside which it should run
     return gl.inline_asm_elementwise(ASM, CONSTRAINTS, operands, dtype=gl.float32, is_pure=False, pack=2)
 

@@ -26,6 +26,7 @@ from kernels.hopper.softmax import (
     LOWERED_BY,
     add_excess,
     hide,
+    outweighing,
     partial_sum,
     probabilities,
     raise_maximum,
@@ -141,11 +142,23 @@ def no_excess(tiles):
 
 
 @gluon.jit
-def count_excess(tiles, excess, p, l_i, sums):
+def some_outweigh(tiles, l_i, sums):
+    """softmax.outweighing in kernels that keep the maximum."""
+    return outweighing(l_i, sums, is_lowered(tiles)) if tiles.KEEPS_MAXIMUM else gl.to_tensor(0)
+
+
+@gluon.jit
+def count_excess_if(tiles, some, excess, p, l_i, sums):
     """softmax.add_excess of a block whose pairs are p, in kernels that keep the maximum."""
     if tiles.KEEPS_MAXIMUM:
-        excess = add_excess(excess, p, l_i, sums, is_lowered(tiles), tiles.dropout.IS_ON)
+        excess = add_excess(excess, p, l_i, sums, some, is_lowered(tiles), tiles.dropout.IS_ON)
     return excess
+
+
+@gluon.jit
+def count_excess(tiles, excess, p, l_i, sums):
+    """The same, compared and counted at once."""
+    return count_excess_if(tiles, some_outweigh(tiles, l_i, sums), excess, p, l_i, sums)
 
 
 @gluon.jit

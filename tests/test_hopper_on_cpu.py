@@ -91,7 +91,7 @@ def test_dropout_keeps_what_the_reference_keeps(dtype, head_dim, mask, launch):
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 def test_heads_of_64_are_as_accurate_in_the_tiles_of_long_rows(mask, dropout_p, launch, monkeypatch):
     # three warpgroups, or two under a window; chosen for rows that would take long here
-    monkeypatch.setattr(launch, "forward_tile", lambda width, mask, _: forward_tile(width, mask, 2**20))
+    monkeypatch.setattr(launch, "forward_tile", lambda width, mask, *_: forward_tile(width, mask, 2**20))
     for seq_q, seq_k in ((65, 65), (500, 500), (200, 300), (300, 200)):
         q, k, v = random_qkv(2, seq_q, seq_k, 2, 1, 64, torch.bfloat16, "cpu")
         options = options_of(mask, seq_q, seq_k)
@@ -116,7 +116,7 @@ def test_scores_that_rise_far_above_those_of_the_first_blocks_are_exact(
 
     monkeypatch.setattr(overflow, "next", note)
     if tiles == "long":
-        monkeypatch.setattr(launch, "forward_tile", lambda width, mask, _: forward_tile(width, mask, 2**20))
+        monkeypatch.setattr(launch, "forward_tile", lambda width, mask, *_: forward_tile(width, mask, 2**20))
     q, k, v = rising_qkv(2, 400, 4, 2, head_dim, "cpu")
     options = options_of(mask, 400, 400)
     if mask == "window":
@@ -140,7 +140,7 @@ def test_a_key_that_outweighs_all_others_weighs_as_much_as_its_rounded_probabili
     head_dim, tiles, sharpness, launch, monkeypatch
 ):
     if tiles == "long":
-        monkeypatch.setattr(launch, "forward_tile", lambda width, mask, _: forward_tile(width, mask, 2**20))
+        monkeypatch.setattr(launch, "forward_tile", lambda width, mask, *_: forward_tile(width, mask, 2**20))
     assert_as_accurate_as_torch(hopper_attention, *peaked_qkv(500, sharpness, head_dim, "cpu"))
 
 

@@ -84,7 +84,8 @@ def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tupl
     batch, seq_q, n_head, head_dim = q.shape
     seq_k, n_kv_head = k.shape[1:3]
     width = tile_width(head_dim)
-    tile = forward_tile(width, mask_kind(problem), keys_per_query(problem, seq_q, seq_k))
+    drops, keys = problem.dropout_p > 0.0, keys_per_query(problem, seq_q, seq_k)
+    tile = forward_tile(width, mask_kind(problem), keys, drops)
     problem = without_intervals(problem, batch, seq_q, seq_k, rows=True, columns=False)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, n_head, seq_q, dtype=torch.float32, device=q.device)
@@ -97,7 +98,7 @@ def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tupl
     counter = lse.view(torch.int32)
     if batch * n_head * n_tiles > tile.dealt * n_blocks:
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    keeps = has_room(problem, q.dtype) and keeps_maximum(tile, mask_kind(problem), problem.dropout_p > 0.0)
+    keeps = has_room(problem, q.dtype) and keeps_maximum(tile, mask_kind(problem), drops)
     notes = counter
     if keeps:
         n_notes = (n_blocks + batch * n_head * n_tiles) * tile.consumers
@@ -125,7 +126,7 @@ def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tupl
         division(n_head),
         problem.softmax_scale * LOG2E,
         MASK=mask_kind(problem),
-        DROPOUT=problem.dropout_p > 0.0,
+        DROPOUT=drops,
         BLOCK_N=tile.block_n,
         HEAD_DIM=width,
         REST=rest_width(head_dim),

@@ -39,9 +39,10 @@ EVERY = 2**31 - 1
 SHORT = ForwardTile(2, 64, 2, 4, 104, 24, blocks=2)
 # measured: up to this many keys per query, on average, SHORT is faster
 SHORT_ROWS = {"full": 600, "causal": 520, "window": 1024}
+SHORT_ROWS_WITH_DROPOUT = SHORT_ROWS | {"causal": 1100}
 
 
-def forward_tile(width: int, mask: str, keys_per_query: float) -> ForwardTile:
+def forward_tile(width: int, mask: str, keys_per_query: float, dropout: bool = False) -> ForwardTile:
     if width == 256:
         return ForwardTile(2, 64, 1, 2, 240, 32)
     if width == 128:
@@ -49,7 +50,7 @@ def forward_tile(width: int, mask: str, keys_per_query: float) -> ForwardTile:
     # a list serves 128 queries, so two warpgroups; the length of documents is not known here
     if mask in ("blocks", "intervals"):
         return SHORT
-    if keys_per_query <= SHORT_ROWS[mask]:
+    if keys_per_query <= (SHORT_ROWS_WITH_DROPOUT if dropout else SHORT_ROWS)[mask]:
         return SHORT
     # a third warpgroup fills the gaps of two, but lacks the registers for both edges of a window
     if mask == "window":

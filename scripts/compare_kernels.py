@@ -25,7 +25,7 @@ import torch
 
 import kernels
 from kernels.problem import Problem
-from scripts.arguments import OVERWRITE, argument, check_least, result_file, run_script
+from scripts.arguments import OVERWRITE, argument, check_least, check_some, result_file, run_script
 from scripts.benchmark_attention import DTYPES, Shape, inputs, shapes
 from scripts.timing import capture_forward, median_ms
 from train.results import write_result
@@ -61,8 +61,9 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     check_least(arguments, "seq_lens", "head_dims", "tokens", "width", "repeats")
-    if len(arguments.copies) < 2:
+    if len(set(arguments.copies)) < 2:
         raise ValueError(f"copies={arguments.copies} must name two folders or more, to compare them")
+    check_some(arguments, "passes")
     if unknown := set(arguments.passes) - set(PASSES):
         raise ValueError(f"passes must be of {' '.join(PASSES)}, got {' '.join(sorted(unknown))}")
     if arguments.dtype not in DTYPES:
@@ -182,11 +183,14 @@ def calls_of(function: Callable, seconds: float, at_a_time: int) -> int:
 
 def print_row(row: dict) -> None:
     mask = "GPT-2" if row["packed"] else "causal" if row["causal"] else "full"
-    steady = f"{row['speed_steady']:6.3f} / {row['steady_ms']:8.3f} ms" if "steady_ms" in row else ""
+    speeds = (
+        f"{how} {row[f'speed_{how}']:6.3f} / {row[f'{how}_ms']:8.3f} ms"
+        for how in ("alone", "steady")
+        if f"speed_{how}" in row
+    )
     print(
         f"D {row['head_dim']:3} {mask:6} T {row['seq_len']:6} {row['pass']:8} {row['copy']:20} "
-        f"alone {row['speed_alone']:6.3f} / {row['alone_ms']:8.3f} ms steady {steady} "
-        f"differs by {row['difference']:.1e}",
+        f"{', '.join(speeds)}, differs by {row['difference']:.1e}",
         flush=True,
     )
 

@@ -1,0 +1,151 @@
+"""scripts.compare_kernels: copies of kernels/hopper beside one another, and what is told of them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import kernels
+from scripts import compare_kernels
+from scripts.benchmark_attention import Shape
+from tests.on_a_gpu import on_hopper
+
+ROOT = Path(kernels.__file__).parents[1]
+SHAPE = Shape(1, 8, 2, 4, True, False)
+
+
+@pytest.fixture
+def changed(tmp_path):
+    """A copy of the project whose long tiles have other registers."""
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    tiles = tmp_path / "kernels" / "hopper" / "tiles.py"
+    text = tiles.read_text()
+    assert "ForwardTile(2, 128, 2, 2, 240, 24)" in text
+    tiles.write_text(text.replace("ForwardTile(2, 128, 2, 2, 240, 24)", "ForwardTile(2, 128, 2, 2, 232, 40)"))
+    return tmp_path
+
+
+LOADING = """
+import sys
+from pathlib import Path
+
+import kernels
+import kernels.hopper.launch as own
+from scripts.compare_kernels import load
+
+before = {name: module for name, module in sys.modules.items() if name.startswith("kernels")}
+copies = [load(Path(folder)).launcher() for folder in sys.argv[1:]]
+after = {name: module for name, module in sys.modules.items() if name.startswith("kernels")}
+assert all(after[name] is module for name, module in before.items())
+import kernels.hopper.launch as again
+assert again is own and kernels.hopper.launcher() is own
+for launch in (own, *copies):
+    print(launch.__file__, launch.forward_tile(128, "full", 4096).consumer_registers)
+print(len({id(launch.forward_kernel) for launch in (own, *copies)}))
+"""
+
+
+def test_copies_have_kernels_of_their_own_and_leave_the_projects_as_they_are(changed):
+    # in a process that compiles, which Triton's interpreter does not
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", LOADING, str(changed), str(ROOT)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    launch = "kernels/hopper/launch.py"
+    assert done.stdout.splitlines() == [
+        f"{ROOT / launch} 240", f"{changed.resolve() / launch} 232", f"{ROOT / launch} 240", "3"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"copies": [".", "."]}, "name two folders or more"),
+        ({"copies": [".", "docs"]}, "docs holds no kernels/hopper"),
+        ({"copies": [".", "./."], "passes": ["sideways"]}, "passes must be of forward backward, got sideways"),
+        ({"copies": [".", "./."], "passes": []}, "passes must not be empty"),
+        ({"copies": [".", "./."], "dtype": "fp32"}, "dtype must be one of bf16, fp16, got fp32"),
+        ({"copies": [".", "./."], "window": 9}, r"use causal=\[true\]"),
+        ({"copies": [".", "./."], "repeats": 0}, "repeats must be at least 1"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_by_name(given, reason, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ValueError, match=reason):
+        compare_kernels.main(compare_kernels.Arguments(**given))
+
+
+def test_a_speed_is_the_first_copys_time_over_anothers(monkeypatch, capsys):
+    randn = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *shape, device, dtype, **options: randn(*shape, **options))
+    # of each copy forward and backward, in each of three turns
+    given = {"before": ([2.0, 3.0, 2.5], [8.0, 9.0, 7.0]), "after": ([2.0, 1.0, 4.0], [10.0, 10.0, 10.0])}
+    turns = iter([times for passes in given.values() for times in passes])
+    monkeypatch.setattr(
+        compare_kernels, "capture_forward", lambda function: SimpleNamespace(replay=iter(next(turns)))
+    )
+    monkeypatch.setattr(compare_kernels, "median_ms", lambda replay: next(replay))
+    monkeypatch.setattr(compare_kernels, "steady_ms", lambda replay, alone: 2 * alone)
+
+    def copy(shift: float) -> SimpleNamespace:
+        return SimpleNamespace(
+            attention_forward=lambda problem, q, k, v: (torch.ones(4) + shift, torch.zeros(4)),
+            attention_backward=lambda *given: (torch.full((4,), 2.0), torch.ones(4), torch.ones(4)),
+        )
+
+    arguments = compare_kernels.Arguments(copies=["before", "after"])
+    rows = compare_kernels.measure(arguments, SHAPE, {"before": copy(0.0), "after": copy(0.25)})
+    assert [(row["copy"], row["pass"]) for row in rows] == [
+        ("before", "forward"), ("before", "backward"), ("after", "forward"), ("after", "backward")
+    ]  # fmt: skip
+    assert [row["alone_ms"] for row in rows] == [2.5, 8.0, 2.0, 10.0]
+    assert [row["steady_ms"] for row in rows] == [5.0, 16.0, 4.0, 20.0]
+    assert [row["speed_alone"] for row in rows] == [1.0, 1.0, 1.25, 0.8]
+    assert [row["speed_steady"] for row in rows] == [1.0, 1.0, 1.25, 0.8]
+    assert [row["difference"] for row in rows] == [0.0, 0.0, 0.25, 0.25]
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert "after" in lines[2]
+    assert "alone  1.250 /    2.000 ms, steady  1.250 /    4.000 ms" in lines[2]
+
+
+def test_steady_calls_are_counted_behind_others_of_the_same(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    clock, calls = [0.0], []
+    monkeypatch.setattr(compare_kernels.time, "perf_counter", lambda: clock[0])
+
+    def call() -> None:
+        # the first ones are slow, as on a card whose clock has not settled
+        clock[0] += 0.02 if clock[0] < 0.1 else 0.01
+        calls.append(clock[0])
+
+    assert compare_kernels.steady_ms(call, milliseconds=10.0) == pytest.approx(10.0)
+    assert calls[-1] >= compare_kernels.BEFORE + compare_kernels.STEADY
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_on_a_gpu_a_changed_copy_is_timed_beside_the_project(changed, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    arguments = compare_kernels.Arguments(
+        copies=[".", str(changed)], head_dims=[128], seq_lens=[512], causal=[False], gpt2=False, repeats=1,
+        out=str(tmp_path / "kernels.json"),
+    )  # fmt: skip
+    compare_kernels.main(arguments)
+    rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
+    assert [(row["copy"], row["pass"]) for row in rows] == [
+        (copy, direction) for copy in (".", str(changed)) for direction in ("forward", "backward")
+    ]
+    for row in rows:
+        assert 0.5 < row["speed_alone"] < 2
+        assert 0.5 < row["speed_steady"] < 2
+        # dq is added up in any order
+        assert row["difference"] < 0.01

@@ -244,13 +244,10 @@ def test_documents_of_about_one_length_are_one_kind_of_call():
 
 
 def test_short_rows_of_heads_of_64_have_tiles_of_two_blocks():
-    for mask, most in (("full", 600), ("causal", 520), ("window", 1024)):
-        assert forward_tile(64, mask, most).blocks == 2
-        assert forward_tile(64, mask, most + 1).blocks == 1
-    # dropout draws faster in short tiles
-    assert forward_tile(64, "causal", 1100, dropout=True).blocks == 2
-    assert forward_tile(64, "causal", 1101, dropout=True).blocks == 1
-    assert forward_tile(64, "full", 601, dropout=True).blocks == 1
+    for mask, most, with_dropout in (("full", 600, 1100), ("causal", 520, 1100), ("window", 1024, 1024)):
+        for dropout, bound in ((False, most), (True, with_dropout)):
+            assert forward_tile(64, mask, bound, dropout).blocks == 2
+            assert forward_tile(64, mask, bound + 1, dropout).blocks == 1
     assert forward_tile(64, "window", 4096).consumers == 2
     assert forward_tile(64, "causal", 4096).consumers == 3
     assert all(forward_tile(128, mask, 1).blocks == 1 for mask in ("full", "causal", "window", "intervals"))

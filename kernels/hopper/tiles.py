@@ -39,7 +39,7 @@ EVERY = 2**31 - 1
 SHORT = ForwardTile(2, 64, 2, 4, 104, 24, blocks=2)
 # measured: up to this many keys per query, on average, SHORT is faster
 SHORT_ROWS = {"full": 600, "causal": 520, "window": 1024}
-SHORT_ROWS_WITH_DROPOUT = SHORT_ROWS | {"causal": 1100}
+SHORT_ROWS_WITH_DROPOUT = SHORT_ROWS | {"full": 1100, "causal": 1100}
 
 
 def forward_tile(width: int, mask: str, keys_per_query: float, dropout: bool = False) -> ForwardTile:

@@ -24,16 +24,18 @@ from kernels.hopper.softmax import (
 )
 from kernels.hopper.steps import (
     begin_to_drop,
-    count_excess,
+    count_excess_if,
     no_excess,
     pass_turn,
     read_words,
     scores_of_nothing,
     skip_in_turn,
+    some_outweigh,
     store,
     take_turn,
 )
 from kernels.hopper.wide_heads import (
+    FIRST,
     LEFT_LAYOUT,
     for_channels,
     over_channels,
@@ -80,7 +82,11 @@ def step(
     p, sums = probabilities(s, m_i, scale_log2)
     l_i += sums
     pairs = weights(tiles, p, dropping, read_words(tiles, n))
-    excess = count_excess(tiles, excess, pairs, l_i, sums)
+    some = some_outweigh(tiles, l_i, sums)
+    # measured: behind the products with heads of 192, before them with heads of 256
+    BEHIND: gl.constexpr = tiles.REST < FIRST
+    if not BEHIND:
+        excess = count_excess_if(tiles, some, excess, pairs, l_i, sums)
     p = unpack_pairs(pairs, tiles.q.dtype, LEFT_LAYOUT)
     v = tiles.v.index(tiles.v_ring.take(n)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
     if not LAST:
@@ -90,6 +96,8 @@ def step(
     if not LAST:
         s = scores(tiles, n + 1, INDEX)
     pass_turn(n, INDEX, tiles.CONSUMERS)
+    if BEHIND:
+        excess = count_excess_if(tiles, some, excess, pairs, l_i, sums)
     # scores are two products, too
     o = warpgroup_mma_wait(0 if LAST else 2, deps=[o[0], o[1]])
     tiles.v_ring.release(n)

@@ -92,7 +92,7 @@ def describe(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Two stacked bars, as in the paper."""
-    from train.plot import subplots
+    from train.plot import save, subplots
 
     figure, axis = subplots(figsize=(4.5, 4.5))
     for bar, fused in (("PyTorch", False), ("ours", True)):
@@ -105,4 +105,4 @@ def draw(rows: list[dict], path: Path) -> None:
             bottom += height
     axis.set_ylabel("ms")
     axis.set_title("Attention on GPT-2, forward")
-    figure.savefig(path, dpi=120)
+    save(figure, path, dpi=120)

@@ -136,7 +136,7 @@ def describe(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], path: Path) -> None:
     """One pair of bars for each of operations, bytes and time."""
-    from train.plot import subplots
+    from train.plot import save, subplots
 
     panels = {
         "GFLOP (matrix products)": lambda row: row["matmul_gflop"],
@@ -150,4 +150,4 @@ def draw(rows: list[dict], path: Path) -> None:
             axis.bar_label(bar, fmt="%.3g")
         axis.margins(y=0.1)
         axis.set_title(title)
-    figure.savefig(path, dpi=120)
+    save(figure, path, dpi=120)

@@ -109,7 +109,7 @@ def describe(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Bytes on the left axis, time on the right one, over the size of a block."""
-    from train.plot import subplots
+    from train.plot import save, subplots
 
     figure, axis = subplots(figsize=(5, 4))
     blocks = [str(row["block_n"]) for row in rows]
@@ -127,4 +127,4 @@ def draw(rows: list[dict], path: Path) -> None:
         time.legend(loc="lower left")
     axis.legend(loc="upper right")
     axis.set_title("Algorithm 1, forward")
-    figure.savefig(path, dpi=120)
+    save(figure, path, dpi=120)

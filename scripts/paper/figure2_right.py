@@ -114,7 +114,7 @@ def describe(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Time over density, one panel for each length."""
-    from train.plot import subplots
+    from train.plot import save, subplots
 
     lengths = sorted({row["seq_len"] for row in rows})
     figure, axes = subplots(1, len(lengths), figsize=(4.5 * len(lengths), 4), squeeze=False)
@@ -132,4 +132,4 @@ def draw(rows: list[dict], path: Path) -> None:
         axis.set_title(f"T {seq_len}")
         if timed:
             axis.legend()
-    figure.savefig(path, dpi=120)
+    save(figure, path, dpi=120)

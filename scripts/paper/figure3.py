@@ -281,7 +281,7 @@ def pivot(rows: list[dict], lengths: list[int], number, table: str) -> list[list
 
 def draw(rows: list[dict], path: Path) -> None:
     """Draws run time with dropout and mask, and memory, over the length; both axes logarithmic."""
-    from train.plot import subplots
+    from train.plot import save, subplots
 
     panels = (
         ("forward and backward, dropout and mask, ms", matching(rows, dropout=True, mask=True), total),
@@ -307,4 +307,4 @@ def draw(rows: list[dict], path: Path) -> None:
         axis.grid(alpha=0.3)
         if axis.lines:
             axis.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    save(figure, path, dpi=120)

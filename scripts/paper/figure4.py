@@ -130,7 +130,7 @@ def describe(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Draws the training loss of all runs over the steps, and how far the others are from plain PyTorch."""
-    from train.plot import subplots
+    from train.plot import save, subplots
 
     figure, (curve, apart) = subplots(1, 2, figsize=(11, 4))
     curves = {row["run"]: {int(step): x for step, x in row["losses"].items()} for row in rows if "run" in row}
@@ -146,4 +146,4 @@ def draw(rows: list[dict], path: Path) -> None:
         axis.set_xlabel("step")
         if axis.lines:
             axis.legend()
-    figure.savefig(path, dpi=120)
+    save(figure, path, dpi=120)

@@ -138,11 +138,11 @@ def describe(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Milliseconds of forward and backward."""
-    from train.plot import subplots
+    from train.plot import save, subplots
 
     figure, axis = subplots(figsize=(5, 3.5))
     bars = axis.bar([row["implementation"] for row in rows], [row["ms"] or 0.0 for row in rows])
     axis.bar_label(bars, fmt="%.4g")
     axis.margins(y=0.1)
     axis.set_ylabel("forward and backward, ms")
-    figure.savefig(path, dpi=120)
+    save(figure, path, dpi=120)

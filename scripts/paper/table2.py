@@ -136,7 +136,7 @@ def describe(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Tokens per second, a group of bars for each size."""
-    from train.plot import subplots
+    from train.plot import save, subplots
 
     sizes = list(dict.fromkeys(row["size"] for row in rows))
     figure, axes = subplots(1, len(sizes), figsize=(6 * len(sizes), 4), squeeze=False)
@@ -148,4 +148,4 @@ def draw(rows: list[dict], path: Path) -> None:
         axis.margins(x=0.15)
         axis.set_xlabel("thousand tokens per second")
         axis.set_title(size)
-    figure.savefig(path, dpi=120)
+    save(figure, path, dpi=120)

@@ -249,7 +249,7 @@ def describe(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Draws the milliseconds of a step at each shape, and accuracies."""
-    from train.plot import subplots
+    from train.plot import save, subplots
 
     figure, axes = subplots(1, 2, figsize=(10, 4))
     for axis, kind, key, label in (
@@ -271,4 +271,4 @@ def draw(rows: list[dict], path: Path) -> None:
             # room for the legend above the bars
             axis.margins(y=0.25)
             axis.legend(ncols=len(names), loc="upper center", fontsize="small")
-    figure.savefig(path, dpi=120)
+    save(figure, path, dpi=120)

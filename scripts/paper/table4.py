@@ -245,7 +245,7 @@ def describe(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Draws speed; loss by context length, of all models and of the longest cut short; loss by position."""
-    from train.plot import subplots
+    from train.plot import save, subplots
 
     figure, (speed, context, position) = subplots(1, 3, figsize=(14, 4))
     lines = {"a model each": ("context", "seq_len"), "the longest, cut short": ("truncated", "context")}
@@ -267,4 +267,4 @@ def draw(rows: list[dict], path: Path) -> None:
     names = [f"{r['model']}, {r['seq_len']}" for r in chosen]
     speed.barh(names[::-1], [(r["tokens_per_second"] or 0.0) / 1e3 for r in chosen][::-1])
     speed.set_xlabel("thousand tokens per second")
-    figure.savefig(path, dpi=120)
+    save(figure, path, dpi=120)

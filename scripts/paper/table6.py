@@ -160,7 +160,7 @@ def describe(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Draws accuracy by side, with chance."""
-    from train.plot import subplots
+    from train.plot import save, subplots
 
     figure, axis = subplots(figsize=(5, 4))
     learned = [row for row in rows if row["steps"] >= LEAST_STEPS and row["accuracy"] is not None]
@@ -172,4 +172,4 @@ def draw(rows: list[dict], path: Path) -> None:
     axis.axhline(CHANCE, linestyle="--", color="gray", label="chance")
     axis.set_ylabel("accuracy, %")
     axis.legend()
-    figure.savefig(path, dpi=120)
+    save(figure, path, dpi=120)

@@ -139,7 +139,7 @@ def describe(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Draws the speed-up over eager by length, a panel for each group."""
-    from train.plot import subplots
+    from train.plot import save, subplots
 
     groups = list(dict.fromkeys(row["group"] for row in rows))
     figure, axes = subplots(1, len(groups), figsize=(4.5 * len(groups), 4), squeeze=False)
@@ -163,4 +163,4 @@ def draw(rows: list[dict], path: Path) -> None:
         if eager and axis.lines[1:]:
             axis.set_xscale("log", base=2)
             axis.legend()
-    figure.savefig(path, dpi=120)
+    save(figure, path, dpi=120)

@@ -152,8 +152,8 @@ def no_more_than_a_rounding(more, sums):
     for distance in (1, 2):
         for x in "xy":
             text += f"shfl.sync.bfly.b32 b, {x}, {distance}, 31, 0xffffffff; add.f32 {x}, {x}, b; "
-    for compare, x in (("gt", "x"), ("lt", "y")):
-        text += f"setp.{compare}.and.f32 outweighs, {x}, 0.0, outweighs; "
+    for than, x in (("gt", "x"), ("lt", "y")):
+        text += f"setp.{than}.and.f32 outweighs, {x}, 0.0, outweighs; "
     return text
 
 

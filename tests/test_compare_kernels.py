@@ -70,7 +70,7 @@ def test_copies_have_kernels_of_their_own_and_leave_the_projects_as_they_are(cha
     [
         ({"copies": [".", "."]}, "name two folders or more"),
         ({"copies": [".", "docs"]}, "docs holds no kernels/hopper"),
-        ({"copies": [".", "./."], "passes": ["sideways"]}, "passes must be of forward backward, got sideways"),
+        ({"copies": [".", "./."], "passes": ["side"]}, "passes must be of forward backward, got side"),
         ({"copies": [".", "./."], "passes": []}, "passes must not be empty"),
         ({"copies": [".", "./."], "dtype": "fp32"}, "dtype must be one of bf16, fp16, got fp32"),
         ({"copies": [".", "./."], "window": 9}, r"use causal=\[true\]"),

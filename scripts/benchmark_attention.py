@@ -46,10 +46,9 @@ ABLE = {
 
 
 @dataclass(kw_only=True, slots=True)
-class Arguments:
-    implementations: list[str] = argument(
-        ["ours", "portable", "cudnn", "fa2", "flex", "fa4"], "of " + " ".join(NAMES)
-    )
+class Shapes:
+    """What attention is measured on, by this script and by scripts.compare_kernels."""
+
     head_dims: list[int] = argument([64, 128], "D")
     seq_lens: list[int] = argument([1024, 4096, 16384], "T")
     causal: list[bool] = argument([True, False], "masks: causal, full or both")
@@ -57,6 +56,15 @@ class Arguments:
     width: int = argument(2048, "H * D")
     gpt2: bool = argument(True, "GPT-2's own shape as well")
     dtype: str = argument("bf16", "bf16 or fp16")
+    window: int | None = argument(None, "keys that a query sees")
+    dropout_p: float = argument(0.0, "rate of dropout")
+
+
+@dataclass(kw_only=True, slots=True)
+class Arguments(Shapes):
+    implementations: list[str] = argument(
+        ["ours", "portable", "cudnn", "fa2", "flex", "fa4"], "of " + " ".join(NAMES)
+    )
     window: int | None = argument(None, f"keys that a query sees; {' '.join(ABLE['window'])} only")
     dropout_p: float = argument(0.0, f"{' '.join(ABLE['dropout_p'])} only")
     repeats: int = argument(5, "turns of each implementation")
@@ -84,7 +92,7 @@ GPT2 = Shape(32, 1024, 12, 64, True, True)
 
 
 def main(arguments: Arguments) -> None:
-    check_least(arguments, "seq_lens", "head_dims", "tokens", "width", "repeats")
+    check_least(arguments, "repeats")
     for key, able in ABLE.items():
         unable = [name for name in arguments.implementations if name not in able]
         if getattr(arguments, key) and unable:
@@ -92,12 +100,9 @@ def main(arguments: Arguments) -> None:
                 f"{key}={getattr(arguments, key)} is measured with {' '.join(able)} only: leave "
                 f"{' '.join(unable)} out of implementations"
             )
-    if arguments.window is not None and False in arguments.causal:
-        raise ValueError(f"window={arguments.window} looks back only: use causal=[true]")
+    check_shapes(arguments)
     if not torch.cuda.is_available():
         raise ValueError("benchmark_attention needs a CUDA GPU; none was found")
-    if arguments.dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {arguments.dtype}")
     leave_out_if_missing(arguments.implementations)
     check_some(arguments, "implementations")
     rows, out = [], Path(arguments.out)
@@ -110,7 +115,16 @@ def main(arguments: Arguments) -> None:
         plot(rows, result, out.with_suffix(".png"))
 
 
-def shapes(arguments: Arguments) -> list[Shape]:
+def check_shapes(arguments: Shapes) -> None:
+    """Raises ValueError for what cannot be measured, whatever measures it; `shapes` does for the rest."""
+    check_least(arguments, "seq_lens", "head_dims", "tokens", "width")
+    if arguments.window is not None and False in arguments.causal:
+        raise ValueError(f"window={arguments.window} looks back only: use causal=[true]")
+    if arguments.dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {arguments.dtype}")
+
+
+def shapes(arguments: Shapes) -> list[Shape]:
     chosen = [GPT2] if arguments.gpt2 else []
     for head_dim, causal, seq_len in product(arguments.head_dims, arguments.causal, arguments.seq_lens):
         if arguments.tokens % seq_len or arguments.width % head_dim:

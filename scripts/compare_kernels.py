@@ -26,7 +26,7 @@ import torch
 import kernels
 from kernels.problem import Problem
 from scripts.arguments import OVERWRITE, argument, check_least, check_some, result_file, run_script
-from scripts.benchmark_attention import DTYPES, Shape, inputs, shapes
+from scripts.benchmark_attention import DTYPES, Shape, Shapes, check_shapes, inputs, shapes
 from scripts.timing import capture_forward, median_ms
 from train.results import write_result
 
@@ -39,20 +39,11 @@ QUEUED_MS = 20
 
 
 @dataclass(kw_only=True, slots=True)
-class Arguments:
+class Arguments(Shapes):
     copies: list[str] = argument(
         ..., "folders of the project's copies, the one to compare with first", path=True
     )
     passes: list[str] = argument(list(PASSES), "of " + " ".join(PASSES))
-    head_dims: list[int] = argument([64, 128], "D")
-    seq_lens: list[int] = argument([1024, 4096, 16384], "T")
-    causal: list[bool] = argument([True, False], "masks: causal, full or both")
-    tokens: int = argument(16384, "B * T")
-    width: int = argument(2048, "H * D")
-    gpt2: bool = argument(True, "GPT-2's own shape as well")
-    dtype: str = argument("bf16", "bf16 or fp16")
-    window: int | None = argument(None, "keys that a query sees")
-    dropout_p: float = argument(0.0, "rate of dropout")
     steady: bool = argument(True, "time back-to-back calls, too")
     repeats: int = argument(3, "turns of each copy")
     out: str = result_file("kernels.json", "result file")
@@ -60,16 +51,13 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
-    check_least(arguments, "seq_lens", "head_dims", "tokens", "width", "repeats")
+    check_least(arguments, "repeats")
+    check_shapes(arguments)
     if len(set(arguments.copies)) < 2:
         raise ValueError(f"copies={arguments.copies} must name two folders or more, to compare them")
     check_some(arguments, "passes")
     if unknown := set(arguments.passes) - set(PASSES):
         raise ValueError(f"passes must be of {' '.join(PASSES)}, got {' '.join(sorted(unknown))}")
-    if arguments.dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {arguments.dtype}")
-    if arguments.window is not None and False in arguments.causal:
-        raise ValueError(f"window={arguments.window} looks back only: use causal=[true]")
     copies = {name: load(Path(name)) for name in dict.fromkeys(arguments.copies)}
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise ValueError("compare_kernels needs a Hopper GPU; none was found")

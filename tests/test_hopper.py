@@ -95,7 +95,7 @@ def assert_nothing_is_wasted(configurations: list[dict]) -> None:
         # out or dq of wide heads leaves few registers: some numbers of a tile are spilled, and in dq under
         # dropout no more than a few in its steps
         kind = c["kernel"], c["head_dim"]
-        assert c["spilled"] <= {("forward", 256): 32, ("dq", 256): 176}.get(kind, 0), c
+        assert c["spilled"] <= {("forward", 256): 28, ("dq", 256): 152}.get(kind, 0), c
         assert len(c["spilled_in_loops"]) <= (4 if kind == ("dq", 256) else 0), c
         # the forward kernel of narrower heads carries P from step to step; no other has such an operand
         carries_p = c["kernel"] == "forward" and c["head_dim"] <= 128

@@ -15,11 +15,11 @@ def bits_of(x: torch.Tensor, dtype) -> torch.Tensor:
 
 def joined(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """int32 of two int16."""
-    return ((high.long() << 16) | (low.long() & 0xFFFF)).to(torch.int32)
+    return torch.stack((low.to(torch.int16), high.to(torch.int16)), -1).view(torch.int32).squeeze(-1)
 
 
 def apart(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return (x.long() & 0xFFFF).to(torch.int16), (x.long() >> 16 & 0xFFFF).to(torch.int16)
+    return x.to(torch.int32).contiguous().unsqueeze(-1).view(torch.int16).unbind(-1)
 
 
 def packed(low: torch.Tensor, high: torch.Tensor, dtype) -> torch.Tensor:

@@ -15,8 +15,8 @@ class Partitions:
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)
-        self.turn = threading.Condition()
-        self.running = None
+        # each partition waits at a gate of its own, so that a signal wakes nobody else
+        self.gates: dict[int, threading.Semaphore] = {}
         # what each partition waits for; None: it can go on
         self.wanted: dict[int, Callable[[], bool] | None] = {}
         # bulk copies into shared memory that are on their way
@@ -27,10 +27,10 @@ class Partitions:
     def run(self, parts: list[tuple]) -> None:
         threads = [threading.Thread(target=self.part, args=(i, *part)) for i, part in enumerate(parts)]
         self.wanted = dict.fromkeys(range(len(parts)))
-        with self.turn:
-            self.running = self.random.randrange(len(parts))
+        self.gates = {number: threading.Semaphore(0) for number in self.wanted}
         for thread in threads:
             thread.start()
+        self.gates[self.random.randrange(len(parts))].release()
         for thread in threads:
             thread.join()
         if self.errors:
@@ -39,29 +39,34 @@ class Partitions:
     def part(self, number: int, function: Callable, arguments: tuple) -> None:
         self.own.number, self.own.products, self.own.copies = number, [], []
         try:
-            self.wait_for_turn()
+            self.wait_at_gate()
             function(*arguments)
             assert not self.own.products, "a product is never waited for"
             assert not self.own.copies, "the end of a copy is never waited for"
         except BaseException as error:
             self.errors.append(error)
-        with self.turn:
-            del self.wanted[number]
-            self.choose()
+        del self.wanted[number]
+        self.open_gate(self.choose())
 
     def wait_until(self, condition: Callable[[], bool] = lambda: True) -> None:
         """Gives up this partition's turn, and returns in another one, once the condition holds."""
-        with self.turn:
-            self.wanted[self.own.number] = condition
-            self.choose()
-        self.wait_for_turn()
+        own = self.own.number
+        self.wanted[own] = condition
+        chosen = self.choose()
+        if chosen != own:
+            self.open_gate(chosen)
+            self.wait_at_gate()
+        self.wanted[own] = None
 
-    def wait_for_turn(self) -> None:
-        with self.turn:
-            self.turn.wait_for(lambda: self.running == self.own.number or self.errors)
-            if self.errors:
-                raise DeadlockError("another partition has failed")
-            self.wanted[self.own.number] = None
+    def open_gate(self, chosen: int | None) -> None:
+        """Lets the chosen partition go on; if there is none, all, which then end with an error."""
+        for number in self.gates if chosen is None else [chosen]:
+            self.gates[number].release()
+
+    def wait_at_gate(self) -> None:
+        self.gates[self.own.number].acquire()
+        if self.errors:
+            raise DeadlockError("another partition has failed")
 
     def arrive(self, copy: Callable[[], None]) -> None:
         """Makes a copy at once or, at random, later: behind others that were issued after it, too."""
@@ -70,7 +75,10 @@ class Partitions:
         else:
             self.arriving.append(copy)
 
-    def choose(self) -> None:
+    def choose(self) -> int | None:
+        """The partition that goes on; none after an error, when all run at once."""
+        if self.errors:
+            return None
         able = self.able()
         while self.arriving and not self.errors and (not able or self.random.random() < 0.3):
             try:
@@ -78,11 +86,9 @@ class Partitions:
             except AssertionError as error:
                 self.errors.append(error)
             able = self.able()
-        if able:
-            self.running = self.random.choice(able)
-        elif self.wanted and not self.errors:
+        if not able and self.wanted and not self.errors:
             self.errors.append(DeadlockError(f"partitions {sorted(self.wanted)} wait for each other"))
-        self.turn.notify_all()
+        return self.random.choice(able) if able and not self.errors else None
 
     def able(self) -> list[int]:
         return [number for number, wanted in self.wanted.items() if wanted is None or wanted()]

@@ -354,8 +354,8 @@ def test_a_run_that_was_stopped_as_a_whole_and_goes_on_does_not_count_as_one_tha
 
 
 def test_a_sample_may_take_longer_than_a_hang():
-    config = small_config("run", 1, "hang_seconds=2", "sample.tokens=12", "model.max_seq_len=64")
-    attempt = Attempt(config, 1, partial(faults.slow_model, seconds=0.3))
+    config = small_config("run", 1, "hang_seconds=6", "sample.tokens=12", "model.max_seq_len=64")
+    attempt = Attempt(config, 1, partial(faults.slow_model, seconds=0.7))
     assert attempt.wait() == [0], attempt.log()
 
 

@@ -1,7 +1,7 @@
 import random
 import warnings
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 from types import SimpleNamespace
 
 import pytest
@@ -244,13 +244,16 @@ def test_documents_of_about_one_length_are_one_kind_of_call():
 
 
 def test_short_rows_of_heads_of_64_have_tiles_of_two_blocks():
-    for mask, most, with_dropout in (("full", 600, 1100), ("causal", 520, 1100), ("window", 1024, 1024)):
-        for dropout, bound in ((False, most), (True, with_dropout)):
-            assert forward_tile(64, mask, bound, dropout).blocks == 2
-            assert forward_tile(64, mask, bound + 1, dropout).blocks == 1
-    assert forward_tile(64, "window", 4096).consumers == 2
-    assert forward_tile(64, "causal", 4096).consumers == 3
+    for mask, dropout in product(("full", "causal"), (False, True)):
+        assert forward_tile(64, mask, 1100, dropout).blocks == 2
+        assert forward_tile(64, mask, 1101, dropout).consumers == 3
     assert all(forward_tile(128, mask, 1).blocks == 1 for mask in ("full", "causal", "window", "intervals"))
+
+
+def test_windows_over_heads_of_64_have_such_tiles_at_any_length_but_under_dropout():
+    assert all(forward_tile(64, "window", n).blocks == 2 for n in (1, 1024, 2**20))
+    assert forward_tile(64, "window", 1024, dropout=True).blocks == 2
+    assert forward_tile(64, "window", 1025, dropout=True).blocks == 1
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -445,7 +448,7 @@ def test_windows_and_documents_cut_the_same_keys_as_the_reference(window, head_d
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "documents"])
-@pytest.mark.parametrize("form", [("window", 100), ("window", 2000), ("causal", 5000)])
+@pytest.mark.parametrize("form", [("window", 100, False), ("window", 2000, True), ("causal", 5000, False)])
 def test_every_form_of_the_forward_kernel_is_exact_under_every_mask(form, mask, monkeypatch):
     form = forward_tile(64, *form)
     monkeypatch.setattr("kernels.hopper.launch.forward_tile", lambda *_: form)

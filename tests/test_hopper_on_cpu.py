@@ -87,11 +87,18 @@ def test_dropout_keeps_what_the_reference_keeps(dtype, head_dim, mask, launch):
         assert_as_accurate_as_torch(hopper_attention, q, k, v, deterministic=deterministic, **options)
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
-@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+def use_tiles_of_long_rows(launch, monkeypatch):
+    """Heads of 64 get three warpgroups, or under a window with dropout two: long rows would take long."""
+    monkeypatch.setattr(
+        launch, "forward_tile", lambda width, mask, _, dropout: forward_tile(width, mask, 2**20, dropout)
+    )
+
+
+@pytest.mark.parametrize(
+    ("mask", "dropout_p"), [("full", 0.0), ("full", 0.1), ("causal", 0.0), ("causal", 0.1), ("window", 0.1)]
+)
 def test_heads_of_64_are_as_accurate_in_the_tiles_of_long_rows(mask, dropout_p, launch, monkeypatch):
-    # three warpgroups, or two under a window; chosen for rows that would take long here
-    monkeypatch.setattr(launch, "forward_tile", lambda width, mask, *_: forward_tile(width, mask, 2**20))
+    use_tiles_of_long_rows(launch, monkeypatch)
     for seq_q, seq_k in ((65, 65), (500, 500), (200, 300), (300, 200)):
         q, k, v = random_qkv(2, seq_q, seq_k, 2, 1, 64, torch.bfloat16, "cpu")
         options = options_of(mask, seq_q, seq_k)
@@ -116,7 +123,7 @@ def test_scores_that_rise_far_above_those_of_the_first_blocks_are_exact(
 
     monkeypatch.setattr(overflow, "next", note)
     if tiles == "long":
-        monkeypatch.setattr(launch, "forward_tile", lambda width, mask, *_: forward_tile(width, mask, 2**20))
+        use_tiles_of_long_rows(launch, monkeypatch)
     q, k, v = rising_qkv(2, 400, 4, 2, head_dim, "cpu")
     options = options_of(mask, 400, 400)
     if mask == "window":
@@ -140,7 +147,7 @@ def test_a_key_that_outweighs_all_others_weighs_as_much_as_its_rounded_probabili
     head_dim, tiles, sharpness, launch, monkeypatch
 ):
     if tiles == "long":
-        monkeypatch.setattr(launch, "forward_tile", lambda width, mask, *_: forward_tile(width, mask, 2**20))
+        use_tiles_of_long_rows(launch, monkeypatch)
     assert_as_accurate_as_torch(hopper_attention, *peaked_qkv(500, sharpness, head_dim, "cpu"))
 
 

@@ -37,9 +37,10 @@ EVERY = 2**31 - 1
 
 # a second thread block fills the gaps of two warpgroups; small key blocks waste little at a mask's edges
 SHORT = ForwardTile(2, 64, 2, 4, 104, 24, blocks=2)
-# measured: up to this many keys per query, on average, SHORT is faster
-SHORT_ROWS = {"full": 600, "causal": 520, "window": 1024}
-SHORT_ROWS_WITH_DROPOUT = SHORT_ROWS | {"full": 1100, "causal": 1100}
+# measured: up to this many keys per query, on average, SHORT is faster where a mask has at most one edge
+SHORT_ROWS = 1100
+# and with two edges if it cannot keep the maximum, see keeps_maximum; otherwise it always is
+SHORT_WINDOW_WITH_DROPOUT = 1024
 
 
 def forward_tile(width: int, mask: str, keys_per_query: float, dropout: bool = False) -> ForwardTile:
@@ -50,11 +51,12 @@ def forward_tile(width: int, mask: str, keys_per_query: float, dropout: bool = F
     # a list serves 128 queries, so two warpgroups; the length of documents is not known here
     if mask in ("blocks", "intervals"):
         return SHORT
-    if keys_per_query <= (SHORT_ROWS_WITH_DROPOUT if dropout else SHORT_ROWS)[mask]:
-        return SHORT
-    # a third warpgroup fills the gaps of two, but lacks the registers for both edges of a window
     if mask == "window":
-        return ForwardTile(2, 128, 2, 3, 240, 24)
+        is_short = not dropout or keys_per_query <= SHORT_WINDOW_WITH_DROPOUT
+        # a third warpgroup fills the gaps of two, but lacks the registers for both edges of a window
+        return SHORT if is_short else ForwardTile(2, 128, 2, 3, 240, 24)
+    if keys_per_query <= SHORT_ROWS:
+        return SHORT
     return ForwardTile(3, 128, 2, 3, 160, 32, dealt=EVERY)
 
 

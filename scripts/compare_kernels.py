@@ -24,6 +24,7 @@ from types import ModuleType
 import torch
 
 import kernels
+from kernels import block_masks
 from kernels.problem import Problem
 from scripts.arguments import OVERWRITE, argument, check_least, check_some, result_file, run_script
 from scripts.benchmark_attention import DTYPES, Shape, Shapes, check_shapes, inputs, shapes
@@ -44,6 +45,7 @@ class Arguments(Shapes):
         ..., "folders of the project's copies, the one to compare with first", path=True
     )
     passes: list[str] = argument(list(PASSES), "of " + " ".join(PASSES))
+    pattern: str = argument("", "a block mask in place of others, as in conf/attention/strided.yaml")
     steady: bool = argument(True, "time back-to-back calls, too")
     repeats: int = argument(3, "turns of each copy")
     out: str = result_file("kernels.json", "result file")
@@ -58,6 +60,14 @@ def main(arguments: Arguments) -> None:
     check_some(arguments, "passes")
     if unknown := set(arguments.passes) - set(PASSES):
         raise ValueError(f"passes must be of {' '.join(PASSES)}, got {' '.join(sorted(unknown))}")
+    if arguments.pattern:
+        if arguments.window:
+            raise ValueError(f"window={arguments.window} and pattern={arguments.pattern!r}: give one of them")
+        if False in arguments.causal:
+            raise ValueError(
+                f"pattern={arguments.pattern!r} takes the place of both masks: use causal=[true]"
+            )
+        block_masks.parse(arguments.pattern, 1)
     copies = {name: load(Path(name)) for name in dict.fromkeys(arguments.copies)}
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise ValueError("compare_kernels needs a Hopper GPU; none was found")
@@ -97,9 +107,11 @@ def measure(arguments: Arguments, shape: Shape, copies: dict[str, ModuleType]) -
     q, k, v = (x.detach() for x in inputs(shape, DTYPES[arguments.dtype]))
     dout = torch.randn(q.shape, device="cuda", dtype=q.dtype)
     seed = torch.zeros((), dtype=torch.int64, device="cuda") if arguments.dropout_p > 0.0 else None
+    mask = arguments.pattern and block_masks.parse(arguments.pattern, shape.seq_len, device="cuda")
     problem = Problem(
         softmax_scale=shape.head_dim**-0.5,
-        causal=shape.causal,
+        causal=shape.causal and not mask,
+        blocks=tuple(mask.tensors()) if mask else (),
         window=arguments.window,
         dropout_p=arguments.dropout_p,
         dropout_seed=seed,
@@ -134,7 +146,7 @@ def measure(arguments: Arguments, shape: Shape, copies: dict[str, ModuleType]) -
     for (name, direction), times in alone.items():
         first = next(iter(copies)), direction
         row = {"copy": name, "pass": direction, **shape._asdict(), "dtype": arguments.dtype}
-        row |= {"window": arguments.window, "dropout_p": arguments.dropout_p}
+        row |= {"window": arguments.window, "pattern": arguments.pattern, "dropout_p": arguments.dropout_p}
         row |= {"alone_ms": median(times), "speed_alone": median(alone[first]) / median(times)}
         if arguments.steady:
             steadily = median(steady[name, direction])
@@ -170,7 +182,7 @@ def calls_of(function: Callable, seconds: float, at_a_time: int) -> int:
 
 
 def print_row(row: dict) -> None:
-    mask = "GPT-2" if row["packed"] else "causal" if row["causal"] else "full"
+    mask = "GPT-2" if row["packed"] else row["pattern"] or ("causal" if row["causal"] else "full")
     speeds = (
         f"{how} {row[f'speed_{how}']:6.3f} / {row[f'{how}_ms']:8.3f} ms"
         for how in ("alone", "steady")

@@ -75,6 +75,9 @@ def test_copies_have_kernels_of_their_own_and_leave_the_projects_as_they_are(cha
         ({"copies": [".", "./."], "dtype": "fp32"}, "dtype must be one of bf16, fp16, got fp32"),
         ({"copies": [".", "./."], "window": 9}, r"use causal=\[true\]"),
         ({"copies": [".", "./."], "repeats": 0}, "repeats must be at least 1"),
+        ({"copies": [".", "./."], "pattern": "causal()"}, r"use causal=\[true\]"),
+        ({"copies": [".", "./."], "pattern": "none(1)", "causal": [True]}, "none"),
+        ({"copies": [".", "./."], "pattern": "causal()", "causal": [True], "window": 9}, "give one of them"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_by_name(given, reason, monkeypatch):
@@ -149,3 +152,20 @@ def test_on_a_gpu_a_changed_copy_is_timed_beside_the_project(changed, tmp_path, 
         assert 0.5 < row["speed_steady"] < 2
         # dq is added up in any order
         assert row["difference"] < 0.01
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_on_a_gpu_a_block_mask_is_timed_in_place_of_a_causal_one(changed, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    given = {"copies": [".", str(changed)], "head_dims": [128], "seq_lens": [4096], "causal": [True]}
+    for pattern in ("", "window(256)"):
+        arguments = compare_kernels.Arguments(
+            **given, pattern=pattern, passes=["forward"], gpt2=False, repeats=1, steady=False,
+            out=str(tmp_path / f"kernels{len(pattern)}.json"),
+        )  # fmt: skip
+        compare_kernels.main(arguments)
+    causal, listed = (
+        json.loads((tmp_path / f"kernels{n}.json").read_text())["rows"][0]["alone_ms"] for n in (0, 11)
+    )
+    assert listed < causal / 2, "a tenth of the blocks"

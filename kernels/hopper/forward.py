@@ -33,7 +33,7 @@ from kernels.hopper.primitives import (
     pack_pairs,
     record,
 )
-from kernels.hopper.query_tiles import ROWS, key_block, locate, places, words_at
+from kernels.hopper.query_tiles import ROWS, key_block, locate, make_steps, places, words_at
 from kernels.hopper.schedule import Mask, TileOrder
 from kernels.hopper.short_steps import consume_short
 from kernels.hopper.softmax import LOWEST, hide, partial_sum, row_maximum, shift_of
@@ -128,21 +128,22 @@ def send(
     block_before = 0
     n_first = n
     while i < tiles.order.total():
-        batch, head, row, begin, _, _, end = locate(tiles, i)
+        batch, head, row, begin, whole_begin, whole_end, end = locate(tiles, i)
+        steps = make_steps(tiles, begin, whole_begin, whole_end, end, anew)
         kv_head = head // group
         number = i
         if not ONE_Q:
             copy_queries(tiles, q_desc, batch, head, row, number, nth)
         nth += 1
-        for j in range(end - begin):
+        for j in range(steps.count):
             # a thread block asks for its next tile as late as it can without waiting for the answer: so it
             # gets as much work as any other
-            if j == end - begin - 1:
+            if j == steps.count - 1:
                 if anew > 0:
                     i, index = tiles.overflow.next(i, index, tiles.order.total())
                 else:
                     i = tiles.order.next(nth, counter_ptr, DEALT)
-            block = key_block(tiles, end - 1 - j) * tiles.BLOCK_N
+            block = key_block(tiles, steps.place(j)) * tiles.BLOCK_N
             stage, full = tiles.k_ring.fill(n)
             if tiles.dropout.IS_ON:
                 tiles.dropout.leave_pairs(words_buffer(tiles, n), block)
@@ -273,12 +274,13 @@ def consume_overlapped(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX
             skip_in_turn(tiles, skipped, INDEX)
         n = n_first
         if row >= 0:
+            steps = make_steps(tiles, begin, whole_begin, whole_end, own_end, anew)
             rows = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
             if KIND == "blocks":
                 # in place of an interval, each query has its line in the tiles of bits
                 key_first = rows % BLOCK_SIZE
                 key_end = key_first
-                bits = words_at(tiles, own_end - 1, key_first, nothing)
+                bits = words_at(tiles, steps.place(0), key_first, nothing)
             else:
                 key_first, key_end = tiles.mask.keys_of(batch, rows)
             shift = shift_of(rows, tiles.q.dtype, is_lowered(tiles))
@@ -288,11 +290,11 @@ def consume_overlapped(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX
             s, o, words, excess = products(
                 tiles, q, p, o, l_i, excess, n, n_before, begun, pending, False, INDEX
             )
-            if (whole_end < own_end) | (whole_begin == own_end):
+            if steps.is_masked(0):
                 if KIND == "blocks":
                     s = hide_unseen(s, bits, float("-inf"))
                 else:
-                    s = hide(s, key_first, key_end, own_end - 1, float("-inf"), KIND)
+                    s = hide(s, key_first, key_end, steps.place(0), float("-inf"), KIND)
             m_new = gl.maximum(row_maximum(s) * scale_log2 + shift, LOWEST)
             p_new = gl.exp2(s * scale_log2 - gl.expand_dims(m_new, 1))
             l_new = partial_sum(p_new)
@@ -312,43 +314,28 @@ def consume_overlapped(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX
             l_i = l_new
             excess = no_excess(tiles), no_excess(tiles)
 
-            steps = own_end - begin
-            whole = gl.maximum(own_end - whole_end, 1)
-            after_whole = gl.maximum(own_end - whole_begin, whole)
-            if KIND != "full" and KIND != "blocks":
-                # a mask that hides nothing does no harm
-                whole = gl.where(anew > 0, after_whole, whole)
-            if KIND != "full":
+            # steps that raise the maximum, all in a tile that is computed anew: masks that hide nothing do no
+            # harm; without masks; with masks behind these
+            after_whole = gl.maximum(steps.whole, steps.kept)
+            if KIND != "full" or tiles.KEEPS_MAXIMUM:
                 p, o, m_i, l_i, excess = walk(
-                    tiles, q, p, o, m_i, l_i, excess, n, 1, whole, key_first, key_end, own_end - 1,
-                    scale_log2, shift, dropping, True, False, INDEX
+                    tiles, q, p, o, m_i, l_i, excess, n, steps, 1, steps.kept, key_first, key_end, scale_log2,
+                    shift, dropping, KIND != "full", False, INDEX
                 )  # fmt: skip
-            if tiles.KEEPS_MAXIMUM and (KIND == "full" or KIND == "blocks"):
-                raised = gl.where(anew > 0, after_whole, whole)
-                if KIND == "blocks":
-                    # a list's cut blocks may have hidden all keys from a row
-                    raised = gl.maximum(
-                        raised, gl.minimum(whole + (whole_end < own_end).to(gl.int32), after_whole)
-                    )
-                p, o, m_i, l_i, excess = walk(
-                    tiles, q, p, o, m_i, l_i, excess, n, whole, raised, key_first, key_end, own_end - 1,
-                    scale_log2, shift, dropping, False, False, INDEX
-                )  # fmt: skip
-                whole = raised
             p, o, m_i, l_i, excess = walk(
-                tiles, q, p, o, m_i, l_i, excess, n, whole, after_whole, key_first, key_end, own_end - 1,
+                tiles, q, p, o, m_i, l_i, excess, n, steps, steps.kept, after_whole, key_first, key_end,
                 scale_log2, shift, dropping, False, tiles.KEEPS_MAXIMUM, INDEX
             )  # fmt: skip
-            excess = count_excess(tiles, excess[0], p, l_i, excess[1]), excess[1]
-            if KIND == "window" or KIND == "intervals":
+            if KIND != "full" and KIND != "causal":
                 p, o, m_i, l_i, excess = walk(
-                    tiles, q, p, o, m_i, l_i, excess, n, after_whole, steps, key_first, key_end, own_end - 1,
-                    scale_log2, shift, dropping, True, False, INDEX
+                    tiles, q, p, o, m_i, l_i, excess, n, steps, after_whole, steps.count, key_first, key_end,
+                    scale_log2, shift, dropping, True, tiles.KEEPS_MAXIMUM, INDEX
                 )  # fmt: skip
-            n += steps
-            pending = steps > 0
+            excess = count_excess(tiles, excess[0], p, l_i, excess[1]), excess[1]
+            n += steps.count
+            pending = steps.count > 0
             n_before = n - 1
-            begun = steps > 1
+            begun = steps.count > 1
             i_before = i
             head_before = batch * tiles.n_head + head
             row_before = row

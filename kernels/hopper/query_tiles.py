@@ -7,6 +7,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from kernels.hopper.block_lists import BLOCK_SIZE
+from kernels.hopper.primitives import record
 from kernels.hopper.schedule import blocks_between, quotient
 
 # rows of one warpgroup's products
@@ -42,23 +43,51 @@ def places(tiles, batch, row, N_ROWS: gl.constexpr):
     first_of_first, end_of_first = tiles.mask.keys_of(batch, gl.maximum(row, 0))
     first_of_last, end_of_last = tiles.mask.keys_of(batch, gl.maximum(row + N_ROWS - 1, 0))
     # where rows end apart, the first row's last key is masked, too: so every row has seen a key before blocks
-    # without a mask, see kept_places_end
+    # without a mask, see make_steps
     end_of_first -= (end_of_first < end_of_last).to(gl.int32)
     return blocks_between(first_of_first, end_of_first, first_of_last, end_of_last, tiles.BLOCK_N)
 
 
-@gluon.jit
-def kept_places_end(tiles, whole_begin, whole_end, own_end, anew):
-    """The end of the places that keep the maximum of those visited before: every row has seen a key by then.
+@record
+class Steps:
+    """The steps in which a tile or a part of it visits its places, from the last one back.
 
-    A list's cut blocks, which are visited first, may hide all keys from a row. An interval's do not, where
-    there are whole blocks beside them. A tile that is computed anew keeps none, see overflow.py.
+    Of a list the places without a mask come first: behind them, those with one can keep the maximum, too.
     """
-    if tiles.mask.KIND == "blocks":
-        kept_end = whole_end - 1
-    else:
-        kept_end = gl.where(whole_begin < whole_end, gl.minimum(whole_end, own_end - 1), 0)
-    return gl.where(anew > 0, -1, kept_end)
+
+    count: gl.tensor
+    cut: gl.tensor  # steps that need a mask before those without one
+    whole: gl.tensor  # the step with which those without one end
+    kept: gl.tensor  # the first step that keeps the maximum of those before, see softmax.probabilities
+    whole_end: gl.tensor  # of the places without a mask
+    end: gl.tensor
+    LISTED: gl.constexpr
+
+    @gluon.jit
+    def place(self, step):
+        end = self.end
+        if self.LISTED:
+            end = gl.where(step < self.whole, self.whole_end, self.end + self.whole)
+        return end - 1 - step
+
+    @gluon.jit
+    def is_masked(self, step):
+        return (step < self.cut) | (step >= self.whole)
+
+
+@gluon.jit
+def make_steps(tiles, begin, whole_begin, whole_end, end, anew):
+    """The steps of these ranges of places; anew: whether the tile is computed anew, see overflow.py."""
+    LISTED: gl.constexpr = tiles.mask.KIND == "blocks"
+    count = end - begin
+    cut = end - whole_end
+    whole = end - whole_begin
+    if LISTED:
+        cut = count * 0
+        whole = whole_end - begin
+    # every row has seen a key by then; a tile's cut places alone may hide all keys from a row
+    kept = gl.where((whole > cut) & (anew == 0), gl.maximum(cut, 1), count)
+    return Steps(count, cut, whole, kept, whole_end, end, LISTED)
 
 
 @gluon.jit

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from kernels.hopper.block_lists import hide_unseen
 from kernels.hopper.dropout import is_lowered, weights
 from kernels.hopper.primitives import unpack_pairs
-from kernels.hopper.query_tiles import ROWS, kept_places_end, locate, own_places, skip, words_at
+from kernels.hopper.query_tiles import ROWS, locate, make_steps, own_places, skip, words_at
 from kernels.hopper.softmax import (
     LOWEST,
     hide,
@@ -51,7 +51,8 @@ def step(tiles, q, o, m_i, l_i, excess, n, first, end, place, masked, kept, scal
             s = hide_unseen(s, words_at(tiles, place, first, s), float("-inf"))
         else:
             s = hide(s, first, end, place, float("-inf"), tiles.mask.KIND)
-    if not kept:
+    raised = not kept if tiles.KEEPS_MAXIMUM else True
+    if raised:
         m_i, alpha = raise_maximum(s, m_i, scale_log2, shift)
         l_i, o = rescale(l_i, alpha), rescale(o, alpha)
         if tiles.KEEPS_MAXIMUM:
@@ -101,19 +102,14 @@ def consume_short(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.
             for skipped in range(n, n + end - own_end):
                 skip(tiles, skipped, skipped)
             n += end - own_end
-        kept_end = kept_places_end(tiles, whole_begin, whole_end, own_end, anew)
-        for j in range(own_end - own_begin):
-            place = own_end - 1 - j
-            masked = place >= whole_end
-            if not LISTED:
-                masked |= place < whole_begin
-            kept = place < kept_end if tiles.KEEPS_MAXIMUM else False
+        steps = make_steps(tiles, own_begin, whole_begin, whole_end, own_end, anew)
+        for j in range(steps.count):
             o, m_i, l_i, excess = step(
-                tiles, q, o, m_i, l_i, excess, n + j, first, key_end, place, masked, kept, scale_log2, shift,
-                dropping
+                tiles, q, o, m_i, l_i, excess, n + j, first, key_end, steps.place(j), steps.is_masked(j),
+                j >= steps.kept, scale_log2, shift, dropping
             )  # fmt: skip
         tiles.q_ring.release(nth)
-        n += own_end - own_begin
+        n += steps.count
         if not LISTED:
             for skipped in range(n, n + own_begin - begin):
                 skip(tiles, skipped, skipped)

@@ -197,13 +197,13 @@ def step(
 
 @gluon.jit
 def walk(
-    tiles, q, p, o, m_i, l_i, excess, n, start, stop, first, end, last_place, scale_log2, shift, dropping,
+    tiles, q, p, o, m_i, l_i, excess, n, steps, start, stop, first, end, scale_log2, shift, dropping,
     MASKED: gl.constexpr, KEPT: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
-    """Steps start to stop of a tile whose step 0 is at `last_place`, use n of the rings."""
+    """Steps start to stop of a tile whose step 0 is use n of the rings."""
     for j in range(start, stop):
         p, o, m_i, l_i, excess = step(
-            tiles, q, p, o, m_i, l_i, excess, n + j, j > 1, first, end, last_place - j, scale_log2, shift,
+            tiles, q, p, o, m_i, l_i, excess, n + j, j > 1, first, end, steps.place(j), scale_log2, shift,
             dropping, MASKED, KEPT, INDEX
         )  # fmt: skip
     return p, o, m_i, l_i, excess

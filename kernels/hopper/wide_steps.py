@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from kernels.hopper.block_lists import BLOCK_SIZE, hide_unseen
 from kernels.hopper.dropout import is_lowered, weights
 from kernels.hopper.primitives import opaque, unpack_pairs
-from kernels.hopper.query_tiles import ROWS, kept_places_end, locate, own_places, words_at
+from kernels.hopper.query_tiles import ROWS, locate, make_steps, own_places, words_at
 from kernels.hopper.softmax import (
     LOWEST,
     hide,
@@ -67,14 +67,17 @@ def hide_at(tiles, s, batch, row, place):
 
 @gluon.jit
 def step(
-    tiles, s, o, m_i, l_i, excess, n, batch, row, place, whole_begin, whole_end, kept_end, scale_log2, shift,
-    dropping, LAST: gl.constexpr, INDEX: gl.constexpr
+    tiles, s, o, m_i, l_i, excess, n, batch, row, place, masked, kept, scale_log2, shift, dropping,
+    LAST: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
-    """Adds block n of keys, given its scores s; returns the next block's too, unless it is the LAST."""
-    if (place < whole_begin) | (place >= whole_end):
+    """Adds block n of keys, given its scores s; returns the next block's too, unless it is the LAST.
+
+    kept: whether the maximum of the blocks before serves, see softmax.probabilities.
+    """
+    if masked:
         s = hide_at(tiles, s, batch, row, place)
-    kept = place < kept_end if tiles.KEEPS_MAXIMUM else False
-    if not kept:
+    raised = not kept if tiles.KEEPS_MAXIMUM else True
+    if raised:
         m_i, alpha = raise_maximum(s, m_i, scale_log2, shift)
         l_i, o = rescale(l_i, alpha), scale_rows(o, alpha)
         if tiles.KEEPS_MAXIMUM:
@@ -124,7 +127,7 @@ def consume_wide(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.c
         for skipped in range(n, n + end - own_end):
             skip_in_turn(tiles, skipped, INDEX)
         n += end - own_end
-        kept_end = kept_places_end(tiles, whole_begin, whole_end, own_end, anew)
+        steps = make_steps(tiles, own_begin, whole_begin, whole_end, own_end, anew)
         if own_begin < own_end:
             lines = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
             shift = shift_of(row + lines, tiles.q.dtype, is_lowered(tiles))
@@ -139,17 +142,17 @@ def consume_wide(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.c
             pass_turn(n, INDEX, tiles.CONSUMERS)
             s = warpgroup_mma_wait(0, deps=[s])
             tiles.k_ring.release(n)
-            last = own_end - own_begin - 1
+            last = steps.count - 1
             for j in range(last):
                 s, o, m_i, l_i, excess = step(
-                    tiles, s, o, m_i, l_i, excess, n + j, batch, row, own_end - 1 - j, whole_begin,
-                    whole_end, kept_end, scale_log2, shift, dropping, False, INDEX
+                    tiles, s, o, m_i, l_i, excess, n + j, batch, row, steps.place(j), steps.is_masked(j),
+                    j >= steps.kept, scale_log2, shift, dropping, False, INDEX
                 )  # fmt: skip
             # all scores are there
             tiles.q_ring.release(nth)
             _, o, m_i, l_i, excess = step(
-                tiles, s, o, m_i, l_i, excess, n + last, batch, row, own_begin, whole_begin, whole_end,
-                kept_end, scale_log2, shift, dropping, True, INDEX
+                tiles, s, o, m_i, l_i, excess, n + last, batch, row, steps.place(last),
+                steps.is_masked(last), last >= steps.kept, scale_log2, shift, dropping, True, INDEX
             )  # fmt: skip
             store(
                 tiles, out_desc, lse_ptr, o, m_i, l_i, excess, batch * tiles.n_head + head, row, i, anew,
@@ -159,7 +162,7 @@ def consume_wide(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.c
             take_turn(n, INDEX)
             pass_turn(n, INDEX, tiles.CONSUMERS)
             tiles.q_ring.release(nth)
-        n += own_end - own_begin
+        n += steps.count
         for skipped in range(n, n + own_begin - begin):
             skip_in_turn(tiles, skipped, INDEX)
         n += own_begin - begin

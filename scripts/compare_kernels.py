@@ -137,8 +137,9 @@ def measure(arguments: Arguments, shape: Shape, copies: dict[str, ModuleType]) -
         for direction in arguments.passes:
             graphs[name, direction] = capture_forward(calls[direction])
     alone, steady = ({key: [] for key in graphs} for _ in range(2))
-    for _ in range(arguments.repeats):
-        for key, graph in graphs.items():
+    for turn in range(arguments.repeats):
+        # there and back, so that none always comes behind the same other one
+        for key, graph in list(graphs.items())[:: -1 if turn % 2 else 1]:
             alone[key].append(median_ms(graph.replay))
             if arguments.steady:
                 steady[key].append(steady_ms(graph.replay, alone[key][-1]))

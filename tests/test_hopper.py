@@ -500,6 +500,21 @@ def test_a_key_that_outweighs_all_others_weighs_as_much_as_its_rounded_probabili
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_blocks_that_a_list_cuts_may_hold_the_largest_scores(head_dim):
+    mask = {"causal": False, "block_mask": block_masks.causal(2500, device="cuda")}
+    q, k, v = rising_qkv(2, 2500, 40, 20, head_dim, "cuda")
+    with torch.no_grad():
+        k.copy_(k.flip(1))
+    assert_close_to_truth(hopper_attention, q, k, v, **mask)
+    q, k, v = random_qkv(2, 2500, 2500, 40, 40, head_dim, torch.bfloat16, "cuda")
+    with torch.no_grad():
+        q.copy_(2 * k)
+    assert_as_accurate_as_torch(hopper_attention, q, k, v, **mask)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_nan_in_keys_stays_in_the_rows_that_see_it(head_dim):
     q, k, v = random_qkv(2, 700, 700, 3, 3, head_dim, torch.bfloat16, "cuda")
     with torch.no_grad():

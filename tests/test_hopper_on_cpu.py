@@ -151,6 +151,21 @@ def test_a_key_that_outweighs_all_others_weighs_as_much_as_its_rounded_probabili
     assert_as_accurate_as_torch(hopper_attention, *peaked_qkv(500, sharpness, head_dim, "cpu"))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_blocks_that_a_list_cuts_may_hold_the_largest_scores(head_dim, launch):
+    # they come behind its whole blocks; a causal list cuts those of the diagonal
+    mask = {"causal": False, "block_mask": block_masks.causal(400)}
+    q, k, v = rising_qkv(1, 400, 2, 1, head_dim, "cpu")
+    with torch.no_grad():
+        k.copy_(k.flip(1))
+    assert_close_to_truth(hopper_attention, q, k, v, **mask)
+    # above all scores before, but not so far that a tile is computed anew
+    q, k, v = random_qkv(1, 400, 400, 2, 2, head_dim, torch.bfloat16, "cpu")
+    with torch.no_grad():
+        q.copy_(2 * k)
+    assert_as_accurate_as_torch(hopper_attention, q, k, v, **mask)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(1, 300), (200, 70), (70, 200)])

@@ -314,8 +314,8 @@ def consume_overlapped(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX
             l_i = l_new
             excess = no_excess(tiles), no_excess(tiles)
 
-            # steps that raise the maximum, all in a tile that is computed anew: masks that hide nothing do no
-            # harm; without masks; with masks behind these
+            # First the steps that raise the maximum. These are all of a tile that is computed anew, where a
+            # mask that hides nothing does no harm. Then those without a mask, and those with one behind them.
             after_whole = gl.maximum(steps.whole, steps.kept)
             if KIND != "full" or tiles.KEEPS_MAXIMUM:
                 p, o, m_i, l_i, excess = walk(

@@ -41,7 +41,7 @@ def descriptor(dtype: str, *shape: int, swizzle: int = 128) -> str:
 def forward_configuration(head_dim: int, dtype: str, mask: str, seq_q: int, dropout: bool) -> tuple:
     """The kernel, its descriptors by argument, its constants, registers of a thread, as in launch.py."""
     width = tile_width(head_dim)
-    tile = forward_tile(width, mask, seq_q, dropout)
+    tile = forward_tile(width, mask, seq_q, dropout, dtype == "bf16")
     rows = {"q_desc": ROWS.value, "out_desc": ROWS.value, "k_desc": tile.block_n, "v_desc": tile.block_n}
     descriptors = {name: descriptor(dtype, 1, 1, n, copy_width(head_dim)) for name, n in rows.items()}
     descriptors["out_desc"] = descriptor(dtype, 1, 1, ROWS.value, rest_width(head_dim) or width)
@@ -172,7 +172,9 @@ def main(arguments: list[str]) -> None:
             continue
         drops = dropout == "true"
         # the forward tile depends on the number of keys
-        tiles = {forward_tile(tile_width(head_dim), mask, n, drops): n for n in (256, 2048, 65536)}
+        tiles = {
+            forward_tile(tile_width(head_dim), mask, n, drops, dtype == "bf16"): n for n in (256, 2048, 65536)
+        }
         for seq_q in tiles.values() if kernel == "forward" else [1024]:
             name = {"triton": triton.__version__, "kernel": kernel, "head_dim": head_dim}
             name |= {"dtype": dtype, "mask": mask, "seq_q": seq_q, "dropout": drops}

@@ -247,13 +247,18 @@ def test_short_rows_of_heads_of_64_have_tiles_of_two_blocks():
     for mask, dropout in product(("full", "causal"), (False, True)):
         assert forward_tile(64, mask, 1100, dropout).blocks == 2
         assert forward_tile(64, mask, 1101, dropout).consumers == 3
+        # as in fp16, where no block keeps the maximum
+        most = {"full": 400, "causal": 520}[mask]
+        assert forward_tile(64, mask, most, dropout, has_room=False).blocks == 2
+        assert forward_tile(64, mask, most + 1, dropout, has_room=False).consumers == 3
     assert all(forward_tile(128, mask, 1).blocks == 1 for mask in ("full", "causal", "window", "intervals"))
 
 
-def test_windows_over_heads_of_64_have_such_tiles_at_any_length_but_under_dropout():
+def test_windows_over_heads_of_64_have_such_tiles_at_any_length_where_these_keep_the_maximum():
     assert all(forward_tile(64, "window", n).blocks == 2 for n in (1, 1024, 2**20))
-    assert forward_tile(64, "window", 1024, dropout=True).blocks == 2
-    assert forward_tile(64, "window", 1025, dropout=True).blocks == 1
+    for lacks in ({"dropout": True}, {"has_room": False}):
+        assert forward_tile(64, "window", 1024, **lacks).blocks == 2
+        assert forward_tile(64, "window", 1025, **lacks).blocks == 1
 
 
 @pytest.mark.parametrize("width", [64, 128])

@@ -1,7 +1,8 @@
 """How the Hopper kernels read the lists of a BlockMask: the blocks that each line visits, and their bits.
 
 A line is a block of BLOCK_SIZE queries (forward and dq.py) or keys (backward). A place is a position among
-the entries. A line's places before `whole_end` are wholly visible, those from it on have tiles of bits.
+the entries. A line's places before `whole_end` are wholly visible, those from it on have tiles of bits. The
+tile of a wholly visible place is tile 0, of which all bits are set.
 """
 
 import triton.experimental.gluon.language as gl

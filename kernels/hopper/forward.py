@@ -4,9 +4,10 @@ A thread block is persistent: one warp fills rings of q, k and v tiles by bulk c
 warpgroups own 64 query rows each. The rings run on from one tile to the next, and so does the arithmetic:
 step j of a tile issues S_j = q k_j^T and o += P_{j-1} v_{j-1} together, and step 0 issues the last product of
 the previous tile. While one warpgroup computes a softmax, the others use the tensor cores. Keys are visited
-from the last to the first, in separate loops for masked and whole blocks; under a causal mask a warpgroup
-skips the blocks that only others see. With BLOCKS = 2, for short rows of heads of 64, a step issues one
-product after the other instead: short_steps.py. So do heads of 136 to 256: wide_steps.py.
+from the last to the first, of a list whole blocks before the others, in separate loops for masked and whole
+blocks; under a causal mask a warpgroup skips the blocks that only others see. With BLOCKS = 2, which heads of
+64 have in short rows and under most masks, a step issues one product after the other instead: short_steps.py.
+So do heads of 136 to 256: wide_steps.py.
 
 Sources: FlashAttention-2 (arXiv:2307.08691), FlashAttention-3 (arXiv:2407.08608).
 """
@@ -78,7 +79,7 @@ class Tiles:
     HEAD_DIM: gl.constexpr
     REST: gl.constexpr  # of heads of 256: the channels behind the first 128 that count; else 0
     CONSUMERS: gl.constexpr
-    KEEPS_MAXIMUM: gl.constexpr  # whether whole blocks keep the maximum of the blocks before
+    KEEPS_MAXIMUM: gl.constexpr  # whether whole blocks, and those behind them, keep the maximum before
 
     @gluon.jit
     def take(self, nth):

@@ -85,7 +85,8 @@ def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tupl
     seq_k, n_kv_head = k.shape[1:3]
     width = tile_width(head_dim)
     drops, keys = problem.dropout_p > 0.0, keys_per_query(problem, seq_q, seq_k)
-    tile = forward_tile(width, mask_kind(problem), keys, drops)
+    room = has_room(problem, q.dtype)
+    tile = forward_tile(width, mask_kind(problem), keys, drops, room)
     problem = without_intervals(problem, batch, seq_q, seq_k, rows=True, columns=False)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, n_head, seq_q, dtype=torch.float32, device=q.device)
@@ -98,7 +99,7 @@ def attention_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tupl
     counter = lse.view(torch.int32)
     if batch * n_head * n_tiles > tile.dealt * n_blocks:
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    keeps = has_room(problem, q.dtype) and keeps_maximum(tile, mask_kind(problem), drops)
+    keeps = room and keeps_maximum(tile, mask_kind(problem), drops)
     notes = counter
     if keeps:
         n_notes = (n_blocks + batch * n_head * n_tiles) * tile.consumers

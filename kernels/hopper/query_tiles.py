@@ -65,6 +65,7 @@ class Steps:
 
     @gluon.jit
     def place(self, step):
+        # behind the places without a mask those from whole_end to end follow
         end = self.end
         if self.LISTED:
             end = gl.where(step < self.whole, self.whole_end, self.end + self.whole)

@@ -37,13 +37,16 @@ EVERY = 2**31 - 1
 
 # a second thread block fills the gaps of two warpgroups; small key blocks waste little at a mask's edges
 SHORT = ForwardTile(2, 64, 2, 4, 104, 24, blocks=2)
-# measured: up to this many keys per query, on average, SHORT is faster where a mask has at most one edge
-SHORT_ROWS = 1100
-# and with two edges if it cannot keep the maximum, see keeps_maximum; otherwise it always is
-SHORT_WINDOW_WITH_DROPOUT = 1024
+# measured: up to this many keys per query, on average, SHORT is faster
+SHORT_ROWS = {"full": 1100, "causal": 1100, "window": math.inf}
+# the same where SHORT cannot keep the maximum, as measured when nothing did
+SHORT_ROWS_THAT_RAISE = {"full": 400, "causal": 520, "window": 1024}
 
 
-def forward_tile(width: int, mask: str, keys_per_query: float, dropout: bool = False) -> ForwardTile:
+def forward_tile(
+    width: int, mask: str, keys_per_query: float, dropout: bool = False, has_room: bool = True
+) -> ForwardTile:
+    """has_room: whether probabilities may be as large as kept maxima make them, see launch.has_room."""
     if width == 256:
         return ForwardTile(2, 64, 1, 2, 240, 32)
     if width == 128:
@@ -51,17 +54,18 @@ def forward_tile(width: int, mask: str, keys_per_query: float, dropout: bool = F
     # a list serves 128 queries, so two warpgroups; the length of documents is not known here
     if mask in ("blocks", "intervals"):
         return SHORT
-    if mask == "window":
-        is_short = not dropout or keys_per_query <= SHORT_WINDOW_WITH_DROPOUT
-        # a third warpgroup fills the gaps of two, but lacks the registers for both edges of a window
-        return SHORT if is_short else ForwardTile(2, 128, 2, 3, 240, 24)
-    if keys_per_query <= SHORT_ROWS:
+    keeps = has_room and keeps_maximum(SHORT, mask, dropout)
+    if keys_per_query <= (SHORT_ROWS if keeps else SHORT_ROWS_THAT_RAISE)[mask]:
         return SHORT
+    # a third warpgroup fills the gaps of two, but a step with a mask takes twice as long as another, and
+    # under a window 192 rows need more of them than 128
+    if mask == "window":
+        return ForwardTile(2, 128, 2, 3, 240, 24)
     return ForwardTile(3, 128, 2, 3, 160, 32, dealt=EVERY)
 
 
 def keeps_maximum(tile: ForwardTile, mask: str, dropout: bool) -> bool:
-    """Whether whole blocks of keys keep the maximum of those before, see softmax.probabilities.
+    """Whether blocks of keys keep the maximum of those before, see softmax.probabilities.
 
     It is faster wherever it was measured. But with dropout, short tiles lack the registers if they hold both
     edges of a mask.

@@ -59,7 +59,7 @@ class Partitions:
         self.wanted[own] = None
 
     def open_gate(self, chosen: int | None) -> None:
-        """Lets the chosen partition go on; if there is none, all, which then end with an error."""
+        """Lets the chosen partition go on; if there is none, all that are left, which end with an error."""
         for number in self.gates if chosen is None else [chosen]:
             self.gates[number].release()
 

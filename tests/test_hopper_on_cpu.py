@@ -46,6 +46,21 @@ def launch(monkeypatch, fresh_memory_is_nan):
     return launch
 
 
+@pytest.fixture
+def tiles_computed_anew(launch, monkeypatch):
+    """Filled with whether there was a tile to compute anew, each time that a thread block looks for one."""
+    overflow = launch.forward_kernel.__globals__["Overflow"]
+    following, noted = overflow.next, []
+
+    def note(self, i, index, end):
+        i, index = following(self, i, index, end)
+        noted.append(int(i) < int(end))
+        return i, index
+
+    monkeypatch.setattr(overflow, "next", note)
+    return noted
+
+
 def hopper_attention(*arguments, **options):
     with use_implementation("hopper"):
         return flash_attention(*arguments, **options)
@@ -90,7 +105,7 @@ def test_dropout_keeps_what_the_reference_keeps(dtype, head_dim, mask, launch):
 def use_tiles_of_long_rows(launch, monkeypatch):
     """Heads of 64 get three warpgroups, or under a window with dropout two: long rows would take long."""
     monkeypatch.setattr(
-        launch, "forward_tile", lambda width, mask, _, dropout: forward_tile(width, mask, 2**20, dropout)
+        launch, "forward_tile", lambda width, mask, _, *rest: forward_tile(width, mask, 2**20, *rest)
     )
 
 
@@ -111,17 +126,8 @@ def test_heads_of_64_are_as_accurate_in_the_tiles_of_long_rows(mask, dropout_p, 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("head_dim", "tiles"), [(64, "short"), (64, "long"), (128, "long"), (256, "long")])
 def test_scores_that_rise_far_above_those_of_the_first_blocks_are_exact(
-    head_dim, tiles, mask, dropout_p, launch, monkeypatch
+    head_dim, tiles, mask, dropout_p, launch, tiles_computed_anew, monkeypatch
 ):
-    overflow = launch.forward_kernel.__globals__["Overflow"]
-    following, noted = overflow.next, []
-
-    def note(self, i, index, end):
-        i, index = following(self, i, index, end)
-        noted.append(int(i) < int(end))
-        return i, index
-
-    monkeypatch.setattr(overflow, "next", note)
     if tiles == "long":
         use_tiles_of_long_rows(launch, monkeypatch)
     q, k, v = rising_qkv(2, 400, 4, 2, head_dim, "cpu")
@@ -135,10 +141,10 @@ def test_scores_that_rise_far_above_those_of_the_first_blocks_are_exact(
     if dropout_p:
         options |= {"dropout_p": dropout_p, "dropout_seed": 5}
     assert_close_to_truth(hopper_attention, q, k, v, **options)
-    # documents are short tiles
+    # which do not keep the maximum under dropout
     in_short_tiles = head_dim == 64 and (mask == "documents" or (mask, tiles) == ("window", "short"))
     always_follows = dropout_p > 0.0 and in_short_tiles
-    assert any(noted) == (not always_follows), "tiles of such scores are computed once more"
+    assert any(tiles_computed_anew) == (not always_follows), "tiles of such scores are computed once more"
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 2.0, 4.0])
@@ -151,19 +157,31 @@ def test_a_key_that_outweighs_all_others_weighs_as_much_as_its_rounded_probabili
     assert_as_accurate_as_torch(hopper_attention, *peaked_qkv(500, sharpness, head_dim, "cpu"))
 
 
+@pytest.mark.parametrize("mask", ["window", "documents", "blocks"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_blocks_that_a_list_cuts_may_hold_the_largest_scores(head_dim, launch):
-    # they come behind its whole blocks; a causal list cuts those of the diagonal
-    mask = {"causal": False, "block_mask": block_masks.causal(400)}
-    q, k, v = rising_qkv(1, 400, 2, 1, head_dim, "cpu")
-    with torch.no_grad():
-        k.copy_(k.flip(1))
-    assert_close_to_truth(hopper_attention, q, k, v, **mask)
-    # above all scores before, but not so far that a tile is computed anew
+def test_blocks_cut_behind_whole_ones_may_hold_the_largest_scores(
+    head_dim, mask, launch, tiles_computed_anew
+):
+    # at the far edge of a window or a document, and on the diagonal, which a causal list ends with
+    options, seen = {"causal": mask != "blocks"}, torch.arange(400)
+    if mask == "window":
+        options["window"], seen = 300, (seen - 299).clamp(min=0)
+    elif mask == "documents":
+        options["document_ids"], seen = (seen >= 60)[None].int(), torch.where(seen < 60, 0, 60)
+    else:
+        options["block_mask"] = block_masks.causal(400)
     q, k, v = random_qkv(1, 400, 400, 2, 2, head_dim, torch.bfloat16, "cpu")
     with torch.no_grad():
-        q.copy_(2 * k)
-    assert_as_accurate_as_torch(hopper_attention, q, k, v, **mask)
+        q.copy_(2 * k[:, seen])
+    assert_as_accurate_as_torch(hopper_attention, q, k, v, **options)
+    assert not any(tiles_computed_anew)
+    if mask == "blocks":
+        # so far above all others that a tile is computed anew
+        q, k, v = rising_qkv(1, 400, 2, 1, head_dim, "cpu")
+        with torch.no_grad():
+            k.copy_(k.flip(1))
+        assert_close_to_truth(hopper_attention, q, k, v, **options)
+        assert any(tiles_computed_anew)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -5,10 +5,11 @@
 
 A copy is a folder that holds one of the project. Only its kernels/hopper is loaded; all else is the project's
 that runs, so a copy whose kernels expect another kernels/problem.py cannot be compared. In each of `repeats`
-turns every copy computes the same inputs, forward and backward, by replays of a CUDA graph: alone, which is a
-median of calls with a cold L2 after a pause, and steady, a mean of back-to-back calls, which the card's limit
-of power slows down. A speed is the time of the first copy divided by that of another. difference: the largest
-one of out, dq, dk or dv from the first copy's, over the largest number there.
+turns, there and back through the copies, every copy computes the same inputs, forward and backward, by
+replays of a CUDA graph: alone, which is a median of calls with a cold L2 after a pause, and steady, a mean of
+back-to-back calls, which the card's limit of power slows down. A speed is the time of the first copy divided
+by that of another. difference: the largest one of out, dq, dk or dv from the first copy's, over the largest
+number there.
 """
 
 import math
@@ -47,7 +48,7 @@ class Arguments(Shapes):
     passes: list[str] = argument(list(PASSES), "of " + " ".join(PASSES))
     pattern: str = argument("", "a block mask in place of others, as in conf/attention/strided.yaml")
     steady: bool = argument(True, "time back-to-back calls, too")
-    repeats: int = argument(3, "turns of each copy")
+    repeats: int = argument(4, "turns of each copy; an even number goes there as often as back")
     out: str = result_file("kernels.json", "result file")
     overwrite: bool = argument(False, OVERWRITE)
 
@@ -183,7 +184,7 @@ def calls_of(function: Callable, seconds: float, at_a_time: int) -> int:
 
 
 def print_row(row: dict) -> None:
-    mask = "GPT-2" if row["packed"] else row["pattern"] or ("causal" if row["causal"] else "full")
+    mask = row["pattern"] or ("GPT-2" if row["packed"] else "causal" if row["causal"] else "full")
     speeds = (
         f"{how} {row[f'speed_{how}']:6.3f} / {row[f'{how}_ms']:8.3f} ms"
         for how in ("alone", "steady")

@@ -62,7 +62,7 @@ def main(arguments: Arguments) -> None:
     if unknown := set(arguments.passes) - set(PASSES):
         raise ValueError(f"passes must be of {' '.join(PASSES)}, got {' '.join(sorted(unknown))}")
     if arguments.pattern:
-        if arguments.window:
+        if arguments.window is not None:
             raise ValueError(f"window={arguments.window} and pattern={arguments.pattern!r}: give one of them")
         if False in arguments.causal:
             raise ValueError(

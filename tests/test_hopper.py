@@ -260,6 +260,7 @@ def test_windows_over_heads_of_64_have_such_tiles_at_any_length_where_these_keep
     for lacks in ({"dropout": True}, {"has_room": False}):
         assert forward_tile(64, "window", 1024, **lacks).blocks == 2
         assert forward_tile(64, "window", 1025, **lacks).blocks == 1
+        assert forward_tile(64, "window", 1025, **lacks).consumers == 2
 
 
 @pytest.mark.parametrize("width", [64, 128])

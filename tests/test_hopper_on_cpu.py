@@ -103,19 +103,23 @@ def test_dropout_keeps_what_the_reference_keeps(dtype, head_dim, mask, launch):
 
 
 def use_tiles_of_long_rows(launch, monkeypatch):
-    """Heads of 64 get three warpgroups, or under a window with dropout two: long rows would take long."""
+    """Heads of 64 get three warpgroups, or two under a window in which short tiles would keep no maximum.
+
+    Rows that have these tiles by themselves would take long.
+    """
     monkeypatch.setattr(
         launch, "forward_tile", lambda width, mask, _, *rest: forward_tile(width, mask, 2**20, *rest)
     )
 
 
-@pytest.mark.parametrize(
-    ("mask", "dropout_p"), [("full", 0.0), ("full", 0.1), ("causal", 0.0), ("causal", 0.1), ("window", 0.1)]
-)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
 def test_heads_of_64_are_as_accurate_in_the_tiles_of_long_rows(mask, dropout_p, launch, monkeypatch):
     use_tiles_of_long_rows(launch, monkeypatch)
+    # windows without dropout have short tiles in bfloat16
+    dtype = torch.float16 if mask == "window" and not dropout_p else torch.bfloat16
     for seq_q, seq_k in ((65, 65), (500, 500), (200, 300), (300, 200)):
-        q, k, v = random_qkv(2, seq_q, seq_k, 2, 1, 64, torch.bfloat16, "cpu")
+        q, k, v = random_qkv(2, seq_q, seq_k, 2, 1, 64, dtype, "cpu")
         options = options_of(mask, seq_q, seq_k)
         if dropout_p:
             options |= {"dropout_p": dropout_p, "dropout_seed": 5}

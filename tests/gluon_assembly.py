@@ -6,7 +6,7 @@ import torch
 
 from kernels.dropout import WORD, multiply_words
 from tests.gluon_partitions import named_barrier
-from tests.gluon_tensors import Tensor, unwrapped
+from tests.gluon_tensors import Tensor, as_tensor
 
 
 def bits_of(x: torch.Tensor, dtype) -> torch.Tensor:
@@ -33,7 +33,7 @@ def numbers(x: torch.Tensor, dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 def assembly(asm, constraints, args, dtype, is_pure, pack):
     """What the inline assembly of kernels/hopper computes."""
-    x, *rest = [torch.as_tensor(unwrapped(x)) for x in args]
+    x, *rest = map(as_tensor, args)
     kind = torch.bfloat16 if "bf16" in asm else torch.float16
     if asm in ("mov.b32 $0, $1;", "mov.u32 $0, $1;"):
         return args[0] if isinstance(args[0], Tensor) else Tensor(args[0])

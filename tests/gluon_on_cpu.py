@@ -1,4 +1,4 @@
-"""Runs the Hopper kernels on a CPU: Gluon as plain Python on PyTorch's tensors, each partition a thread.
+"""Runs the Hopper kernels on a CPU: Gluon as plain Python on PyTorch's tensors, each partition a coroutine.
 
 Triton's interpreter cannot run Gluon. Here kernels/hopper is imported a second time, with Gluon replaced by
 modules made here, and its launch.py calls the kernels, program by program. What the timing of a GPU may bring
@@ -39,6 +39,7 @@ from tests.gluon_tensors import (
     RealConstant,
     Tensor,
     add_atomically,
+    as_tensor,
     copy_in,
     copy_out,
     load,
@@ -58,12 +59,19 @@ def allocate(dtype, shape, layout):
 
 
 def elementwise(function: Callable):
-    return lambda *xs: Tensor(function(*(torch.as_tensor(unwrapped(x)) for x in xs)))
+    return lambda *xs: Tensor(function(*map(as_tensor, xs)))
+
+
+def where(condition, a, b):
+    condition, a, b = map(unwrapped, (condition, a, b))
+    return Tensor(
+        torch.where(condition, a, b) if isinstance(condition, torch.Tensor) else a if condition else b
+    )
 
 
 def broadcast_pair(function: Callable):
     def compute(a, b):
-        a, b = torch.as_tensor(unwrapped(a)), torch.as_tensor(unwrapped(b))
+        a, b = as_tensor(a), as_tensor(b)
         if a.is_floating_point() != b.is_floating_point():
             a, b = a.float(), b.float()
         return Tensor(function(a, b))
@@ -99,7 +107,7 @@ def language() -> ModuleType:
     gl.join = lambda a, b: Tensor(torch.stack((a.x, b.x), -1))
     gl.sum = lambda x, axis: Tensor(x.x.sum(axis))
     gl.max = lambda x, axis: Tensor(x.x.amax(axis))
-    gl.where = elementwise(torch.where)
+    gl.where = where
     gl.maximum, gl.minimum = broadcast_pair(torch.maximum), broadcast_pair(torch.minimum)
     gl.exp2, gl.log2, gl.floor = map(elementwise, (torch.exp2, torch.log2, torch.floor))
     gl.umulhi = elementwise(lambda a, b: (a.long() & 0xFFFFFFFF) * (b.long() & 0xFFFFFFFF) >> 32)

@@ -1,72 +1,71 @@
-"""The partitions of a kernel on a CPU, for gluon_on_cpu.py: threads, and the barriers between them."""
+"""The partitions of a kernel on a CPU, for gluon_on_cpu.py: coroutines, and the barriers between them."""
 
 import random
-import threading
 from collections.abc import Callable
 from types import SimpleNamespace
+
+from greenlet import greenlet
 
 
 class DeadlockError(RuntimeError):
     pass
 
 
+class Partition:
+    """A coroutine that runs until it waits for something or signals."""
+
+    def __init__(self, function: Callable, arguments: tuple):
+        self.coroutine = greenlet(lambda: function(*arguments))
+        # what it waits for; None: it can go on
+        self.wanted: Callable[[], bool] | None = None
+        # what it has issued and not waited for: products, and copies to global memory
+        self.products: list[Callable[[], None]] = []
+        self.copies: list[Callable[[], None]] = []
+
+    def able(self) -> bool:
+        return self.wanted is None or self.wanted()
+
+    def run(self) -> bool:
+        """Runs until the partition waits or ends; whether it has ended."""
+        self.coroutine.switch()
+        if self.coroutine.dead:
+            assert not self.products, "a product is never waited for"
+            assert not self.copies, "the end of a copy is never waited for"
+        return self.coroutine.dead
+
+
 class Partitions:
-    """Threads of which one runs at a time, chosen at random where one waits or signals."""
+    """Those of a thread block, of which one runs at a time, chosen at random where one waits or signals."""
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)
-        # each partition waits at a gate of its own, so that a signal wakes nobody else
-        self.gates: dict[int, threading.Semaphore] = {}
-        # what each partition waits for; None: it can go on
-        self.wanted: dict[int, Callable[[], bool] | None] = {}
         # bulk copies into shared memory that are on their way
         self.arriving: list[Callable[[], None]] = []
-        self.errors: list[BaseException] = []
-        self.own = threading.local()
+        self.own: Partition | None = None
+        self.scheduler: greenlet | None = None
 
     def run(self, parts: list[tuple]) -> None:
-        threads = [threading.Thread(target=self.part, args=(i, *part)) for i, part in enumerate(parts)]
-        self.wanted = dict.fromkeys(range(len(parts)))
-        self.gates = {number: threading.Semaphore(0) for number in self.wanted}
-        for thread in threads:
-            thread.start()
-        self.gates[self.random.randrange(len(parts))].release()
-        for thread in threads:
-            thread.join()
-        if self.errors:
-            raise self.errors[0]
+        # a coroutine that fails or ends goes on here
+        self.scheduler = greenlet.getcurrent()
+        partitions = [Partition(*part) for part in parts]
+        while partitions:
+            self.own = self.choose(partitions)
+            if self.own.run():
+                partitions.remove(self.own)
 
-    def part(self, number: int, function: Callable, arguments: tuple) -> None:
-        self.own.number, self.own.products, self.own.copies = number, [], []
-        try:
-            self.wait_at_gate()
-            function(*arguments)
-            assert not self.own.products, "a product is never waited for"
-            assert not self.own.copies, "the end of a copy is never waited for"
-        except BaseException as error:
-            self.errors.append(error)
-        del self.wanted[number]
-        self.open_gate(self.choose())
+    def choose(self, partitions: list[Partition]) -> Partition:
+        able = [partition for partition in partitions if partition.able()]
+        while self.arriving and (not able or self.random.random() < 0.3):
+            self.arriving.pop(self.random.randrange(len(self.arriving)))()
+            able = [partition for partition in partitions if partition.able()]
+        if not able:
+            raise DeadlockError(f"{len(partitions)} partitions wait for each other")
+        return self.random.choice(able)
 
-    def wait_until(self, condition: Callable[[], bool] = lambda: True) -> None:
+    def wait_until(self, condition: Callable[[], bool] | None = None) -> None:
         """Gives up this partition's turn, and returns in another one, once the condition holds."""
-        own = self.own.number
-        self.wanted[own] = condition
-        chosen = self.choose()
-        if chosen != own:
-            self.open_gate(chosen)
-            self.wait_at_gate()
-        self.wanted[own] = None
-
-    def open_gate(self, chosen: int | None) -> None:
-        """Lets the chosen partition go on; if there is none, all that are left, which end with an error."""
-        for number in self.gates if chosen is None else [chosen]:
-            self.gates[number].release()
-
-    def wait_at_gate(self) -> None:
-        self.gates[self.own.number].acquire()
-        if self.errors:
-            raise DeadlockError("another partition has failed")
+        self.own.wanted = condition
+        self.scheduler.switch()
 
     def arrive(self, copy: Callable[[], None]) -> None:
         """Makes a copy at once or, at random, later: behind others that were issued after it, too."""
@@ -74,24 +73,6 @@ class Partitions:
             copy()
         else:
             self.arriving.append(copy)
-
-    def choose(self) -> int | None:
-        """The partition that goes on; none after an error, when all run at once."""
-        if self.errors:
-            return None
-        able = self.able()
-        while self.arriving and not self.errors and (not able or self.random.random() < 0.3):
-            try:
-                self.arriving.pop(self.random.randrange(len(self.arriving)))()
-            except AssertionError as error:
-                self.errors.append(error)
-            able = self.able()
-        if not able and self.wanted and not self.errors:
-            self.errors.append(DeadlockError(f"partitions {sorted(self.wanted)} wait for each other"))
-        return self.random.choice(able) if able and not self.errors else None
-
-    def able(self) -> list[int]:
-        return [number for number, wanted in self.wanted.items() if wanted is None or wanted()]
 
 
 # the program that runs: its number, how many there are, its partitions, and arrivals at its named barriers
@@ -148,4 +129,4 @@ def named_barrier(number: int, n_warpgroups: int, waits: bool) -> None:
     """bar.sync or bar.arrive of one of so many warpgroups: the last one makes it complete."""
     arrived = program.named[number] = program.named.get(number, 0) + 1
     meeting = -(-arrived // n_warpgroups) * n_warpgroups
-    program.partitions.wait_until((lambda: program.named[number] >= meeting) if waits else lambda: True)
+    program.partitions.wait_until((lambda: program.named[number] >= meeting) if waits else None)

@@ -1,5 +1,6 @@
 """What a kernel computes with on a CPU, for gluon_on_cpu.py: tensors, shared memory, pointers, copies."""
 
+import operator
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -17,18 +18,24 @@ class RealConstant(float):
     value = property(float)
 
 
+def as_tensor(x) -> torch.Tensor:
+    """torch.as_tensor, which takes long for what is a tensor already."""
+    x = unwrapped(x)
+    return x if isinstance(x, torch.Tensor) else torch.as_tensor(x)
+
+
 class Tensor:
-    """A tensor of a kernel, or a scalar."""
+    """A tensor of a kernel; or a scalar, which is a number of Python, since PyTorch takes long for one."""
 
     def __init__(self, x):
-        self.x = x if isinstance(x, torch.Tensor) else torch.tensor(x)
+        self.x = x.item() if isinstance(x, torch.Tensor) and x.dim() == 0 else x
 
-    shape = property(lambda self: list(self.x.shape))
-    dtype = property(lambda self: self.x.dtype)
+    shape = property(lambda self: list(as_tensor(self).shape))
+    dtype = property(lambda self: as_tensor(self).dtype)
     type = property(lambda self: SimpleNamespace(layout=None))
 
     def to(self, dtype, bitcast=False):
-        return Tensor(self.x.view(dtype) if bitcast else self.x.to(dtype))
+        return Tensor(as_tensor(self).view(dtype) if bitcast else as_tensor(self).to(dtype))
 
     def reshape(self, shape):
         return Tensor(self.x.reshape(shape))
@@ -50,7 +57,7 @@ def unwrapped(x):
     return x.x if isinstance(x, Tensor) else x
 
 
-def operator(function: Callable, reflected: bool = False):
+def binary(function: Callable, reflected: bool = False):
     def operate(self, other):
         if isinstance(other, Pointer):
             return NotImplemented
@@ -61,23 +68,25 @@ def operator(function: Callable, reflected: bool = False):
 
 
 def quotient(a, b):
-    return torch.div(torch.as_tensor(a), b, rounding_mode="trunc")
+    """a / b, rounded towards 0."""
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return torch.div(as_tensor(a), b, rounding_mode="trunc")
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
 OPERATORS = {
-    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
-    "truediv": lambda a, b: a / b, "floordiv": quotient,
-    "mod": lambda a, b: torch.fmod(torch.as_tensor(a), b),
-    "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b,
-    "rshift": lambda a, b: a >> b, "lshift": lambda a, b: a << b,
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv,
+    "floordiv": quotient, "mod": lambda a, b: a - quotient(a, b) * b,
+    "and": operator.and_, "or": operator.or_, "xor": operator.xor,
+    "rshift": operator.rshift, "lshift": operator.lshift,
 }  # fmt: skip
 for name, function in OPERATORS.items():
-    setattr(Tensor, f"__{name}__", operator(function))
-    setattr(Tensor, f"__r{name}__", operator(function, reflected=True))
+    setattr(Tensor, f"__{name}__", binary(function))
+    setattr(Tensor, f"__r{name}__", binary(function, reflected=True))
 for name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(Tensor, f"__{name}__", operator(getattr(torch, name)))
+    setattr(Tensor, f"__{name}__", binary(getattr(operator, name)))
 Tensor.__neg__ = lambda self: Tensor(-self.x)
-Tensor.__invert__ = lambda self: Tensor(~self.x)
+Tensor.__invert__ = lambda self: Tensor(not self.x if isinstance(self.x, bool) else ~self.x)
 
 
 class Product(Tensor):
@@ -117,6 +126,9 @@ def wait_for_products(n_left=0, deps=()):
 
 class Memory(Tensor):
     """A view of shared memory."""
+
+    def __init__(self, x: torch.Tensor):
+        self.x = x
 
     def index(self, i):
         return Memory(self.x[int(i)])
@@ -200,8 +212,8 @@ class Pointer:
         return torch.as_strided(self.memory, (n_elements,), (1,), 0)
 
     def choose(self, mask):
-        offsets = torch.as_tensor(self.offsets)
-        mask = torch.as_tensor(unwrapped(mask))
+        offsets = as_tensor(self.offsets)
+        mask = as_tensor(mask)
         offsets, mask = torch.broadcast_tensors(offsets, mask)
         offsets = offsets + self.memory.storage_offset()
         inside = offsets[mask]
@@ -218,7 +230,7 @@ def load(pointer, mask=True, other=0):
 
 def store(pointer, x, mask=True):
     offsets, mask = pointer.choose(mask)
-    x = torch.as_tensor(unwrapped(x)).to(pointer.memory.dtype).expand(offsets.shape)
+    x = as_tensor(x).to(pointer.memory.dtype).expand(offsets.shape)
     pointer.flat()[offsets[mask]] = x[mask]
 
 

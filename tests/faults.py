@@ -119,7 +119,7 @@ class Attempt:
             process.kill()
         self.wait()
 
-    def wait(self, seconds: float = 60.0) -> list[int]:
+    def wait(self, seconds: float = 150.0) -> list[int]:
         """The exit code of each rank, minus the signal's number for one that a signal ended."""
         deadline = time.monotonic() + seconds
         for process in self.processes:
@@ -141,12 +141,12 @@ class Attempt:
         path = Path(f"{self.config.name}.{rank}.log")
         return path.read_text() if path.exists() else ""
 
-    def wait_for(self, sign, seconds: float = 60.0) -> None:
+    def wait_for(self, sign, seconds: float = 150.0) -> None:
         """Waits until sign() is true."""
         wait_for(sign, self.logs, seconds)
 
 
-def wait_for(sign, log, seconds: float = 60.0) -> None:
+def wait_for(sign, log, seconds: float = 150.0) -> None:
     """Waits until sign() is true, or fails with what log() returns."""
     deadline = time.monotonic() + seconds
     while not sign():
@@ -390,7 +390,7 @@ def assert_restarted(who: int, step: int, steps: int, *overrides: str, seconds: 
             workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             os.kill(int(workers[who]), signal.SIGKILL)
             killed = True
-    assert process.wait(60) == 0, "".join(lines)
+    assert process.wait(150) == 0, "".join(lines)
     assert "".join(lines).count("continues after step") == 1
     assert_same_run("whole", "restarted", steps)
 

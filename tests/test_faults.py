@@ -147,7 +147,7 @@ def test_ctrl_c_while_the_text_is_prepared_ends_with_one_line_and_leaves_nothing
     )  # fmt: skip
     first = process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    rest = process.communicate(timeout=60)[0]
+    rest = process.communicate(timeout=150)[0]
     assert process.returncode == 130, first + rest
     assert "stopped before training began" in rest
     assert "Traceback" not in rest
@@ -317,7 +317,7 @@ def test_a_rank_that_never_joins_is_named_and_not_waited_for_without_end(absent,
     attempt = Attempt(small_config("run", 5), 3, partial(faults.absent, who=absent))
     for rank, expected in enumerate(words):
         if rank != absent:
-            attempt.processes[rank].join(60)
+            attempt.processes[rank].join(150)
             assert attempt.processes[rank].exitcode == 1
             assert f"TimeoutError: {expected} within 2 seconds" in attempt.log(rank)
     attempt.kill()
@@ -342,13 +342,14 @@ def test_a_step_may_take_longer_than_a_hang_if_its_microbatches_do_not():
 
 
 def test_a_run_that_was_stopped_as_a_whole_and_goes_on_does_not_count_as_one_that_hangs():
-    config = small_config("run", 3, "hang_seconds=2", "tokens_per_microbatch=512", "evaluation.tokens=512")
+    # a slow machine draws the picture in less
+    config = small_config("run", 3, "hang_seconds=6", "tokens_per_microbatch=512", "evaluation.tokens=512")
     attempt = Attempt(config, 1, partial(faults.slow_model, seconds=1.0))
     attempt.wait_for(lambda: "\nstep " in attempt.log())
     # inside of the next step, whose last mark the watchdog has seen
     time.sleep(0.4)
     attempt.signal(signal.SIGSTOP)
-    time.sleep(2.2)
+    time.sleep(6.5)
     attempt.signal(signal.SIGCONT)
     assert attempt.wait() == [0], attempt.log()
 
@@ -365,7 +366,7 @@ def test_a_rank_that_is_stopped_is_named_by_the_others(stopped):
     attempt = run_until(config, 5, 2)
     attempt.signal(signal.SIGSTOP, rank=stopped)
     other = 1 - stopped
-    attempt.processes[other].join(20)
+    attempt.processes[other].join(60)
     assert attempt.processes[other].exitcode == EXIT_HANGS
     assert f"HANGS: rank {stopped} (last finished step " in attempt.log(other)
     assert "stopped, or its host is gone" in attempt.log(other)
@@ -416,14 +417,14 @@ def test_the_slurm_script_stops_a_run_on_two_nodes_whose_time_is_up_and_puts_it_
         try:
             wait_for(lambda: newest_step(config) >= 20, Path("slurm.log").read_text)
             job.send_signal(signal.SIGUSR1)
-            assert job.wait(60) != 0
+            assert job.wait(150) != 0
         finally:
             job.kill()
     assert Path("requeued").read_text() == "requeue 7\n"
     assert 20 <= newest_step(config) < 120
     assert "2 processes x 2 micro-batches x" in Path("slurm.log").read_text()
     assert "SIGTERM: finishing the step and saving" in Path("slurm.log").read_text()
-    subprocess.run(command, env=environment, check=True, timeout=120, capture_output=True)
+    subprocess.run(command, env=environment, check=True, timeout=150, capture_output=True)
     assert Path("requeued").read_text() == "requeue 7\n", "a run that has ended stays out of the queue"
     assert_same_run("whole", "queued", 120)
 
@@ -501,7 +502,7 @@ def test_a_signal_stops_a_run_that_rolls_back():
     config = small_config("run", 60, "spikes.action=rollback", "spikes.window=8", "checkpoint.every_steps=1")
     fault = partial(faults.poison, batches=tuple(range(22, 100)), factor=50.0)
     attempt = Attempt(config, 1, partial(faults.slow_rollbacks, fault=fault))
-    attempt.wait_for(lambda: "rollback" in attempt.log(), 60.0)
+    attempt.wait_for(lambda: "rollback" in attempt.log())
     attempt.signal(signal.SIGTERM)
     assert attempt.wait() == [EXIT_INTERRUPTED]
     assert attempt.log().count("rollback\n") < 10

@@ -362,7 +362,7 @@ def test_a_file_of_the_users_own_that_holds_no_values_is_told_by_what_to_look_fo
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_bytes(content)
     words = [sys.executable, "-m", "train", f"--config-dir={tmp_path}", "model=mine"]
-    done = subprocess.run(words, cwd=CONF.parent, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, cwd=CONF.parent, capture_output=True, text=True, timeout=150)
     assert done.returncode == 2
     assert re.match(f"error: {fault}", done.stderr)
     assert "Traceback" not in done.stderr

@@ -58,7 +58,7 @@ def test_ctrl_c_ends_with_one_line_and_leaves_nothing(workers, seconds, tmp_path
     time.sleep(seconds)
     # as a terminal sends it, to all of them
     os.killpg(process.pid, signal.SIGINT)
-    rest = process.communicate(timeout=60)[0]
+    rest = process.communicate(timeout=150)[0]
     assert process.returncode == 130, first + rest
     assert rest.splitlines()[-1] == "stopped by Ctrl-C; the same command starts over"
     assert "Traceback" not in rest

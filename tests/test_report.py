@@ -73,7 +73,7 @@ def reported(folder: Path, second: str, *, stop: signal.Signals | None = None) -
             time.sleep(0.05)
         if stop:
             report.send_signal(stop)
-        output, _ = report.communicate(timeout=60)
+        output, _ = report.communicate(timeout=150)
     assert table.exists(), output
     return report.returncode, table.read_text().splitlines()[4]
 

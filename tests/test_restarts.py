@@ -55,7 +55,7 @@ def launch(
 
 def output_of(process: subprocess.Popen) -> str:
     """What a launch that fails has printed. torchrun ends with 1, and names the code of its workers."""
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=150)
     assert process.returncode == 1, output
     return output
 

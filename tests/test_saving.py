@@ -113,7 +113,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(t
     goes_on = {f"step_0000000{step}": threading.Event() for step in (1, 2)}
 
     def slowly(file, *arguments):
-        assert goes_on[Path(file.name).parent.name].wait(60), "training waits for what waits for it"
+        assert goes_on[Path(file.name).parent.name].wait(150), "training waits for what waits for it"
         return write(file, *arguments)
 
     monkeypatch.setattr(train.saving, "_write", slowly)

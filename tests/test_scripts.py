@@ -61,7 +61,7 @@ SCRIPTS.remove("arguments")
 def call(name: str, *arguments: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", f"scripts.{name}", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def slurm_job(folder: Path, srun: str, scontrol: str, **given: str) -> None:
     }
     environment = {f"SLURM_{key}": value for key, value in (slurm | given).items()}
     environment["PATH"] = f"{folder}:{os.environ['PATH']}"
-    subprocess.run(["bash", str(ROOT / "scripts" / "slurm.sh")], env=environment, check=True, timeout=60)
+    subprocess.run(["bash", str(ROOT / "scripts" / "slurm.sh")], env=environment, check=True, timeout=150)
 
 
 def test_the_slurm_script_gives_each_node_the_cores_that_the_job_asked_for(tmp_path):
@@ -118,7 +118,7 @@ def test_the_slurm_script_gives_two_jobs_on_one_node_ports_of_their_own(tmp_path
 def test_the_slurm_script_asks_for_sbatch_where_slurm_does_not_run_it():
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
     command = ["bash", str(ROOT / "scripts" / "slurm.sh")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
     assert done.returncode != 0
     assert "SLURM_SUBMIT_DIR: is set by Slurm alone: start this script with sbatch" in done.stderr
 
@@ -477,7 +477,7 @@ def test_ctrl_c_ends_a_script_in_one_line():
     )  # fmt: skip
     first = process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    rest = process.communicate(timeout=50)[0]
+    rest = process.communicate(timeout=150)[0]
     assert (first, rest, process.returncode) == ("under way\n", "stopped by Ctrl-C\n", 130)
 
 
@@ -533,7 +533,7 @@ def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback_unless_i
     )  # fmt: skip
     first = process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    rest = process.communicate(timeout=50)[0]
+    rest = process.communicate(timeout=150)[0]
     code = 3 if ignored else -signal.SIGINT
     assert (first, rest, process.returncode) == ("under way\n", "", code)
 

@@ -96,6 +96,6 @@ def test_ctrl_c_saves_a_run_whose_output_goes_to_a_pipe_that_ends_with_it(tmp_pa
     # as `tee` does, which Ctrl-C ends too
     process.stdout.close()
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 75
+    assert process.wait(150) == 75
     (saved,) = Path("runs/piped/checkpoints").iterdir()
     assert (saved / "checkpoint.json").exists()

@@ -483,7 +483,7 @@ def test_the_first_process_of_each_host_tells_what_is_wrong(corpus, monkeypatch,
     for key, value in (("RANK", "3"), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", "4")):
         monkeypatch.setenv(key, value)
     process = start(*SMALL, "precision=fp8")
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=150)
     assert process.returncode == 2
     assert errors.count("error: precision must be one of") == told
 
@@ -508,7 +508,7 @@ def test_a_final_validation_loss_that_is_not_finite_ends_with_2_after_the_last_c
     # the only update leaves weights that are finite, and too large
     given = [*SMALL, "total_tokens=512", "optim.learning_rate=1e30", "optim.warmup_steps=0"]
     process = start(*given)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=150)
     assert process.returncode == 2
     assert "error: the validation loss is nan after 1 step: no summary and no sample are made of it" in errors
     assert "Traceback" not in errors
@@ -520,7 +520,7 @@ def test_a_final_validation_loss_that_is_not_finite_ends_with_2_after_the_last_c
     assert json.loads(marker.read_text())["val_loss"] is None
     # nor does it count as finished when it is started again
     process = start(*given)
-    process.communicate(timeout=120)
+    process.communicate(timeout=150)
     assert process.returncode == 2
 
 
@@ -652,7 +652,7 @@ def test_a_sweep_that_has_no_place_for_its_runs_ends_with_one_line(corpus, n_bef
     words = [*SMALL, "seed=1,2", "name=seed${seed}"]
     # the flag may stand anywhere
     process = start(*words[:n_before], "--multirun", *words[n_before:])
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=150)
     assert process.returncode == 2
     assert errors.startswith("error: [Errno 17] File exists: ")
     assert errors.count("\n") == 1
@@ -661,7 +661,7 @@ def test_a_sweep_that_has_no_place_for_its_runs_ends_with_one_line(corpus, n_bef
 def test_a_run_of_a_sweep_that_fails_is_told_and_the_others_are_trained(corpus):
     steps = ["total_tokens=512", "tokens_per_step=512,500,1024", "name=${tokens_per_step}"]
     process = start("--multirun", *SMALL, *steps)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=150)
     assert process.returncode == 2
     assert errors.count("error: ") == errors.count("error: tokens_per_step=500 must be a multiple") == 1
     assert "Traceback" not in errors
@@ -676,7 +676,7 @@ def test_a_run_of_a_sweep_that_fails_is_told_and_the_others_are_trained(corpus):
 @pytest.mark.parametrize("names", [["name=one"], ["name=seed${seed}", "logging.every_steps=1,2"]])
 def test_runs_of_a_sweep_under_one_name_are_refused_before_the_first_begins(corpus, names):
     process = start("--multirun", *SMALL, "seed=1,2", *names)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=150)
     assert process.returncode == 2
     assert re.match(
         r"error: name=(one|seed1) would be that of 2 runs of .* as 'name=seed\$\{seed\}' does\n$", errors
@@ -690,7 +690,7 @@ def test_runs_of_a_sweep_whose_names_turn_out_to_be_one_are_refused_but_for_the_
     paths = "data.paths=[nowhere],[corpus]"
     words = [*SMALL, "total_tokens=512", "name=${oc.env:NAME}", paths, "seed=1,2"]
     process = start("--multirun", *words)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=150)
     assert process.returncode == 2
     assert errors.count("error: data.paths names 'nowhere'") == 2
     assert errors.count("error: name=one was used by an earlier run") == 1
@@ -779,7 +779,7 @@ def two_nodes(
         start(*SMALL, *arguments, launcher=launcher, root=root)
         for arguments, root in zip(of_nodes, roots, strict=True)
     ]
-    outputs = [node.communicate(timeout=120) for node in nodes]
+    outputs = [node.communicate(timeout=150) for node in nodes]
     return [node.returncode for node in nodes], outputs
 
 
@@ -807,7 +807,7 @@ def test_two_nodes_by_two_torchruns_give_the_loss_curve_of_one_process(corpus):
 def test_the_command_prints_progress_for_a_person_and_says_where_everything_lies(corpus):
     began = time.perf_counter()
     process = start(*SMALL)
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=150)
     assert process.returncode == 0, errors
     [summary] = json.loads(Path("runs/test/summary.json").read_text())["rows"]
     assert 0.5 < summary["first_step_seconds"] < time.perf_counter() - began, "importing torch is in it"
@@ -855,7 +855,7 @@ def test_a_wrong_command_ends_with_one_clear_error_and_no_traceback(corpus, argu
     if "device=cuda" in arguments and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     process = start(*SMALL, *arguments)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=150)
     assert process.returncode == 2
     assert message in errors
     assert "Traceback" not in errors
@@ -868,7 +868,7 @@ def test_a_full_disk_is_told_with_the_folder_of_the_run_and_the_way_out(corpus):
     # less than the settings have
     limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1000, limits[1]))
     process = start(*SMALL, "name=full", preexec_fn=limit)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=150)
     assert process.returncode == 2
     assert "File too large, most likely in runs/full: make room there; the same command goes on" in errors
     assert "Traceback" not in errors

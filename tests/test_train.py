@@ -862,6 +862,15 @@ def test_a_wrong_command_ends_with_one_clear_error_and_no_traceback(corpus, argu
     assert not Path("runs").exists()
 
 
+def test_a_run_that_is_refused_has_not_waited_for_the_import_of_the_compiler(corpus):
+    Path("runs").touch()
+    _, told = start(*SMALL, launcher=("-X", "importtime")).communicate(timeout=150)
+    assert "Not a directory: 'runs/test'" in told
+    imported = [line.rpartition("|")[2].strip() for line in told.splitlines()]
+    assert "torch" in imported
+    assert "torch._dynamo" not in imported
+
+
 def test_a_full_disk_is_told_with_the_folder_of_the_run_and_the_way_out(corpus):
     run("total_tokens=512")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

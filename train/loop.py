@@ -2,6 +2,7 @@
 
 import gc
 import math
+import sys
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -60,8 +61,10 @@ def train(config: Config) -> float:
     """
     launched = begin_launch()
     check_machine(config)
-    # --multirun trains several runs in one process, and torch stops compiling after a number of shapes
-    torch.compiler.reset()
+    # --multirun trains several runs in one process, and torch stops compiling after a number of shapes; the
+    # compiler takes seconds to import, which a run that is refused need not wait for
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
     folder = config.folder
     with join_processes(config.device) as processes:
         if processes.device.type == "cuda":

@@ -31,8 +31,7 @@ from train.overrides import (
     CONF,
     explain,
     refuse_idle_overrides,
-    refuse_no_choice,
-    refuse_numbers_for_texts,
+    refuse_misread,
 )
 from train.results import write_result
 from train.speed import RATES, Rates, fit_rates, step_seconds
@@ -292,8 +291,7 @@ def describe(row: dict) -> str:
 
 def composed(overrides: list[str]) -> Config:
     """The configuration that python -m train makes of overrides. Raises ValueError if it refuses them."""
-    refuse_no_choice(overrides)
-    refuse_numbers_for_texts(overrides, Config)
+    refuse_misread(overrides, Config)
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             config = parse(compose("config", overrides))

@@ -17,7 +17,7 @@ from data.prepare import DataConfig, prepare
 from scripts.arguments import refuse, stop
 from train.interruption import answer_ctrl_c
 from train.logger import counted
-from train.overrides import CONF, checked, explain, refuse_no_choice, refuse_numbers_for_texts
+from train.overrides import CONF, checked, explain, refuse_misread
 
 
 @dataclass
@@ -54,8 +54,7 @@ def parse(overrides: list[str]) -> DataConfig:
     for override in overrides:
         if not override.lstrip("+~").startswith(("data=", "data.")):
             raise ValueError(f"{override!r} is no argument of this script: use data=NAME and data.KEY=VALUE")
-    refuse_no_choice(overrides)
-    refuse_numbers_for_texts(overrides, Arguments)
+    refuse_misread(overrides, Arguments)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         data = compose("config", overrides).data
     return checked(OmegaConf.create({"data": data}), Arguments).data

@@ -34,8 +34,7 @@ from train.overrides import (
     explain,
     refuse_equal_names,
     refuse_idle_overrides,
-    refuse_no_choice,
-    refuse_numbers_for_texts,
+    refuse_misread,
 )
 from train.restarts import comes_again, is_first_here, tell, was_refused
 from train.terminal import warn_without_source_lines, words_may_fail
@@ -134,8 +133,7 @@ def command() -> None:
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in sweep)
     try:
         # checked here, where overrides are as typed: inside a run of --multirun Hydra has rewritten them
-        refuse_no_choice(sys.argv[1:])
-        refuse_numbers_for_texts(sys.argv[1:], Config)
+        refuse_misread(sys.argv[1:], Config)
         refuse_equal_names(sys.argv[1:])
         main()
     except RunFailed:

@@ -162,11 +162,17 @@ def refuse_idle_overrides(words: list[str], config) -> None:
                 raise ValueError(f"{word} has no effect with {reason}, or leave it out")
 
 
-def refuse_numbers_for_texts(words: list[str], schema: type) -> None:
-    """Raises ValueError for KEY=VALUE whose text Hydra would rewrite as a number: 1e-3 as 0.001.
+def refuse_misread(words: list[str], schema: type) -> None:
+    """Raises ValueError for what Hydra would read otherwise than it is meant.
 
     words: as they were typed. schema: the dataclass of the whole configuration.
     """
+    refuse_no_choice(words)
+    refuse_numbers_for_texts(words, schema)
+
+
+def refuse_numbers_for_texts(words: list[str], schema: type) -> None:
+    """Raises ValueError for KEY=VALUE whose text Hydra would rewrite as a number: 1e-3 as 0.001."""
     texts = {key for key, kind in _fields(schema) if _holds_text(kind)}
     parser = OverridesParser.create()
     for word in words:

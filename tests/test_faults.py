@@ -317,7 +317,7 @@ def test_a_rank_that_never_joins_is_named_and_not_waited_for_without_end(absent,
     attempt = Attempt(small_config("run", 5), 3, partial(faults.absent, who=absent))
     for rank, expected in enumerate(words):
         if rank != absent:
-            attempt.processes[rank].join(150)
+            attempt.processes[rank].join(60)
             assert attempt.processes[rank].exitcode == 1
             assert f"TimeoutError: {expected} within 2 seconds" in attempt.log(rank)
     attempt.kill()
@@ -366,7 +366,7 @@ def test_a_rank_that_is_stopped_is_named_by_the_others(stopped):
     attempt = run_until(config, 5, 2)
     attempt.signal(signal.SIGSTOP, rank=stopped)
     other = 1 - stopped
-    attempt.processes[other].join(60)
+    attempt.processes[other].join(20)
     assert attempt.processes[other].exitcode == EXIT_HANGS
     assert f"HANGS: rank {stopped} (last finished step " in attempt.log(other)
     assert "stopped, or its host is gone" in attempt.log(other)

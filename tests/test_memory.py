@@ -518,7 +518,7 @@ def test_out_of_memory_on_one_rank_ends_all_with_the_way_out(tmp_path, monkeypat
             in alone.log()
         )
         two = faults.Attempt(faults.small_config("two", 20), 2, partial(out_of_memory, who=1))
-        codes = two.wait(150)
+        codes = two.wait(30)
         assert codes[1] == EXIT_OUT_OF_MEMORY
         assert codes[0] not in (0, None)
         assert f"error: out of memory on rank 1: {expected}" in two.log(1)

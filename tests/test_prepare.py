@@ -510,7 +510,7 @@ def test_a_killed_run_leaves_no_process_and_starts_over_cleanly(tmp_path):
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert len(workers) >= 2
-    wait_for(lambda: not any(alive(worker) for worker in workers), seconds=30)
+    wait_for(lambda: not any(alive(worker) for worker in workers), seconds=5)
     assert not Path(config.folder).exists()
     assert partial.exists()
 
@@ -539,7 +539,7 @@ def test_a_killed_worker_is_told_in_one_line_with_the_way_out(tmp_path):
     wait_for(lambda: (tmp_path / "shards.partial" / "train_00000.bin").exists())
     for worker in children(process.pid):
         os.kill(worker, signal.SIGKILL)
-    errors = process.communicate(timeout=150)[1]
+    errors = process.communicate(timeout=30)[1]
     assert process.returncode == 2, errors
     assert errors.endswith(
         "error: a tokenizing process ended with code -9; -9 most likely means too little memory: lower "

@@ -66,12 +66,12 @@ def hopper_attention(*arguments, **options):
         return flash_attention(*arguments, **options)
 
 
-def options_of(mask: str, seq_q: int, seq_k: int) -> dict:
+def options_of(mask: str, seq_q: int, seq_k: int, batch: int = 2) -> dict:
     options = {"causal": mask not in ("full", "blocks")}
     if mask == "window":
         options["window"] = 90
     if mask == "documents":
-        options["document_ids"] = (torch.rand(2, seq_k) < 0.02).cumsum(1).int()
+        options["document_ids"] = (torch.rand(batch, seq_k) < 0.02).cumsum(1).int()
     if mask == "blocks":
         # absent, partial and full blocks, and a row of none
         blocks = torch.randint(3, (-(-seq_q // 128), -(-seq_k // 128)))
@@ -96,8 +96,10 @@ def test_every_mask_is_as_accurate_as_torch_however_partitions_take_turns(
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_dropout_keeps_what_the_reference_keeps(dtype, head_dim, mask, launch):
-    q, k, v = random_qkv(2, 200, 200, 2, 1, head_dim, dtype, "cpu")
-    options = options_of(mask, 200, 200) | {"dropout_p": 0.1, "dropout_seed": 2**40 + 3}
+    # as many tiles in either
+    batch, n_head = (2, 2) if dtype == torch.float16 else (1, 4)
+    q, k, v = random_qkv(batch, 200, 200, n_head, n_head // 2, head_dim, dtype, "cpu")
+    options = options_of(mask, 200, 200, batch) | {"dropout_p": 0.1, "dropout_seed": 2**40 + 3}
     for deterministic in PASSES[head_dim]:
         assert_as_accurate_as_torch(hopper_attention, q, k, v, deterministic=deterministic, **options)
 
@@ -134,12 +136,13 @@ def test_scores_that_rise_far_above_those_of_the_first_blocks_are_exact(
 ):
     if tiles == "long":
         use_tiles_of_long_rows(launch, monkeypatch)
-    q, k, v = rising_qkv(2, 400, 2, 1, head_dim, "cpu")
-    options = options_of(mask, 400, 400)
+    batch, n_head = (2, 2) if dropout_p else (1, 4)
+    q, k, v = rising_qkv(batch, 400, n_head, n_head // 2, head_dim, "cpu")
+    options = options_of(mask, 400, 400, batch)
     if mask == "window":
         options["window"] = 330
     if mask == "documents":
-        options["document_ids"] = torch.tensor([[0] * 60 + [1] * 340] * 2).int()
+        options["document_ids"] = torch.tensor([[0] * 60 + [1] * 340] * batch).int()
     if mask == "blocks":
         options["block_mask"] = block_masks.causal(400)
     if dropout_p:

@@ -64,9 +64,9 @@ def elementwise(function: Callable):
 
 def where(condition, a, b):
     condition, a, b = map(unwrapped, (condition, a, b))
-    return Tensor(
-        torch.where(condition, a, b) if isinstance(condition, torch.Tensor) else a if condition else b
-    )
+    if isinstance(condition, torch.Tensor):
+        return Tensor(torch.where(condition, a, b))
+    return Tensor(a if condition else b)
 
 
 def broadcast_pair(function: Callable):

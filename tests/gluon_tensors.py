@@ -127,6 +127,7 @@ def wait_for_products(n_left=0, deps=()):
 class Memory(Tensor):
     """A view of shared memory."""
 
+    # not as a Tensor: what is stored into a view of a single element must reach the memory
     def __init__(self, x: torch.Tensor):
         self.x = x
 

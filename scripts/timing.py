@@ -1,9 +1,10 @@
 """Timing of GPU work: the medians that the benchmarks and the reproduction of the paper report.
 
 Short work is timed as the replay of a CUDA graph with a cold L2 cache: the GPU's own time, as in a captured
-or deeply queued training step, without the time Python takes to issue it. A pause before each turn lets the
-GPU's clock recover from earlier work: without one, FlexAttention took from 1.17 to 1.43 ms, depending on what
-had run just before it (docs/hopper.md, "Power").
+or deeply queued training step, without the time Python takes to issue it. The GPU's clock follows the power
+that is drawn, some 45 ms late (docs/hopper.md, "Power"). So a pause before each turn lets it recover: without
+one, FlexAttention took from 1.17 to 1.43 ms, depending on what had run just before it. And a turn is shorter
+than that: the same call has 705 TFLOP/s up to its ninth repetition, and 650 from the eleventh on.
 """
 
 import time
@@ -12,7 +13,6 @@ from functools import cache
 from statistics import median
 
 import torch
-import triton
 from torch import Tensor
 
 from model.graphs import recording
@@ -75,12 +75,30 @@ def capture_forward(function: Callable) -> torch.cuda.CUDAGraph:
 
 
 def median_ms(function: Callable) -> float:
+    """The median of calls with a cold L2 cache, in turns that end before the clock follows their power."""
     torch.cuda.synchronize()
-    time.sleep(PAUSE)
+    cache = torch.empty(CACHE_BYTES, dtype=torch.int8, device="cuda")
     milliseconds = []
     while len(milliseconds) < LEAST_CALLS:
-        milliseconds += triton.testing.do_bench(function, WARMUP_MS, TURN_MS, return_mode="all")
+        time.sleep(PAUSE)
+        _, with_clearing = timed_ms(function, cache, 1)
+        timed_ms(function, cache, int(WARMUP_MS / with_clearing))
+        milliseconds += timed_ms(function, cache, max(1, int(TURN_MS / with_clearing)))[0]
     return median(milliseconds)
+
+
+def timed_ms(function: Callable, cache: Tensor, n_calls: int) -> tuple[list[float], float]:
+    """The times of calls, before each of which the L2 cache is cleared, and their sum with clearing."""
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(3)] for _ in range(n_calls)]
+    for begin, cleared, end in marks:
+        begin.record()
+        cache.zero_()
+        cleared.record()
+        function()
+        end.record()
+    torch.cuda.synchronize()
+    milliseconds = [cleared.elapsed_time(end) for _, cleared, end in marks]
+    return milliseconds, sum(begin.elapsed_time(end) for begin, _, end in marks)
 
 
 def forward_backward_ms(attention: Callable, qkv: tuple[Tensor, ...], dout: Tensor) -> tuple[float, float]:

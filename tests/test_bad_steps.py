@@ -111,6 +111,13 @@ def test_log_changes_nothing_but_the_log(capsys):
     assert lines[1].startswith("spike at step 5, batch 4: gradient norm 50, the limit is")
 
 
+def test_values_that_never_vary_are_no_spikes():
+    judge = guard("skip", "skip")
+    assert [take(judge, step, 0.0, 0.0) > 0.0 for step in range(10)] == [True] * 10
+    judge.settle()
+    assert judge.skipped_steps == 0
+
+
 def test_a_norm_at_the_limit_of_its_step_is_a_spike_and_one_below_it_is_not(capsys):
     # from deviations of 1/4 no sum is rounded
     limit = 1.0 + 3.0 * 0.25

@@ -188,10 +188,11 @@ class StepGuard:
             self._is_refused(step, "gradient norm", norm, usual)
 
     def _limit(self, history: deque[float]) -> float:
-        """The value from which on the next one is a spike; infinite until the window is full."""
+        """The value from which on the next one is a spike; infinite until the window is full and varies."""
         if self._spikes.action == "ignore" or len(history) < self._spikes.window:
             return math.inf
-        return fmean(history) + self._spikes.z_score * pstdev(history)
+        deviation = pstdev(history)
+        return fmean(history) + self._spikes.z_score * deviation if deviation else math.inf
 
     def _is_refused(self, step: int, name: str, value: float, limit: float) -> bool:
         """Reports a spike; True if it must not change the weights. Raises RollBack if that is the action."""

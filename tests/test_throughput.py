@@ -1,4 +1,7 @@
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +18,10 @@ from train.throughput import (
     peak_flops,
     peak_memory_bytes,
     process_seconds,
+    reset_peak_memory,
 )
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize(
@@ -129,6 +135,19 @@ def test_peak_memory_covers_a_large_allocation(device):
     block = torch.ones(64 * 2**20 // 4, device=device)
     allocated, reserved = peak_memory_bytes(device)
     assert reserved >= allocated >= block.numel() * 4
+
+
+def test_peak_memory_of_a_cpu_is_the_process_own_and_that_of_a_run_begins_anew():
+    grown = torch.ones(512 * 2**20 // 4)
+    peak, _ = peak_memory_bytes(torch.device("cpu"))
+    # ru_maxrss of a process is that of the one which started it, if that is larger
+    code = "import torch; from train.throughput import peak_memory_bytes; "
+    code += "print(peak_memory_bytes(torch.device('cpu'))[0])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < peak - grown.numel() * 2
+    del grown
+    reset_peak_memory(torch.device("cpu"))
+    assert peak_memory_bytes(torch.device("cpu"))[0] < peak - 256 * 2**20
 
 
 def test_an_unknown_card_has_no_utilization_and_a_known_one_its_share(monkeypatch):

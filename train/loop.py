@@ -36,7 +36,7 @@ from train.report import finish_run, set_aside, step_metrics
 from train.run_lock import lock_run
 from train.saving import CheckpointSaver, remove_unfinished
 from train.step import forward_backward, update
-from train.throughput import RunClock, begin_launch
+from train.throughput import RunClock, begin_launch, reset_peak_memory
 from train.watchdog import Watchdog
 
 
@@ -67,8 +67,7 @@ def train(config: Config) -> float:
         torch.compiler.reset()
     folder = config.folder
     with join_processes(config.device) as processes:
-        if processes.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        reset_peak_memory(processes.device)
         refuse_other_code(processes)
         refuse_other_settings(config, processes)
         config.check_processes(processes.world_size)

@@ -1,10 +1,12 @@
 """How fast a run is: step time by phase, tokens per second, model FLOP utilization, memory."""
 
 import os
+import re
 import resource
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -30,6 +32,8 @@ PEAK_FLOPS = {
 }
 
 PHASES = ("data", "forward_backward", "optimizer")
+# of this process on Linux: what it holds, and where a 5 sets its peak back (proc(5))
+STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 # whether this process has already begun a run
 _has_launched = False
 
@@ -182,5 +186,25 @@ def peak_memory_bytes(device: torch.device) -> tuple[int, int]:
     """(allocated, reserved) at their peaks; on the CPU both are the process's peak resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    resident = peak_resident_bytes()
     return resident, resident
+
+
+def peak_resident_bytes() -> int:
+    """The most memory that this process has held since it began, or since reset_peak_memory."""
+    if STATUS.exists():
+        (kilobytes,) = re.findall(rb"^VmHWM:\s+(\d+) kB$", STATUS.read_bytes(), re.MULTILINE)
+        return int(kilobytes) * 1024
+    # without /proc this is all there is; it counts what the process was forked from, in bytes on macOS
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Has peak_memory_bytes count from now on: by --multirun an earlier run may have had the same process."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    # a container may forbid it
+    with suppress(OSError):
+        RESET.write_bytes(b"5")

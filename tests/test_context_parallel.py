@@ -96,7 +96,9 @@ def test_a_run_whose_sequences_are_shared_follows_the_curve_of_one_process(tmp_p
     losses = {}
     try:
         for name, (world_size, more) in runs.items():
-            faults.complete(faults.small_config(name, 12, *given, *more), world_size)
+            attempt = faults.complete(faults.small_config(name, 12, *given, *more), world_size)
+            processes = "1 process" if world_size == 1 else "1 group of 2 processes"
+            assert f"{processes} x 4 micro-batches x 4 sequences x 32 tokens;" in attempt.log()
             metrics = faults.read_metrics(tmp_path / "runs" / name / "metrics.jsonl")
             losses[name] = [m["train_loss"] for m in metrics if m["step"]] + [metrics[-1]["val_loss"]]
     finally:

@@ -831,6 +831,9 @@ def test_profile_writes_a_trace_of_a_few_steps_and_says_that_a_cpu_has_no_snapsh
     output = capsys.readouterr().out
     assert "steps 4 to 6 of this launch are in runs/test/trace.json.gz; there is no memory snapshot" in output
     assert output.splitlines()[-2].split() == ["trace", "runs/test/trace.json.gz"]
+    # three more steps are too few for a trace: the one that is there is not this launch's
+    run("profile=true", "total_tokens=7680")
+    assert "trace.json.gz" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("steps", [2, 3, 5])

@@ -21,7 +21,7 @@ from train.export import EXPORT, export_run
 from train.free_name import first_free
 from train.logger import WANDB_ID, RunLogger, counted, duration, read_metrics, readable
 from train.optim import learning_rate
-from train.profiler import MEMORY, TRACE
+from train.profiler import MEMORY, NEEDED, TRACE
 from train.results import write_result
 from train.sample import sample_text
 from train.throughput import RunClock, StepTimer, flop_utilization, peak_memory_bytes
@@ -113,7 +113,7 @@ def open_run(
         f"attention {config.attention.implementation}, {config.precision}, "
         f"{world_size} x {device_name(processes.device)}\n"
         f"{counted(steps, 'step')} of {counted(config.tokens_per_step, 'token')}: "
-        f"{counted(world_size, 'process')} x {counted(accumulation, 'micro-batch')} x "
+        f"{_in_groups(world_size, config.context_parallel)} x {counted(accumulation, 'micro-batch')} x "
         f"{counted(config.microbatch, 'sequence')} x {counted(config.seq_len, 'token')}; "
         f"{readable(tokens)} tokens, {epochs:.2f} epochs of {config.data.source}"
     )
@@ -219,7 +219,7 @@ def finish_run(
 ) -> None:
     """Draws the loss curve, writes a sample and a summary, and says where everything lies.
 
-    first_step: where this launch began; if that is the last step, the summary stays that of the launch that
+    first_step: where this attempt began; if that is the last step, the summary stays that of the launch that
     got there.
     """
     # imported here: matplotlib takes a second, for which no run should wait at its start
@@ -253,15 +253,15 @@ def finish_run(
         sample = sample_text(weights, tokenizer, config.sample, config.seed, processes.mark)
         (folder / "sample.txt").write_text(sample + "\n", encoding="utf-8")
         print(f"--- sample ---\n{sample}\n--------------")
-    _tell_files(config, is_saved=is_saved)
+    _tell_files(config, is_saved=is_saved, is_traced=config.steps - first_step >= NEEDED)
 
 
-def _tell_files(config: Config, *, is_saved: bool) -> None:
+def _tell_files(config: Config, *, is_saved: bool, is_traced: bool) -> None:
     """Prints where everything lies that this launch made, and, if there is a checkpoint, how to go on."""
     folder = config.folder
     # a file that an earlier launch made after fewer steps is not this one's
     made = {"sample.txt": config.sample.tokens > 0, "checkpoints": is_saved, EXPORT: config.export}
-    made |= dict.fromkeys((TRACE, MEMORY), config.profile)
+    made |= dict.fromkeys((TRACE, MEMORY), config.profile and is_traced)
     for name, what in (
         ("loss.png", "loss curve"),
         ("sample.txt", "sample"),
@@ -312,6 +312,13 @@ def _summary(
         **clock.summary(),
         "final_loss": val_loss,
     }
+
+
+def _in_groups(world_size: int, context_parallel: int) -> str:
+    """The processes, by groups of those that share sequences."""
+    if context_parallel == 1:
+        return counted(world_size, "process")
+    return f"{counted(world_size // context_parallel, 'group')} of {counted(context_parallel, 'process')}"
 
 
 def device_name(device: torch.device) -> str:

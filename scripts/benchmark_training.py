@@ -167,7 +167,7 @@ def main(arguments: Arguments) -> None:
             rows.append({"label": label, **aim, **measure(given, name, seq_len, step)})
             print(describe(rows[-1]), flush=True)
             if arguments.out:
-                write_result(Path(arguments.out), rows)
+                write_result(Path(arguments.out), rows, n_gpus=int(arguments.device == "cuda"))
                 write_whole(Path(arguments.out).with_suffix(".md"), table(rows))
     if arguments.ladder and arguments.out:
         bars = {row["label"]: row["tokens_per_second"] for row in rows}

@@ -323,3 +323,5 @@ def test_a_result_says_what_it_was_measured_on(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     assert (results.provenance(2)["gpu"], results.provenance(2)["n_gpus"]) == ("NVIDIA H200", 2)
+    # a run on the CPU of a machine with a GPU
+    assert (results.provenance(0)["gpu"], results.provenance(0)["n_gpus"]) == (None, 0)

@@ -239,7 +239,8 @@ def finish_run(
     # a run none of whose saves had room has nothing to go on from: a summary would forbid it to start over
     is_saved = bool(list_checkpoints(folder / "checkpoints"))
     if summary and is_saved and (has_trained or not (folder / "summary.json").exists()):
-        write_result(folder / "summary.json", [summary], processes.world_size)
+        n_gpus = processes.world_size if processes.device.type == "cuda" else 0
+        write_result(folder / "summary.json", [summary], n_gpus)
     if has_trained and summary and summary["mfu_palm"] is not None:
         print(
             f"MFU {summary['mfu_palm']:.1%} (PaLM, nanoGPT), {summary['mfu_causal']:.1%} (causal), "

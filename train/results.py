@@ -28,8 +28,11 @@ def write_result(path: Path, rows: list[dict], n_gpus: int = 1) -> dict:
 
 
 def provenance(n_gpus: int) -> dict:
-    """What one needs to repeat a measurement; fields that this machine cannot tell are None."""
-    on_gpu = torch.cuda.is_available()
+    """What one needs to repeat a measurement; fields that this machine cannot tell are None.
+
+    n_gpus: that were measured on, 0 if it was a CPU.
+    """
+    on_gpu = n_gpus > 0 and torch.cuda.is_available()
     return {
         "gpu": torch.cuda.get_device_name() if on_gpu else None,
         "n_gpus": n_gpus if on_gpu else 0,

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -268,6 +269,19 @@ def own_disk(rank: int) -> None:
     os.chdir(folder)
     write_corpus(Path())
     Path("corpus", "00.txt").write_text(f"this is host {rank}\n" * 20)
+
+
+def own_copy(rank: int) -> None:
+    """Each process reads a copy of the text of its own, like a host without a shared disk."""
+    read = train.loop.train
+
+    def read_copy(config: Config) -> float:
+        folder = f"corpus_of_{rank}"
+        shutil.copytree("corpus", folder, dirs_exist_ok=True)
+        data = replace(config.data, paths=[folder], folder=f"prepared_{rank}")
+        return read(replace(config, data=data))
+
+    train.loop.train = read_copy
 
 
 def signal_in_evaluation(rank: int, who: int, which: int) -> None:

@@ -306,6 +306,12 @@ def test_hosts_whose_folders_hold_other_tokens_are_refused_before_a_run_begins()
     assert not list(Path().glob("host_*/runs"))
 
 
+def test_hosts_that_keep_the_same_text_in_other_places_train_and_go_on():
+    for steps in (8, 12):
+        complete(small_config("run", steps), 2, faults.own_copy)
+    assert [line["step"] for line in read_metrics(Path("runs/run/metrics.jsonl"))][-1] == 12
+
+
 @pytest.mark.parametrize(
     ("absent", "words"),
     [

@@ -560,6 +560,19 @@ def test_a_resumed_run_refuses_text_that_was_prepared_anew_unless_asked_for_by_p
     assert len(losses()) == 12
 
 
+def test_a_run_that_began_with_anothers_checkpoint_goes_on_only_with_its_own_tokens(corpus):
+    run("name=first", "total_tokens=2560")
+    begun = ["checkpoint.resume=runs/first/checkpoints/step_00000005", "seed=2", "data.folder=prepared"]
+    run(*begun, "total_tokens=4096")
+    with pytest.raises(ValueError, match="seed is 2 in the checkpoint and 3 in the configuration"):
+        run(*begun, "seed=3")
+    shutil.rmtree("prepared")
+    Path("corpus/00.txt").write_text("another text\n" * 30)
+    with pytest.raises(ValueError, match="prepared holds other tokens than the checkpoint was trained on"):
+        run(*begun)
+    assert len(losses()) == 3
+
+
 def test_a_corrupt_shard_is_refused_before_training(corpus):
     run("name=first")
     shard = next(Path("datasets").rglob("train*.bin"))

@@ -89,8 +89,12 @@ def begin_attempt(launch: Launch, resume: str, left_out: list[int] | None) -> At
     timer, flops = StepTimer(processes.device), run_flops(config, train_data)
     saver = CheckpointSaver(checkpoints, config.checkpoint, processes)
     logger = None
-    if processes.is_main:
+
+    def open_logger() -> None:
+        nonlocal logger
         logger = open_run(config, state.first_step, processes, state.weights, train_data, val_data)
+
+    processes.from_main(open_logger)
     return Attempt(
         state=state,
         train_data=train_data,

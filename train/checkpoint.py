@@ -110,7 +110,7 @@ def find_checkpoint(folder: Path, resume: str, skipped: list[Path] | None = None
     """
     if resume not in ("auto", "never"):
         own = newest_checkpoint(folder, skipped)
-        if own and spelled_out(read_checkpoint(own)["resume"]) == spelled_out(resume):
+        if own and is_saved_by(read_checkpoint(own), resume):
             return own
         verify_checkpoint(Path(resume))
         return Path(resume)
@@ -146,10 +146,11 @@ def refuse_other_run(folder: Path, resume: str, config: dict) -> None:
         )
     found = readable_checkpoints(folder)
     newest, newest_info = list(found.items())[-1] if found else (None, None)
-    if newest and spelled_out(newest_info["resume"]) == spelled_out(resume):
+    if newest and is_saved_by(newest_info, resume):
         # the run continues from its own checkpoint, whatever became of the one that it started from
-        check_fits(newest_info, newest, config, same_run=resume == "auto")
-        _refuse_other_steps(newest_info, newest, folder, config)
+        if resume != "auto":
+            _refuse_other_steps(newest_info, newest, folder, config)
+        check_fits(newest_info, newest, config, same_run=True)
     elif resume not in ("auto", "never"):
         if not Path(resume).is_dir():
             raise ValueError(
@@ -170,6 +171,11 @@ def refuse_other_run(folder: Path, resume: str, config: dict) -> None:
         check_fits(newest_info, newest, config, same_run=True)
 
 
+def is_saved_by(info: dict, resume: str) -> bool:
+    """Whether a checkpoint in a run's folder was saved by a launch with this checkpoint.resume."""
+    return spelled_out(info["resume"]) == spelled_out(resume)
+
+
 def _refuse_other_steps(info: dict, path: Path, folder: Path, config: dict) -> None:
     old, new = info["config"]["tokens_per_step"], config["tokens_per_step"]
     # the metrics, checkpoints and left-out batches of one folder count steps of one size
@@ -182,7 +188,7 @@ def _refuse_other_steps(info: dict, path: Path, folder: Path, config: dict) -> N
 
 
 def _refuse_to_replace(found: dict[Path, dict], folder: Path, resume: str, step: int) -> None:
-    others = [path for path, info in found.items() if spelled_out(info["resume"]) != spelled_out(resume)]
+    others = [path for path, info in found.items() if not is_saved_by(info, resume)]
     if others and Path(resume).resolve().parent != folder.resolve():
         # only the newest few are kept: new checkpoints would displace those of the run that was here
         raise ValueError(

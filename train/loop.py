@@ -72,7 +72,9 @@ def train(config: Config) -> float:
         refuse_other_settings(config, processes)
         config.check_processes(processes.world_size)
         config.accumulation(processes.world_size)
-        refuse_other_run(folder / "checkpoints", config.checkpoint.resume, asdict(config))
+        processes.from_main(
+            lambda: refuse_other_run(folder / "checkpoints", config.checkpoint.resume, asdict(config))
+        )
         if config.export:
             refuse_to_replace(folder)
         text = _prepare_text(config, processes)

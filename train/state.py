@@ -8,7 +8,7 @@ import torch
 from model import GPT
 from train.bad_steps import StepGuard, take_over_left_out
 from train.build import build_weights, set_arithmetic
-from train.checkpoint import check_fits, load_tensors, read_checkpoint, run_tensors
+from train.checkpoint import check_fits, is_saved_by, load_tensors, read_checkpoint, run_tensors
 from train.config import Config
 from train.distributed import Processes
 from train.optim import build_optimizer
@@ -80,7 +80,10 @@ def build_state(
     scaler = torch.amp.GradScaler(processes.device.type, enabled=config.precision == "fp16")
     first_step, info = 0, read_checkpoint(saved) if saved else None
     if info:
-        check_fits(info, saved, asdict(config), same_run=resume == "auto", corpus=corpus)
+        # a run that began with another run's checkpoint goes on from its own later ones
+        same_run = resume == "auto" or is_saved_by(info, resume)
+        # hosts may keep their text in different places: the settings of rank 0 are the run's
+        processes.from_main(lambda: check_fits(info, saved, asdict(config), same_run=same_run, corpus=corpus))
         # step * tokens_per_step are the tokens trained: a run counts all its steps in one size
         first_step = config.step_after(info["step"], info["config"]["tokens_per_step"])
         # resolved: checkpoint.resume may name the run's own checkpoint by an absolute path
@@ -101,8 +104,12 @@ def build_state(
     if info:
         state.restore(saved, info)
         processes.step = first_step
-        if processes.is_main:
-            tell_other_steps(config, info, first_step, corpus)
-            if is_own:
-                tell_lost_metrics(config.folder, info)
+        processes.from_main(lambda: _tell_of(info, config, first_step, corpus, is_own=is_own))
     return state
+
+
+def _tell_of(info: dict, config: Config, first_step: int, corpus: str, *, is_own: bool) -> None:
+    """Prints what a run that goes on from a checkpoint does otherwise than before."""
+    tell_other_steps(config, info, first_step, corpus)
+    if is_own:
+        tell_lost_metrics(config.folder, info)

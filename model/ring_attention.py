@@ -87,21 +87,21 @@ class RingAttention(torch.autograd.Function):
         kv = torch.stack((k, v))  # (2, B, T / n, Hkv, D)
         # kept for the backward pass: a view of the qkv product would keep all of it, k and v a second time
         q = q.contiguous()
-        visiting, following = kv[:, :, steps[0].keys], iter([*steps[1:], None, None])
+        visiting, upcoming = kv[:, :, steps[0].keys], [*steps[1:], None, None]
         # an exchange must have started before an attention kernel does, whose thread blocks keep all
         # multiprocessors until it ends: otherwise the exchange waits for them, and the neighbours' ends of it
         # wait for this one, on multiprocessors that attention lacks there. So small kernels (zeros, merging)
         # stand between, unless a step sees nothing. While one part is merged, two more are in memory, one of
         # them still arriving
-        arriving = fetch_keys(kv, next(following), ring.group)
+        arriving = fetch_keys(kv, upcoming[0], ring.group)
         out = q.new_zeros(q.shape, dtype=accurate)
         lse = q.new_full((batch, n_head, n_query), float("-inf"), dtype=accurate)
-        for step in steps:
+        for step, following in zip(steps, upcoming[1:], strict=True):
             part = None
             if not step.is_empty:
                 part = attention_forward(q[:, step.rows], *visiting, step.mask, softmax_scale)
             visiting = arriving.wait()
-            arriving = fetch_keys(kv, next(following), ring.group)
+            arriving = fetch_keys(kv, following, ring.group)
             if part is not None:
                 merge(out[:, step.rows], lse[:, :, step.rows], *part)
         out = out.to(q.dtype)

@@ -136,8 +136,8 @@ def test_speed_is_that_of_all_gpus_and_utilization_that_of_each(four_gpus):
     seconds = {"step_seconds": 0.25, "data_seconds": 0.05}
     timer = SimpleNamespace(seconds=lambda: seconds)
     config = parse(composed("tokens_per_step=131072"))
-    given = config, four_gpus, timer, FLOPS, 10, 3.0, None, 1e-3, torch.tensor(0.5), 2
-    metrics = report.step_metrics(*given)
+    step = {"loss": 3.0, "val_loss": None, "learning_rate": 1e-3, "grad_norm": torch.tensor(0.5)}
+    metrics = report.step_metrics(config, four_gpus, timer, FLOPS, done=10, skipped_steps=2, **step)
     assert metrics["tokens"] == 10 * 131072
     assert metrics["tokens_per_second"] == 4 * 131072
     assert metrics["tokens_per_second_per_gpu"] == 131072

@@ -638,9 +638,9 @@ def test_nothing_is_compiled_after_the_first_step_nor_with_evaluations_in_betwee
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     compiled = []
 
-    def watched(*arguments):
+    def watched(*arguments, **options):
         compiled.append(counter.frame_count)
-        return step_metrics(*arguments)
+        return step_metrics(*arguments, **options)
 
     monkeypatch.setattr(train.loop, "step_metrics", watched)
     run("compile=true", *given)

@@ -369,12 +369,15 @@ def write_config(config: Config, folder: Path, first_step: int) -> Path:
     path = folder / "config.yaml"
     if first_step > 0 and path.exists():
         # find the settings of the steps before first_step
-        found = {p.stem.removeprefix("config_from_step_"): p for p in folder.glob("config_from_step_*.yaml")}
-        # a user's copy beside them has a name that does not end in a number
-        changes = {int(step): p for step, p in found.items() if step.isdecimal()}
-        for step in (step for step in changes if step > first_step):
-            _set_aside(changes[step])
-        path = changes.get(max((step for step in changes if step <= first_step), default=0), path)
+        settings = {0: path}
+        for changed in sorted(folder.glob("config_from_step_*.yaml")):
+            step = changed.stem.removeprefix("config_from_step_")
+            # a user's copy beside them has a name that does not end in a number
+            if step.isdecimal() and int(step) > first_step:
+                _set_aside(changed)
+            elif step.isdecimal():
+                settings[int(step)] = changed
+        path = settings[max(settings)]
         # as bytes: an older file may be in another encoding
         if path.read_bytes() != text.encode():
             path = folder / f"config_from_step_{first_step}.yaml"

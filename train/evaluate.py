@@ -49,15 +49,16 @@ def evaluate(model, loader: TokenLoader, sequences: int, processes: Processes, a
         for index in range(math.ceil(sequences / loader.sequences_per_step)):
             tokens, targets = loader.batch(index)
             left = sequences - index * loader.sequences_per_step - loader.rank * rows
-            if 0 < left < rows:
-                tokens[left:], targets[left:] = tokens[left - 1], targets[left - 1]
+            own = min(max(left, 0), rows)
+            if 0 < own < rows:
+                tokens[own:], targets[own:] = tokens[own - 1], targets[own - 1]
             loss = total_loss(tokens, targets)
-            if left > 0:
+            if own:
                 total += loss
         if sequences % rows:
             # those of the last round
             copies = total_loss(tokens[-1:].repeat(rows, 1), targets[-1:].repeat(rows, 1))
-            if 0 < left < rows:
-                total -= copies * (rows - left) / rows
+            if own:
+                total -= copies * (rows - own) / rows
     # ranks that share a sequence add the losses of its parts, each a mean over as many tokens
     return processes.mean(total).item() * loader.world_size / sequences

@@ -232,12 +232,10 @@ def _report(
         processes,
         attempt.timer,
         attempt.flops,
-        done,
-        result.loss,
-        val_loss,
-        result.learning_rate,
-        result.grad_norm,
-        attempt.state.guard.skipped_steps,
+        done=done,
+        val_loss=val_loss,
+        skipped_steps=attempt.state.guard.skipped_steps,
+        **result._asdict(),
     )
     if processes.is_main:
         logger.progress(metrics, (config.steps - done) * metrics["step_seconds"])

@@ -53,14 +53,8 @@ class MuonAdamW:
         muon.step()
         for old, new in ((p, copy), (momentum, muon.state[copy][MOMENTUM])):
             if hasattr(old, "full_tensor"):
-                # sharded; this import takes a second: a refused command should not wait for it
-                from torch.distributed.tensor import distribute_tensor
-
-                # each process has computed the same matrix, and takes its own rows
-                old, new = (
-                    old.to_local(),
-                    distribute_tensor(new, old.device_mesh, old.placements, src_data_rank=None).to_local(),
-                )
+                # each process has computed the same matrix
+                old, new = old.to_local(), _own_rows(new, old)
             if self.found_inf is not None:
                 new = torch.where(self.found_inf.bool(), old, new)
             old.copy_(new)
@@ -68,3 +62,11 @@ class MuonAdamW:
 
 def _whole_copy(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def _own_rows(whole: Tensor, like: Tensor) -> Tensor:
+    """This process's part of a matrix, which is sharded as `like` is."""
+    # takes a second: a refused command should not wait for it
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()

@@ -304,8 +304,8 @@ def _own_share(tensors: dict[str, Tensor], processes: Processes) -> dict[str, Te
     whole = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
     # deal them out in turn, the largest first
     whole.sort(key=lambda name: (-tensors[name].numel(), name))
-    others = set(whole) - set(whole[processes.rank :: processes.world_size])
-    return {name: tensor for name, tensor in tensors.items() if name not in others}
+    own = set(whole[processes.rank :: processes.world_size])
+    return {name: x for name, x in tensors.items() if isinstance(x, DTensor) or name in own}
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -55,7 +55,8 @@ class Watchdog:
         watched = range(p.world_size) if p.is_main else [0]
         news: dict[int, dict] = {}
         # when this process last saw a new beat, and a new mark, of each rank
-        beat_at, mark_at = ({rank: time.monotonic() for rank in watched} for _ in range(2))
+        beat_at = dict.fromkeys(watched, time.monotonic())
+        mark_at = dict(beat_at)
         beat, interval = 0, min(LONGEST_BEAT_SECONDS, self._seconds / BEATS)
         while True:
             asleep = time.monotonic()
@@ -64,7 +65,8 @@ class Watchdog:
             awake = time.monotonic()
             if awake - asleep > interval + self._seconds / 2:
                 # this whole process was stopped and goes on again: it has had no time to pass a mark
-                beat_at, mark_at = (dict.fromkeys(watched, awake) for _ in range(2))
+                beat_at = dict.fromkeys(watched, awake)
+                mark_at = dict(beat_at)
             beat += 1
             try:
                 self._tell(beat)

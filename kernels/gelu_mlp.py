@@ -67,6 +67,9 @@ def _save_for_backward(ctx, inputs, output):
 
 
 def _backward(ctx, dout, *_):
+    # gradients are enabled here only with create_graph=True
+    if torch.is_grad_enabled():
+        _refuse_second_derivative(ctx)
     if dout is None:
         return (None,) * 6
     x, w1, w2, hidden, slope = ctx.saved_tensors

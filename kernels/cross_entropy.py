@@ -211,14 +211,18 @@ def linear_cross_entropy(
 
     hidden: (N, C), N at least 1. weight: (V', C), usually float32; rows from vocab_size on are padding. The
     products run in hidden's dtype. The gradient of weight is summed in weight's dtype, or in float32 if that
-    is float16. Raises ValueError for other shapes, for several devices, and without a GPU, and RuntimeError
-    for targets that are not from 0 to vocab_size - 1, on a GPU when the host next waits for it.
+    is float16. Raises ValueError for other shapes, for integers, for several devices, and without a GPU,
+    RuntimeError for targets that are not from 0 to vocab_size - 1, on a GPU when the host next waits for it,
+    and NotImplementedError for second and forward derivatives and for gradients in transforms of torch.func.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or hidden.shape[0] == 0:
         raise ValueError(
             "hidden must be (N, C), N at least 1, and weight (V', C), got "
             f"{tuple(hidden.shape)} and {tuple(weight.shape)}"
         )
+    for name, x in (("hidden", hidden), ("weight", weight)):
+        if not x.is_floating_point():
+            raise ValueError(f"{name} must have a floating-point dtype, got {x.dtype}: call .float()")
     if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
         raise ValueError(
             f"targets must be one int64 for each of the {hidden.shape[0]} rows of hidden, got "
@@ -236,5 +240,11 @@ def linear_cross_entropy(
         )
     check_device("hidden", hidden, instead="F.cross_entropy of the logits")
     refuse_forward_derivatives("linear_cross_entropy", "use F.cross_entropy of the logits", hidden, weight)
+    # inside vmap a tensor does not tell that it requires a gradient, which would be lost without a word
+    if torch.is_grad_enabled() and torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "linear_cross_entropy has no gradient in transforms of torch.func (grad, vjp, vmap): use "
+            "torch.autograd.grad, F.cross_entropy of the logits, or torch.no_grad() if none is needed"
+        )
     wanted = (torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
     return linear_cross_entropy_forward(hidden, weight, targets, vocab_size, chunk, *wanted)[0]

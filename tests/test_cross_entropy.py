@@ -142,6 +142,9 @@ def test_targets_may_be_a_view(device):
     ("change", "message"),
     [
         ({"hidden": torch.zeros(0, 16)}, r"N at least 1, and weight \(V', C\), got \(0, 16\)"),
+        ({"hidden": torch.zeros(37, 16).long()}, r"^hidden must .* dtype, got torch.int64: call .float\(\)"),
+        ({"hidden": torch.zeros(37, 16).bool()}, "^hidden must have a floating-point dtype, got torch.bool"),
+        ({"weight": torch.zeros(384, 16).int()}, "^weight must have a floating-point dtype, got torch.int32"),
         ({"weight": torch.zeros(384, 8)}, r"got \(37, 16\) and \(384, 8\)"),
         ({"targets": torch.zeros(36).long()}, r"each of the 37 rows of hidden, got \(36,\)"),
         ({"targets": torch.zeros(37)}, "one int64.*float32"),
@@ -206,6 +209,31 @@ def test_a_forward_derivative_is_refused_with_a_way_out(device):
     ):
         with pytest.raises(NotImplementedError, match=r"no forward derivative: use F\.cross_entropy"):
             torch.func.jvp(function, (x.detach(),), (torch.ones_like(x),))
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
+def test_a_transform_of_functions_is_refused_with_a_way_out(transform, device):
+    hidden, weight, targets = inputs(device)
+    hidden, weight = hidden.detach(), weight.detach()
+    refused = pytest.raises(
+        NotImplementedError, match=r"torch.func .*vmap.*: use torch.autograd.grad, F\.cross"
+    )
+    with refused:
+        transform(lambda x: linear_cross_entropy(x, weight, targets, 300))(hidden)
+    with refused:
+        transform(lambda x: linear_cross_entropy(hidden, x, targets, 300))(weight)
+
+
+def test_vmap_gives_each_loss_without_gradients_and_loses_no_gradient(device):
+    hidden, weight, targets = inputs(device)
+    several = torch.stack([hidden, 2 * hidden])
+    losses = torch.func.vmap(lambda x: linear_cross_entropy(x, weight, targets, 300))
+    with torch.no_grad():
+        one_by_one = [linear_cross_entropy(x, weight, targets, 300) for x in several]
+        assert torch.equal(losses(several), torch.stack(one_by_one))
+    # inside, nothing tells that `several` requires a gradient
+    with pytest.raises(NotImplementedError, match=r"or torch.no_grad\(\) if none is needed"):
+        losses(several)
 
 
 def test_the_operator_keeps_pytorchs_rules(device):

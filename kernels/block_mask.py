@@ -169,9 +169,7 @@ class BlockMask:
         """The mask repeated for n_batch batches and n_head heads, where it had one for all."""
         if (n_batch, n_head) == (self.n_batch, self.n_head):
             return self
-        for name, have, want in (("n_batch", self.n_batch, n_batch), ("n_head", self.n_head, n_head)):
-            if have not in (1, want):
-                raise ValueError(f"{name} of a block mask must be 1 or {want}, got {have}: one serves all")
+        self.check_serves(n_batch, n_head)
         batch = torch.arange(n_batch, device=self.keys.device) % self.n_batch
         source = batch[:, None] * self.n_head + torch.arange(n_head, device=self.keys.device) % self.n_head
         head, block = (source.view(-1, 1) == self.coordinates()[0]).nonzero(as_tuple=True)
@@ -280,6 +278,12 @@ class BlockMask:
                     f"{getattr(other, name)}: build both for the same"
                 )
 
+    def check_serves(self, n_batch: int, n_head: int) -> None:
+        """Raises ValueError unless the mask has as many batches and heads, or one for all."""
+        for name, have, want in (("n_batch", self.n_batch, n_batch), ("n_head", self.n_head, n_head)):
+            if have not in (1, want):
+                raise ValueError(f"{name} of a block mask must be 1 or {want}, got {have}: one serves all")
+
     def _aligned(self, other: "BlockMask") -> tuple["BlockMask", "BlockMask"]:
         """Both masks, expanded to the same batches and heads."""
         self.check_combines(other)
@@ -352,8 +356,11 @@ def reach(masks: Sequence[BlockMask]) -> float:
     first = masks[0]
     if first.seq_q != first.seq_k:
         raise ValueError(f"reach needs as many queries as keys, got {first.seq_q} and {first.seq_k}")
+    n_batch = max(mask.n_batch for mask in masks)
     for mask in masks:
         first.check_combines(mask)
+        # the number of heads may differ: any of them may carry information
+        mask.check_serves(n_batch, mask.n_head)
     # float32 whatever the default dtype, as `seen` is below
     own = torch.eye(first.n_rows, dtype=torch.float32, device=first.keys.device)
     seen = own.expand(first.n_batch, -1, -1)

@@ -239,13 +239,15 @@ def top_k(q: Tensor, k: Tensor, n: int, *, causal: bool = True, block_size: int 
     check_flags(causal=causal)
     if q.device != k.device:
         raise ValueError(f"q and k must be on one device, got {q.device} and {k.device}: move one")
-    if q.dim() != 4 or k.shape != (*q.shape[:2], *k.shape[2:3], q.shape[3]) or q.shape[2] % k.shape[2]:
+    others = (*q.shape[:2], *k.shape[2:3], *q.shape[3:])
+    # nothing is divisible by 0 heads, which check_sizes refuses by name
+    if q.dim() != 4 or k.shape != others or q.shape[2] % max(1, k.shape[2]):
         raise ValueError(
             "q and k must be (B, T, H, D) and (B, T, Hkv, D), Hkv dividing H, got "
             f"{tuple(q.shape)} and {tuple(k.shape)}"
         )
     batch, seq_len, n_head, _ = q.shape
-    check_sizes(block_size, seq_len=seq_len, n=n)
+    check_sizes(block_size, batch=batch, seq_len=seq_len, n_head=n_head, n_kv_head=k.shape[2], n=n)
     mean_q, mean_k = (_block_means(x.detach(), block_size) for x in (q, k))
     mean_k = mean_k.repeat_interleave(n_head // k.shape[2], dim=1)
     # not in 16 bits, which would choose other blocks

@@ -187,6 +187,7 @@ def test_reach_is_that_of_the_paper_and_warns_below_all():
     # the layers may differ
     window, dense = block_masks.window(1024, 256), block_masks.causal(1024)
     assert reach([window, dense, window]) == 1.0
+    assert reach([window, dense.expand(2, 3), window.expand(2, 1)]) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,12 @@ REFUSED = {
         lambda: top_k((1, 9, 4, 8), (1, 9, 3, 8)),
         r"\(1, 9, 4, 8\) and",
     ),
+    "the best of no batch": (lambda: top_k((0, 9, 1, 8), (0, 9, 1, 8)), "batch must be at least 1, got 0"),
+    "the best of no heads": (lambda: top_k((1, 9, 0, 8), (1, 9, 2, 8)), "n_head must be at least 1, got 0"),
+    "the best of no heads of keys": (
+        lambda: top_k((1, 9, 4, 8), (1, 9, 0, 8)),
+        "n_kv_head must be at least 1, got 0",
+    ),
     "the best without a batch": (
         lambda: top_k((9, 1, 8), (9, 1, 8)),
         r"q and k must be .*got \(9, 1, 8\) and",
@@ -240,6 +246,10 @@ REFUSED = {
         # as many blocks of queries as of keys
         lambda: reach([dense(65, 128)]),
         "reach needs as many queries as keys, got 65 and 128",
+    ),
+    "reach of other batches": (
+        lambda: reach([dense(2, 1, 70, 70), dense(3, 1, 70, 70)]),
+        "n_batch of a block mask must be 1 or 3, got 2: one serves all",
     ),
 }
 

@@ -73,9 +73,9 @@ def append_and_decode(
             )
     if turn is not None:
         _check_turn(turn, qkv)
-    return _append_and_decode(
-        qkv, k, v, list(turn or ()), lengths, _lists(block_mask), _scale(softmax_scale, qkv)
-    )
+    # a tensor of both serves too, and has no truth value
+    turn = [] if turn is None else list(turn)
+    return _append_and_decode(qkv, k, v, turn, lengths, _lists(block_mask), _scale(softmax_scale, qkv))
 
 
 def split_heads(qkv: Tensor, n_kv_head: int) -> tuple[Tensor, ...]:

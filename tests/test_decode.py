@@ -106,6 +106,15 @@ def test_query_and_new_key_are_turned_on_their_way(head_dim, dtype, device):
     assert not torch.equal(k[rows, places][1], new[0][1, 0])
 
 
+def test_cosine_and_sine_may_be_one_tensor(device):
+    q, k, v = random_cache(2, 1, 6, 2, 64, torch.float32, device)
+    qkv = torch.cat((q, *torch.randn(2, 2, 1, 2, 64, device=device)), dim=2)
+    lengths = torch.tensor([7, 100], device=device)
+    turn = rotation(RotaryConfig(base=10000.0), 64, (lengths - 1)[:, None])
+    outs = [append_and_decode(qkv, k, v, lengths, turn=x) for x in (turn, torch.stack(turn))]
+    assert torch.equal(*outs)
+
+
 def test_a_key_that_its_own_query_does_not_see_is_stored_and_does_not_count(device):
     q, k, v = random_cache(1, 1, 2, 2, 64, torch.float32, device)
     sees = torch.ones(CAPACITY, CAPACITY, dtype=torch.bool).tril(-1).to(device)

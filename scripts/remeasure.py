@@ -109,24 +109,30 @@ def repetition(old: Path, new: Path, changes: Sequence[str] = ()) -> Repetition:
         raise ValueError(
             f"{min(taken)}= follows from out=, which names the folder of new files: leave it out"
         )
-    given = [word for word in given if key_of(word) not in changed] + list(changes)
+    # it was given for the old files: a picture or table where the new ones go is somebody's
+    given = [*without(given, "overwrite", *changed), *changes]
     left = new
     if module == "train":
         # named after the new file, so that another out= is another run
         name = "-".join(new.with_suffix("").parts).lstrip("/.-")
         left = Path("runs", name, "summary.json")
-        given = [word for word in given if not word.startswith("name=")] + [f"name={name}"]
+        given = [*without(given, "name"), f"name={name}"]
     elif module == "scripts.plot_run":
         # its rows are the differences; the picture goes beside them
-        given = [word for word in given if not word.startswith(("out=", "differences="))]
+        given = without(given, "out", "differences")
         given += [f"out={new.with_suffix('.png')}", f"differences={new}"]
     else:
-        named = [word for word in given if word.startswith("out=")] or [f"out={usual_out(module, old)}"]
+        named = [word for word in given if key_of(word) == "out"] or [f"out={usual_out(module, old)}"]
         # some scripts write one file, others a folder
         place = new if named[-1].endswith(".json") else new.parent
-        given = [word for word in given if word not in named] + [f"out={place}"]
+        given = [*without(given, "out"), f"out={place}"]
     launcher = ["-m"] if n_gpus == 1 else [*LAUNCHER, f"--nproc-per-node={n_gpus}", "-m"]
     return Repetition(old, left, new, [sys.executable, *launcher, module, *given], n_gpus)
+
+
+def without(words: Sequence[str], *keys: str) -> list[str]:
+    """The words of a command that give none of the keys."""
+    return [word for word in words if key_of(word) not in keys]
 
 
 def usual_out(module: str, old: Path) -> str:

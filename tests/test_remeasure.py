@@ -146,6 +146,14 @@ def test_other_arguments_replace_those_of_the_command(tmp_path):
         repetition(run, Path("run.json"), ["name=other"])
 
 
+def test_files_beside_the_new_one_may_be_replaced_only_if_that_is_asked_for_now(tmp_path):
+    command = "python -m scripts.benchmark_ring overwrite=true out=a/b.json"
+    result = write(tmp_path / "b.json", command=command)
+    assert repetition(result, Path("new/b.json")).command[3:] == ["out=new/b.json"]
+    again = repetition(result, Path("new/b.json"), ["overwrite=true"])
+    assert again.command[3:] == ["overwrite=true", "out=new/b.json"]
+
+
 @pytest.mark.parametrize(
     ("command", "out"),
     [

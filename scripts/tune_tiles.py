@@ -178,7 +178,7 @@ def in_turns(
 def launcher(
     arguments: Arguments, kernel: str, head_dim: int, causal: bool, tile: Tile, seq_len: int
 ) -> Callable:
-    """A function that runs one kernel with one tile; the other kernel of the backward pass is left out."""
+    """A function that launches one kernel with one tile, and no other."""
     torch.manual_seed(0)
     shape = (arguments.tokens // seq_len, seq_len, arguments.width // head_dim, head_dim)
     q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
@@ -191,24 +191,16 @@ def launcher(
         blocks=() if arguments.pattern is None else tuple(block_mask(arguments, seq_len).tensors()),
     )
 
-    def choose(name: str, *shape) -> Tile:
-        return tile if name == kernel else choose_tile(name, *shape)
-
-    forward.choose_tile = backward.choose_tile = choose
+    forward.choose_tile = lambda *shape: tile if kernel == "forward" else choose_tile(*shape)
     if kernel == "forward":
         return lambda: forward.attention_forward(problem, q, k, v)
     out, lse = forward.attention_forward(problem, q, k, v)
-    other = "dq_kernel" if kernel == "dkdv" else "dkdv_kernel"
-
-    def run():
-        left_out = getattr(backward, other)
-        setattr(backward, other, NoKernel())
-        try:
-            backward.attention_backward(problem, dout, None, q, k, v, out, lse)
-        finally:
-            setattr(backward, other, left_out)
-
-    return run
+    delta, lse_log2 = backward.preprocess(out, dout, lse, None, backward.padded_length(q))
+    inputs = backward.gather_inputs(problem, q, k, v, dout, lse_log2, delta)
+    dq, dk, dv = map(torch.empty_like, (q, k, v))
+    if kernel == "dq":
+        return lambda: backward.compute_dq(problem, inputs, tile, dq)
+    return lambda: backward.compute_dkdv(problem, inputs, tile, dk, dv)
 
 
 @cache
@@ -218,13 +210,6 @@ def parse(pattern: str, seq_len: int, block_size: int) -> BlockMask:
 
 def block_mask(arguments: Arguments, seq_len: int) -> BlockMask:
     return parse(arguments.pattern, seq_len, arguments.block_size)
-
-
-class NoKernel:
-    """Stands in for a kernel that must not run."""
-
-    def __getitem__(self, grid):
-        return lambda *arguments, **options: None
 
 
 if __name__ == "__main__":

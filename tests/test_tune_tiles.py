@@ -3,8 +3,10 @@
 from collections import Counter
 
 import pytest
+import torch
 
 from kernels import block_masks
+from kernels.portable import backward, forward
 from kernels.tiles import Tile
 from scripts import tune_tiles
 
@@ -65,6 +67,27 @@ def test_candidates_are_measured_in_turns_and_a_card_that_slows_down_favours_non
     # two products of 4096 x 4096 scores a head, 4 sequences of 2048 channels in all
     flop = 2 * 2 * 16384 * 4096 * 2048
     assert speeds[1] == pytest.approx(flop / 1.01**8 / 1e9)
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
+def test_one_kernel_is_timed_alone_in_its_tile(kernel, monkeypatch):
+    randn, launched = torch.randn, []
+
+    def launch(kernel, *given, **options):
+        launched.append((kernel, options["BLOCK_M"], options.get("BLOCK_N")))
+
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "launch", launch)
+        # put back afterwards, whatever the tuner leaves here
+        monkeypatch.setattr(module, "choose_tile", module.choose_tile)
+    monkeypatch.setattr(torch, "randn", lambda shape, **_: randn(shape))
+    arguments = tune_tiles.Arguments(tokens=256, width=32)
+    run = tune_tiles.launcher(arguments, kernel, 16, True, Tile(128, 32, 4, 2), 128)
+    # what came before is not timed
+    launched.clear()
+    run()
+    alone = getattr(forward if kernel == "forward" else backward, f"{kernel}_kernel")
+    assert launched == [(alone, 128, 32)]
 
 
 # of 8 by 8 a half; one, and seven times two; of blocks of 64 the three of the causal mask of 128 by 128

@@ -38,6 +38,9 @@ from scripts.flex import compiled_flex
 from scripts.timing import capture, median_ms
 from train.results import machine, write_result
 
+# what flex is measured with by default, where patterns hold it: it compiles for each pattern anew
+FLEX_PATTERNS = ["window(1024)", "window(1024) | strided(16)"]
+
 
 @dataclass(kw_only=True, slots=True)
 class Arguments:
@@ -56,8 +59,8 @@ class Arguments:
         ],
         "masks",
     )
-    flex_patterns: list[str] = argument(
-        ["window(1024)", "window(1024) | strided(16)"], "the patterns that flex is measured with"
+    flex_patterns: list[str] | None = argument(
+        None, f"those of patterns that flex is measured with; None: of {', '.join(FLEX_PATTERNS)}"
     )
     head_dims: list[int] = argument([64, 128], "D")
     seq_lens: list[int] = argument([16384, 65536], "T")
@@ -82,11 +85,19 @@ DIRECTIONS = ("forward", "backward")
 
 def main(arguments: Arguments) -> None:
     check_some(arguments, "head_dims", "seq_lens", "patterns")
-    check_least(arguments, "head_dims", "seq_lens", "repeats")
+    check_least(arguments, "head_dims", "seq_lens", "width", "repeats")
+    for head_dim in arguments.head_dims:
+        if arguments.width % head_dim:
+            raise ValueError(f"width={arguments.width} must be a multiple of head_dim {head_dim}: change one")
     # a wrong pattern would otherwise end the benchmark halfway
     for pattern in arguments.patterns:
         if pattern != "dense":
             block_masks.parse(pattern, 1, block_size=arguments.block_size)
+    if "flex" in arguments.implementations:
+        for pattern in arguments.flex_patterns or []:
+            flex_mask(pattern, arguments.block_size)
+            if pattern not in arguments.patterns:
+                raise ValueError(f"flex_patterns must be among patterns, got {pattern}: add it there too")
     unable = [name for name in arguments.implementations if name in PEERS]
     for key in ("dropout_p", "document_tokens"):
         given = getattr(arguments, key)
@@ -145,12 +156,13 @@ def measure(arguments: Arguments, head_dim: int, seq_len: int, pattern: str) -> 
     truth = None
     if seq_len <= LONGEST_CHECKED and arguments.dropout_p == 0.0:
         truth = attention_reference(*(x[:, :, :1].detach().double() for x in (q, k, v)), block_mask=seen)
+    flex_patterns = FLEX_PATTERNS if arguments.flex_patterns is None else arguments.flex_patterns
     outs, graphs, timings, errors, extra_bytes = {}, {}, {}, {}, {}
     for run in product(arguments.implementations, (False, True)[: 1 + arguments.deterministic]):
         name, deterministic = run
         if name in PEERS and deterministic:
             continue
-        if name == "flex" and pattern not in arguments.flex_patterns:
+        if name == "flex" and pattern not in flex_patterns:
             continue
         if name == "fa4" and not FA4_PATTERN.fullmatch(pattern):
             continue
@@ -248,8 +260,10 @@ def flex_mask(pattern: str, block_size: int) -> Callable:
     parts = []
     for part in pattern.split("|"):
         name, _, numbers = part.strip().rstrip(")").partition("(")
-        if name not in known:
-            raise ValueError(f"flex is measured with {', '.join(known)} only, not with {part.strip()}")
+        if name not in known or "&" in part:
+            raise ValueError(
+                f"flex_patterns must be of {', '.join(known)} joined by |, got {part.strip()}: leave it out"
+            )
         parts.append((known[name], [int(number) for number in numbers.split(",") if number]))
 
     def visible(b, h, i, j):

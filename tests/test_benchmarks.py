@@ -120,6 +120,39 @@ def test_speed_of_block_sparse_attention_counts_the_scores_of_kept_blocks(timed)
             assert row["extra_bytes"] == 5
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"flex_patterns": ["bigbird(2, 0, 0)"]},
+            r"^flex_patterns must be of dense, .* got bigbird\(2, 0, 0\)",
+        ),
+        (
+            {"flex_patterns": ["window(8) & strided(2)"], "patterns": ["window(8) & strided(2)"]},
+            r"^flex_patterns must be of dense, .* joined by \|, got window\(8\) & strided\(2\): leave it out",
+        ),
+        ({"flex_patterns": ["window(8)"]}, r"^flex_patterns must be among patterns, got window\(8\): add it"),
+        ({"head_dims": [64, 192]}, "^width=2048 must be a multiple of head_dim 192: change one"),
+        ({"width": 0}, "^width must be at least 1, got 0"),
+    ],
+)
+def test_block_sparse_attention_that_could_not_be_measured_is_refused_at_first(given, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(benchmark_block_sparse, "measure", lambda *given: pytest.fail("it measures"))
+    with pytest.raises(ValueError, match=message):
+        benchmark_block_sparse.main(benchmark_block_sparse.Arguments(**given))
+
+
+def test_flex_is_measured_with_its_own_patterns_and_with_others_that_are_asked_for(timed):
+    first, other = benchmark_block_sparse.FLEX_PATTERNS[0], "strided(2)"
+    for asked, measured in ((None, [1, 0]), ([other], [0, 1]), ([], [0, 0])):
+        arguments = benchmark_block_sparse.Arguments(
+            implementations=["flex"], flex_patterns=asked, block_size=64, width=32, repeats=1
+        )
+        rows = [benchmark_block_sparse.measure(arguments, 16, 128, pattern) for pattern in (first, other)]
+        assert list(map(len, rows)) == measured
+
+
 def test_what_block_sparse_attention_is_allowed_is_a_share_of_the_same_ones_dense_time(tmp_path, monkeypatch):
     names = ("implementation", "pattern", "head_dim", "seq_len", "density", "deterministic")
     times = {False: (8.0, 20.0), True: (8.0, 30.0)}

@@ -179,8 +179,9 @@ def attention_forward(
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         given, missing = ("q", "k") if cu_seq_lens_k is None else ("k", "q")
         raise ValueError(f"cu_seq_lens_{missing} must be given with cu_seq_lens_{given}, got None: pass both")
-    layer = options_of(module, key.shape[2], is_causal, kwargs)
-    options, causal = layer | {"softmax_scale": scaling, "dropout_p": dropout}, layer["causal"]
+    options = options_of(module, key.shape[2], is_causal, kwargs)
+    options |= {"softmax_scale": scaling, "dropout_p": dropout}
+    causal = options["causal"]
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     n_missing = q.shape[-1] - v.shape[-1]
     if n_missing > 0:

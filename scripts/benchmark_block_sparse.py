@@ -144,15 +144,15 @@ def measure(arguments: Arguments, head_dim: int, seq_len: int, pattern: str) -> 
         for _ in range(3)
     )
     dout = torch.randn_like(q)
-    mask, seen, scores, ids = None, None, heads * seq_len**2 / 2, None
+    # the block mask, each token's document, and what both leave of the causal mask
+    mask, ids, seen = None, None, None
     if pattern != "dense":
         mask = seen = block_masks.parse(pattern, seq_len, block_size=block_size, device="cuda")
     if arguments.document_tokens:
         ids = (torch.arange(seq_len, device="cuda") // arguments.document_tokens).int()[None]
         seen = mask or block_masks.causal(seq_len, block_size=block_size, device="cuda")
         seen = seen & block_masks.documents(ids, block_size=block_size)
-    if seen is not None:
-        scores = heads * len(seen.keys) * block_size**2
+    scores = heads * (seq_len**2 / 2 if seen is None else len(seen.keys) * block_size**2)
     truth = None
     if seq_len <= LONGEST_CHECKED and arguments.dropout_p == 0.0:
         truth = attention_reference(*(x[:, :, :1].detach().double() for x in (q, k, v)), block_mask=seen)

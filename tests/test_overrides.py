@@ -23,6 +23,7 @@ from train.overrides import (
     refuse_idle_overrides,
     refuse_no_choice,
     refuse_numbers_for_texts,
+    refuse_second_choice,
     unknown_key,
     wrong_yaml,
 )
@@ -212,6 +213,28 @@ def test_a_group_whose_value_is_no_name_is_refused_with_the_names_that_there_are
 )
 def test_a_name_for_a_group_and_null_for_other_keys_are_left_to_their_own_checks(word):
     refuse_no_choice([word])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model=gpt2", "seed=1", "model=tiny"], "^model=gpt2 and model=tiny: give one of them$"),
+        (
+            ["experiment=finetune_long", "experiment=laptop"],
+            r"^experiment=finetune_long and experiment=laptop: give one .*, or experiment=\[A,B\], where",
+        ),
+    ],
+)
+def test_a_group_that_is_chosen_twice_is_refused_instead_of_losing_the_first(words, message):
+    with pytest.raises(ValueError, match=message):
+        refuse_second_choice(words)
+    # a value may be given again, behind those of a script
+    refuse_second_choice([words[0], "seed=1", "seed=2", "--multirun"])
+
+
+def test_of_two_experiments_the_values_of_the_later_count():
+    both = composed("experiment=[finetune_long,laptop]", "start.weights=x")
+    assert (both.device, both.seq_len, both.export) == ("cpu", 256, True)
 
 
 def through_a_shell(typed: str) -> list[str]:

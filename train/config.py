@@ -302,8 +302,8 @@ def check_machine(config: Config) -> None:
     instead = "reference" if config.attention.sparse else "sdpa"
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
-            "device=cuda, but torch sees no GPU: use experiment=laptop, or device=cpu precision=fp32 "
-            f"compile=false fused_loss=false attention.implementation={instead}"
+            "device=cuda, but torch sees no GPU: use experiment=laptop in place of any other, or device=cpu "
+            f"precision=fp32 compile=false fused_loss=false attention.implementation={instead}"
         )
     if config.attention.implementation == "flash" and config.device != "cuda":
         raise ValueError(

@@ -168,6 +168,7 @@ def refuse_misread(words: list[str], schema: type) -> None:
     words: as they were typed. schema: the dataclass of the whole configuration.
     """
     refuse_no_choice(words)
+    refuse_second_choice(words)
     refuse_numbers_for_texts(words, schema)
 
 
@@ -208,6 +209,18 @@ def refuse_no_choice(words: list[str]) -> None:
             if isinstance(parser.parse_override(word).value(), int | float | None):
                 choices = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
                 raise ValueError(f"{word} is no choice: there are {', '.join(choices)}, or leave it out")
+
+
+def refuse_second_choice(words: list[str]) -> None:
+    """Raises ValueError for a group that is chosen twice: of the first choice nothing would be left."""
+    chosen = {}
+    for word in words:
+        group = word.partition("=")[0]
+        if "=" in word and (CONF / group).is_dir():
+            if group in chosen:
+                both = f", or {group}=[A,B], where the values of B count" if group == "experiment" else ""
+                raise ValueError(f"{chosen[group]} and {word}: give one of them{both}")
+            chosen[group] = word
 
 
 def refuse_equal_names(words: list[str]) -> None:

@@ -1,6 +1,7 @@
 """Which documents are kept, and which are for validation: by content or package, never by position."""
 
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -11,6 +12,10 @@ from data.sources import Source
 
 # with fewer groups chance alone would miss the requested fraction by too much: then sizes decide as well
 MANY_GROUPS = 10_000
+# where the sizes differ so much that more of the groups are for validation, a warning says so
+MOST_OF_GROUPS = 2 / 3
+
+log = logging.getLogger(__name__)
 
 
 def unique_documents(
@@ -59,8 +64,8 @@ def plan_validation(documents: Iterable[tuple[str, str]], fraction: float, seed:
             return Plan(lambda group: _position(group, seed) < fraction, None)
     if len(characters) < 2:
         raise ValueError(
-            f"validation takes whole documents, so there must be at least 2, got {len(characters)}: name "
-            "more files in data.paths, or cut one with split -C 100k --additional-suffix=.txt FILE PART_"
+            f"validation takes whole documents, so there must be at least 2, got {len(characters)}: give "
+            "more text, or cut a file with split -C 100k --additional-suffix=.txt FILE PART_"
         )
     room = fraction * characters.total()
     chosen = set()
@@ -69,6 +74,14 @@ def plan_validation(documents: Iterable[tuple[str, str]], fraction: float, seed:
             chosen.add(group)
             room -= characters[group]
     chosen = chosen or {min(characters, key=lambda group: (characters[group], _position(group, seed)))}
+    if len(chosen) > MOST_OF_GROUPS * len(characters):
+        log.warning(
+            "%d of %d documents or packages, %.1f%% of the text, are for validation, and training sees none "
+            "of them: a smaller data.validation_fraction takes fewer",
+            len(chosen),
+            len(characters),
+            100 * sum(characters[group] for group in chosen) / characters.total(),
+        )
     return Plan(chosen.__contains__, characters.total())
 
 

@@ -76,6 +76,15 @@ def test_a_large_package_does_not_make_validation_larger_than_asked():
         assert taken == 50
 
 
+@pytest.mark.parametrize(("size", "told"), [(10, True), (100, False)])
+def test_it_is_told_if_most_documents_are_held_out_because_they_are_small(size, told, caplog):
+    documents = [("book", "x" * 10_000)] + [(f"note{i}", "x" * size) for i in range(30)]
+    plan = plan_validation(documents, 0.05, seed=0)
+    assert sum(plan.is_validation(group) for group, _ in documents) == (30 if told else 6)
+    words = "30 of 31 documents or packages, 2.9% of the text, are for validation, and training sees none"
+    assert (words in caplog.text) == told
+
+
 @pytest.mark.parametrize("count", [2, 3, 10])
 def test_few_documents_leave_neither_split_empty(count):
     documents = numbered(count)
@@ -84,7 +93,7 @@ def test_few_documents_leave_neither_split_empty(count):
 
 
 def test_a_single_document_is_refused_with_the_way_out():
-    with pytest.raises(ValueError, match=r"at least 2, got 1: name more files in data\.paths, or cut one"):
+    with pytest.raises(ValueError, match="at least 2, got 1: give more text, or cut a file with split"):
         plan_validation(numbered(1), 0.1, seed=0)
 
 

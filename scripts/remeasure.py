@@ -104,6 +104,11 @@ def repetition(old: Path, new: Path, changes: Sequence[str] = ()) -> Repetition:
     if len(words) < 2 or words[0] != "-m" or not (words[1] == "train" or words[1].startswith("scripts.")):
         raise ValueError(f"{old} comes from {result['command']!r}: only train and scripts.* are repeated")
     module, given = words[1], words[2:]
+    if {"-m", "--multirun"} & set(given):
+        raise ValueError(
+            f"{old} is of one of the runs that {result['command']!r} has trained: give that command again, "
+            "or this run's own values to python -m train"
+        )
     changed = {key_of(word) for word in changes}
     if taken := changed & {"name", "differences"}:
         raise ValueError(

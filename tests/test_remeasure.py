@@ -146,6 +146,13 @@ def test_other_arguments_replace_those_of_the_command(tmp_path):
         repetition(run, Path("run.json"), ["name=other"])
 
 
+@pytest.mark.parametrize("flag", ["-m", "--multirun"])
+def test_a_run_of_a_sweep_is_left_to_the_command_that_made_them_all(flag, tmp_path):
+    summary = write(tmp_path / "summary.json", command=f"python -m train {flag} seed=1,2 'name=s${{seed}}'")
+    with pytest.raises(ValueError, match=f"summary.json is of one of the runs that .* {flag} seed=1,2"):
+        repetition(summary, Path("new.json"))
+
+
 def test_files_beside_the_new_one_may_be_replaced_only_if_that_is_asked_for_now(tmp_path):
     command = "python -m scripts.benchmark_ring overwrite=true out=a/b.json"
     result = write(tmp_path / "b.json", command=command)

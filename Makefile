@@ -54,9 +54,12 @@ train: $(RUNTIME)  ## prepare the text, train, draw the loss curve, print a samp
 	set -- $(ARGS); \
 	if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 		echo "GPU found: GPT-2 124M with flash attention, unless ARGS says otherwise"; \
-	else case " $$*" in *" experiment="*) ;; *) \
-		echo "no GPU found: a small GPT on the CPU (experiment=laptop)"; \
-		set -- "$$@" experiment=laptop;; esac; \
+	else \
+		chosen=; for word; do case "$$word" in experiment=*|+experiment=*) chosen=1;; esac; done; \
+		test -n "$$chosen" || { \
+			echo "no GPU found: a small GPT on the CPU (experiment=laptop)"; \
+			set -- "$$@" experiment=laptop; \
+		}; \
 		export $(KEEP_MEMORY); \
 	fi; \
 	if [ "$(NGPU)" -gt 1 ]; then \

@@ -58,6 +58,14 @@ def test_quoted_words_of_args_reach_training_as_a_shell_would_give_them(venv, pr
     assert trained_with(venv, f"NGPU={processes}", f"ARGS={given}") == [*words, "experiment=laptop"]
 
 
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [("'sample.prompt=see experiment=1'", ["experiment=laptop"]), ("+experiment=laptop", [])],
+)
+def test_only_a_word_of_its_own_chooses_an_experiment(venv, given, chosen):
+    assert trained_with(venv, f"ARGS={given}") == [given.strip("'"), *chosen]
+
+
 def test_an_experiment_in_args_takes_the_place_of_the_laptops(venv):
     words = "seed=1 experiment=same_curve 'name=a b'"
     assert trained_with(venv, f"ARGS={words}") == ["seed=1", "experiment=same_curve", "name=a b"]

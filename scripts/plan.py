@@ -13,7 +13,8 @@ measure a short probe of another card, plan with rates fitted to it, and compare
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 
 import torch
@@ -23,13 +24,14 @@ from hydra.errors import HydraException
 from kernels import hopper
 from model.gpt import LOGIT_ROWS
 from model.recompute import RECOMPUTE
-from scripts.arguments import OVERWRITE, argument, result_file, run_script
+from scripts.arguments import OVERWRITE, argument, result_file, run_script, unknown_argument
 from train.config import Config, parse
 from train.logger import counted, readable
 from train.memory import USABLE, gathered_in_turn, largest_microbatch, peak_bytes
 from train.overrides import (
     CONF,
     explain,
+    key_of,
     refuse_idle_overrides,
     refuse_misread,
 )
@@ -101,6 +103,7 @@ def check(arguments: Arguments) -> None:
         raise ValueError(
             f"chunk must be at least 1, got {arguments.chunk}: leave it out for today's {Arguments.chunk}"
         )
+    refuse_misspelled(arguments.train)
     if arguments.compare and arguments.train:
         raise ValueError(
             f"compare={arguments.compare} takes the configurations of its rows, got {arguments.train}: "
@@ -110,6 +113,18 @@ def check(arguments: Arguments) -> None:
         given = getattr(arguments, name)
         if given != getattr(Arguments, name) and not getattr(arguments, needed):
             raise ValueError(f"{name}={given} is read with {needed}=[FILE] only: give that, or leave it out")
+
+
+def refuse_misspelled(words: list[str]) -> None:
+    """Raises ValueError for KEY=VALUE whose key is more like an argument of this script than one of train."""
+    own = [item.name for item in fields(Arguments)]
+    keys = [item.name for item in fields(Config)] + [path.stem for path in CONF.iterdir()]
+    for key in map(key_of, words):
+        # keys of a group, such as optim.betas, are train's to name
+        if "." not in key and set(get_close_matches(key, own + keys, 1)) & set(own):
+            raise ValueError(
+                f"{unknown_argument(key, Arguments)}--help lists them, and python -m train --help its keys"
+            )
 
 
 def plan(config: Config, rates: Rates, memory: int, processes: int) -> None:

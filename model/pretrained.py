@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from stat import S_IMODE
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -309,13 +310,21 @@ def _write_tensors(folder: Path, tensors: dict[str, Tensor], max_shard_bytes: in
         shards[-1][name] = tensor
         room -= tensor.nbytes
     if len(shards) == 1:
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        _save(tensors, folder / WEIGHTS)
         return
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        _save(shard, folder / file)
         weight_map |= dict.fromkeys(shard, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    # save_file replaces the file by one that its owner alone can read: keep the mode that any new file gets
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(S_IMODE(mode))

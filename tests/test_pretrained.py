@@ -1,4 +1,5 @@
 import json
+import os
 import resource
 
 import pytest
@@ -134,6 +135,20 @@ def test_sharded_weights_are_read_and_written(folder, tmp_path):
     for name, tensor in ours.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name]), name
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "shards")
+
+
+@pytest.mark.parametrize("kind", ["gpt2"], indirect=True)
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000], ids=["one file", "several"])
+@pytest.mark.parametrize("masked", [0o022, 0o027])
+def test_who_may_read_the_other_files_of_an_export_may_read_its_weights(
+    folder, masked, max_shard_bytes, tmp_path
+):
+    ours, before = load_pretrained(folder, REFERENCE), os.umask(masked)
+    try:
+        export_pretrained(ours, tmp_path / "out", max_shard_bytes=max_shard_bytes)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o666 & ~masked}
 
 
 def test_a_folder_that_transformers_has_saved_to_twice_is_read_as_transformers_does(tmp_path):

@@ -192,8 +192,14 @@ def attention_forward(
         ids = once(module, attention_mask, of_documents, q, k)
     elif attention_mask is not None and causal:
         if attention_mask.dim() == 2:
+            length = attention_mask.shape[1]
+            if length < q.shape[1]:
+                raise ValueError(
+                    f"attention_mask must be as long as the tokens so far, got length {length} for "
+                    f"{q.shape[1]} queries and {k.shape[1]} keys: pass one of shape (B, tokens so far)"
+                )
             # a static cache's slots beyond the mask are empty
-            k, v = (x[:, : attention_mask.shape[1]] for x in (k, v))
+            k, v = (x[:, :length] for x in (k, v))
         ids = once(module, attention_mask, of_mask, q, k)
     elif attention_mask is not None:
         starts = once(module, attention_mask, of_text, q, k)

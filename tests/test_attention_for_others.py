@@ -286,6 +286,10 @@ def test_hugging_face_sequences_are_kept_apart_by_their_lengths(device):
     ("given", "message"),
     [
         ({"attention_mask": torch.ones(2, 1, 8, 8)}, r"\(B, Tk\) = \(2, 8\), got \(2, 1, 8, 8\)"),
+        (
+            {"attention_mask": torch.ones(2, 7)},
+            r"^attention_mask must be as long as .*, got length 7 for 8 queries and 8 keys: pass one of",
+        ),
         ({"cu_seq_lens_q": torch.tensor([0, 8])}, "cu_seq_lens_k must be given with cu_seq_lens_q, got None"),
         ({"cu_seq_lens_k": torch.tensor([0, 8])}, "cu_seq_lens_q must be given with cu_seq_lens_k, got None"),
         # of continuous batching

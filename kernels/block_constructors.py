@@ -7,10 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.bit_tiles import FULL, distinct, full_tile, interval_tiles, pack
-from kernels.block_mask import BLOCK_SIZES, BlockMask, key_dtype, n_blocks
+from kernels.block_mask import BLOCK_SIZES, BlockMask, check_count, key_dtype, n_blocks
 from kernels.checks import check_is_tensor
-
-LARGEST = torch.iinfo(torch.int32).max
 
 
 def from_blocks(
@@ -149,17 +147,6 @@ def check_sizes(block_size: int, **sizes: int) -> None:
         raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {block_size}")
     for name, size in sizes.items():
         check_count(name, size)
-
-
-def check_count(name: str, count: int, least: int = 1) -> None:
-    """Raises ValueError unless a count, or a length in tokens, is an int from least to the largest int32."""
-    # True would be a count of one
-    if isinstance(count, bool) or not isinstance(count, Integral):
-        raise ValueError(f"{name} must be an integer, got {type(count).__name__} {count}: int() makes one")
-    if count < least:
-        raise ValueError(f"{name} must be at least {least}, got {count}")
-    if count > LARGEST:
-        raise ValueError(f"{name} must be at most {LARGEST}, got {count}")
 
 
 def check_integers(form: str, n_dims: tuple[int, ...], **tensors: Tensor) -> None:

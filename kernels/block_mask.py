@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from kernels.bit_tiles import FULL, distinct, pack, transpose, unpack
 
 BLOCK_SIZES = (64, 128)
+LARGEST = torch.iinfo(torch.int32).max
 # how many blocks `_lists` sorts at a time
 SORTED_AT_ONCE = 2**18
 _makes_lists = ContextVar("_makes_lists", default=True)
@@ -169,6 +171,8 @@ class BlockMask:
         """The mask repeated for n_batch batches and n_head heads, where it had one for all."""
         if (n_batch, n_head) == (self.n_batch, self.n_head):
             return self
+        check_count("n_batch", n_batch)
+        check_count("n_head", n_head)
         self.check_serves(n_batch, n_head)
         batch = torch.arange(n_batch, device=self.keys.device) % self.n_batch
         source = batch[:, None] * self.n_head + torch.arange(n_head, device=self.keys.device) % self.n_head
@@ -244,15 +248,23 @@ class BlockMask:
 
     def reach(self, n_layers: int) -> float:
         """The share of block pairs that information can cross in n_layers; see `reach`."""
+        check_count("n_layers", n_layers)
         return reach([self] * n_layers)
 
     def plot(self, path: str | Path) -> None:
         """Draws the stored blocks of the first batch and head, full ones dark; at most 512 x 512 pixels.
 
-        A folder of path that is missing is made.
+        path: a name with the ending of a picture; a folder of it that is missing is made.
         """
         from matplotlib.figure import Figure
 
+        figure = Figure(figsize=(5, 5), layout="constrained")
+        # matplotlib would add an ending to a name without one, and might replace a file of that name
+        endings = [f".{ending}" for ending in figure.canvas.get_supported_filetypes()]
+        if Path(path).is_dir():
+            raise ValueError(f"path must name a picture, got the folder {str(path)!r}: add a name to it")
+        if Path(path).suffix.lower() not in endings:
+            raise ValueError(f"path must end in one of {', '.join(endings)}, got {str(path)!r}: add one")
         head, row, column = (x.cpu() for x in self.coordinates())
         weight = torch.where(self.tiles.cpu() == FULL, 1.0, 0.5)[head == 0]
         n_rows, n_columns = min(self.n_rows, 512), min(self.n_columns, 512)
@@ -261,7 +273,6 @@ class BlockMask:
             + column[head == 0] * n_columns // self.n_columns
         )
         picture = weight.new_zeros(n_rows * n_columns).scatter_reduce(0, place, weight, "amax").numpy()
-        figure = Figure(figsize=(5, 5), layout="constrained")
         axis = figure.subplots()
         axis.imshow(picture.reshape(n_rows, n_columns), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
         axis.set_xlabel(f"blocks of {self.block_size} keys")
@@ -383,6 +394,17 @@ def reach(masks: Sequence[BlockMask]) -> float:
             stacklevel=2,
         )
     return share
+
+
+def check_count(name: str, count: int, least: int = 1, most: int = LARGEST) -> None:
+    """Raises ValueError unless a count, or a length in tokens, is an int from least to most."""
+    # True would be a count of one
+    if isinstance(count, bool) or not isinstance(count, Integral):
+        raise ValueError(f"{name} must be an integer, got {type(count).__name__} {count}: int() makes one")
+    if count < least:
+        raise ValueError(f"{name} must be at least {least}, got {count}")
+    if count > most:
+        raise ValueError(f"{name} must be at most {most}, got {count}")
 
 
 def numbered(x: Tensor, n: int) -> tuple[Tensor, Tensor]:

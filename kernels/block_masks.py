@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kernels.block_constructors import (
-    check_count,
     check_integers,
     check_sizes,
     from_blocks,
@@ -24,7 +23,7 @@ from kernels.block_constructors import (
     listed_blocks,
     places,
 )
-from kernels.block_mask import BlockMask, n_blocks, without_lists
+from kernels.block_mask import BlockMask, check_count, n_blocks, without_lists
 from kernels.checks import check_flags, check_is_tensor, check_order
 from kernels.intervals import document_bounds
 
@@ -45,6 +44,8 @@ __all__ = [
     "window",
 ]
 
+# the seeds of PyTorch's generators
+SEEDS = -(2**63), 2**64 - 1
 # random blocks drawn per row if a sequence has fewer blocks: 2^31 draws would not fit in memory
 MOST_DRAWS = 1024
 
@@ -186,6 +187,7 @@ def bigbird(
     check_sizes(block_size, seq_len=seq_len, n_window=n_window)
     check_count("n_global", n_global, least=0)
     check_count("n_random", n_random, least=0)
+    check_count("seed", seed, *SEEDS)
     n = n_blocks(seq_len, block_size)
     # a row has no more blocks than these
     n_window, n_global = min(n_window, n), min(n_global, n)

@@ -241,7 +241,36 @@ REFUSED = {
         lambda: block_masks.parse("causal(3)", 100),
         r"causal in 'causal\(3\)' takes no integers, got 1$",
     ),
-    "no layer": (lambda: block_masks.causal(100).reach(0), "at least one layer"),
+    "no layer": (lambda: reach([]), "reach needs at least one layer, got none"),
+    "fewer layers than one": (
+        lambda: block_masks.causal(100).reach(0),
+        "n_layers must be at least 1, got 0",
+    ),
+    "layers of a fraction": (
+        lambda: block_masks.causal(100).reach(1.5),
+        r"n_layers must be an integer, got float 1\.5",
+    ),
+    "no batch": (lambda: block_masks.causal(100).expand(0, 3), "n_batch must be at least 1, got 0"),
+    "fractions of heads": (
+        lambda: block_masks.causal(100).expand(1, 1.5),
+        r"n_head must be an integer, got float 1\.5",
+    ),
+    "a seed of letters": (
+        lambda: block_masks.bigbird(100, 1, 1, 1, seed="a"),
+        "seed must be an integer, got str a",
+    ),
+    "a seed of a fraction": (
+        lambda: block_masks.bigbird(100, 1, 1, 1, seed=1.5),
+        r"seed must be an integer, got float 1\.5: int\(\) makes one",
+    ),
+    "a seed beyond 64 bits": (
+        lambda: block_masks.bigbird(100, 1, 1, 1, seed=2**64),
+        f"seed must be at most {2**64 - 1}, got {2**64}",
+    ),
+    "a seed below 64 bits": (
+        lambda: block_masks.bigbird(100, 1, 1, 1, seed=-(2**63) - 1),
+        f"seed must be at least {-(2**63)}, got {-(2**63) - 1}",
+    ),
     "reach of other numbers of queries and keys": (
         # as many blocks of queries as of keys
         lambda: reach([dense(65, 128)]),
@@ -275,6 +304,28 @@ def test_the_largest_numbers_keep_everything_and_take_no_memory_of_their_own():
         mask = block_masks.parse(pattern.format(largest), 300, block_size=64)
         assert torch.equal(mask.to_dense(), causal)
     block_masks.parse(f"strided({largest}) | bigbird(1, 0, {largest})", 300)
+
+
+def test_every_seed_of_pytorch_draws_blocks():
+    for seed in block_masks.SEEDS:
+        assert block_masks.bigbird(1000, 1, 0, 1, seed=seed).density() > 0.0
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("folder", "path must name a picture, got the folder '{}': add a name to it"),
+        ("folder.png", "path must name a picture, got the folder '{}': add a name to it"),
+        ("mask", r"path must end in one of .*\.png, .*, got '{}': add one"),
+        ("mask.txt", r"path must end in one of .*\.png, .*, got '{}': add one"),
+    ],
+)
+def test_a_plot_writes_to_no_other_name_than_its_own(path, message, tmp_path):
+    for folder in ("folder", "folder.png"):
+        (tmp_path / folder).mkdir()
+    with pytest.raises(ValueError, match=message.format(tmp_path / path)):
+        block_masks.causal(100).plot(tmp_path / path)
+    assert {path.name for path in tmp_path.iterdir()} == {"folder", "folder.png"}
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -221,8 +221,10 @@ def check_least(arguments, *names: str) -> None:
 
 
 def check_place(key: str, name: str) -> None:
-    """Raises ValueError if no file of that name can be written."""
-    folder = next(path for path in Path(name).absolute().parents if path.exists())
+    """Raises ValueError if no file of that name, or nothing in a folder of that name, can be written."""
+    place = Path(name).absolute()
+    # a folder that is there is written into
+    folder = place if place.is_dir() else next(path for path in place.parents if path.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"{key}={name}: nothing can be written to {folder}, choose another place")
 

@@ -1,6 +1,7 @@
 """Draws the loss curves of runs, and prints how far they differ:
 python -m scripts.plot_run 'runs=[runs/a,runs/b]' out=loss.png"""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -35,12 +36,18 @@ def main(arguments: Arguments) -> None:
     # surrogates stand for undecodable bytes of the command line, and matplotlib draws none
     if without_surrogates(arguments.title) != arguments.title:
         raise ValueError(f"title must be UTF-8, got {arguments.title!r}: leave out what begins with \\udc")
-    metrics = {}
+    metrics, given = {}, {}
     for run in map(Path, arguments.runs):
         if not (run / "metrics.jsonl").is_file():
             raise ValueError(f"runs: {run} holds no metrics.jsonl: give run folders, as runs/NAME")
-        # a copy of a run in another folder may have the same name
-        metrics[run.name if run.name not in metrics else str(run)] = run / "metrics.jsonl"
+        if (same := given.setdefault(run.resolve(), run)) is not run:
+            raise ValueError(
+                f"runs must be different folders, got {same} and {run}, which are one: leave one out"
+            )
+        # . and .. have names too; a copy of a run in another folder may have the same one
+        place = Path(os.path.abspath(run))
+        name = next(name for name in (place.name, str(run), str(place)) if name not in metrics)
+        metrics[name] = run / "metrics.jsonl"
     rows = compare(metrics)
     for row in rows:
         if arguments.differences and not row["steps"]:

@@ -47,7 +47,7 @@ from tests.test_config import composed
 from tests.test_export import write_tokenizer
 from tests.test_saving import PROCESSES, settings
 from train.checkpoint import run_tensors
-from train.config import parse
+from train.config import Config, parse
 from train.distributed import Processes
 from train.logger import readable
 from train.plot import draw_bars
@@ -219,6 +219,33 @@ def test_plot_run_keeps_runs_of_the_same_name_apart(tmp_path, monkeypatch):
     assert (row["yardstick"], row["run"], row["largest_difference"]) == ("a", "copy/a", 0.5)
 
 
+def test_plot_run_names_a_run_by_its_folder_however_that_is_written(tmp_path, monkeypatch):
+    for name in ("here/a", "there/a", "a"):
+        write_metrics(tmp_path / name, [4.0, 3.0])
+    monkeypatch.chdir(tmp_path / "here" / "a")
+    runs = [".", "../../there/a/../a", "../../a"]
+    plot_run.main(plot_run.Arguments(runs=runs, differences="both.json"))
+    rows = json.loads(Path("both.json").read_text())["rows"]
+    assert [row["yardstick"] for row in rows] == ["a", "a"]
+    assert [row["run"] for row in rows] == runs[1:]
+    # as typed, the second is called as the first
+    monkeypatch.chdir(tmp_path)
+    plot_run.main(plot_run.Arguments(runs=["here/a", "a"], differences="both.json", out="both.png"))
+    (row,) = json.loads(Path("both.json").read_text())["rows"]
+    assert (row["yardstick"], row["run"]) == ("a", str(tmp_path / "a"))
+
+
+def test_plot_run_refuses_a_run_that_is_given_twice(tmp_path, monkeypatch):
+    write_metrics(tmp_path / "a", [4.0, 3.0])
+    (tmp_path / "latest").symlink_to("a")
+    monkeypatch.chdir(tmp_path / "a")
+    for again in (".", "../a", "../latest"):
+        message = f"^runs must be different folders, got . and {again}, which are one: leave one out$"
+        with pytest.raises(ValueError, match=message):
+            plot_run.main(plot_run.Arguments(runs=[".", again]))
+    assert not Path("loss.png").exists()
+
+
 def test_plot_run_compares_runs_of_other_steps_after_equally_many_tokens(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_metrics(tmp_path / "a", [6.0, 5.0, 4.0, 3.0, 2.5, 2.0])
@@ -353,6 +380,30 @@ def test_a_plan_takes_no_part_or_other_form_of_a_card_for_the_whole_one(card):
 def test_a_plan_refuses_the_words_that_training_refuses(words, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         plan.main(plan.Arguments(gpu="H200", memory_gib=140.0, train=words))
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("process=8", "processes"),
+        ("gpus=8", "gpu"),
+        ("+memory_gb=8", "memory_gib"),
+        ("probe_bandwith=3e12", "probe_bandwidth"),
+    ],
+)
+def test_a_plan_names_its_own_argument_that_a_word_may_mean(word, meant):
+    message = (
+        rf" is no argument: did you mean {meant}\? --help lists them, and python -m train --help its keys$"
+    )
+    with pytest.raises(ValueError, match=message):
+        plan.main(plan.Arguments(gpu="H200", memory_gib=140.0, train=[word]))
+
+
+def test_a_plan_leaves_the_keys_of_training_and_what_is_most_like_them_to_training():
+    keys = [item.name for item in fields(Config)] + ["experiment", "optim.betas"]
+    plan.refuse_misspelled([f"{key}=1" for key in keys])
+    with pytest.raises(ValueError, match=r"^compil is no key; did you mean compile\?$"):
+        plan.main(plan.Arguments(gpu="H200", memory_gib=140.0, train=["compil=true"]))
 
 
 def test_what_others_are_to_read_is_passed_on_as_it_is_typed(monkeypatch):
@@ -880,6 +931,19 @@ def test_a_tokenizer_that_is_not_the_models_own_is_refused_by_name(script, tmp_p
         script.main(script.Arguments(**given, tokenizer="bytes"))
     assert not (tmp_path / "out").exists()
     script.main(script.Arguments(**given, tokenizer=str(published)))
+
+
+def test_an_export_into_a_folder_that_is_read_only_is_refused_before_it_reads_the_model(
+    tmp_path, monkeypatch
+):
+    out = tmp_path / "empty"
+    out.mkdir()
+    # root may write everywhere, but on a read-only disk
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != out)
+    with pytest.raises(
+        ValueError, match=f"^out={out}: nothing can be written to {out}, choose another place"
+    ):
+        export_hf.main(export_hf.Arguments(model="missing", out=str(out), precision="fp32"))
 
 
 @pytest.mark.parametrize("out", ["", "file", "full", "file/below"])

@@ -240,8 +240,10 @@ def linear_cross_entropy(
         )
     check_device("hidden", hidden, instead="F.cross_entropy of the logits")
     refuse_forward_derivatives("linear_cross_entropy", "use F.cross_entropy of the logits", hidden, weight)
-    # inside vmap a tensor does not tell that it requires a gradient, which would be lost without a word
-    if torch.is_grad_enabled() and torch._C._are_functorch_transforms_active():
+    # inside vmap a tensor does not tell that it requires a gradient, which would be lost without a word. Not
+    # asked of a compiler: one that does not know the question would break the graph of a training step
+    transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    if torch.is_grad_enabled() and transformed:
         raise NotImplementedError(
             "linear_cross_entropy has no gradient in transforms of torch.func (grad, vjp, vmap): use "
             "torch.autograd.grad, F.cross_entropy of the logits, or torch.no_grad() if none is needed"

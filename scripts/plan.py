@@ -32,6 +32,7 @@ from train.overrides import (
     CONF,
     explain,
     key_of,
+    known_keys,
     refuse_idle_overrides,
     refuse_misread,
 )
@@ -118,7 +119,7 @@ def check(arguments: Arguments) -> None:
 def refuse_misspelled(words: list[str]) -> None:
     """Raises ValueError for KEY=VALUE whose key is more like an argument of this script than one of train."""
     own = [item.name for item in fields(Arguments)]
-    keys = [item.name for item in fields(Config)] + [path.stem for path in CONF.iterdir()]
+    keys = sorted(key for key in known_keys(Config) if "." not in key)
     for key in map(key_of, words):
         # keys of a group, such as optim.betas, are train's to name
         if "." not in key and set(get_close_matches(key, own + keys, 1)) & set(own):

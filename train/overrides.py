@@ -99,9 +99,14 @@ def explain(error: Exception, schema: type) -> str:
     return reason
 
 
+def known_keys(schema: type) -> set[str]:
+    """The groups of conf/, and every key of the configuration, such as optim.learning_rate."""
+    return {path.name for path in CONF.iterdir() if path.is_dir()} | {name for name, _ in _fields(schema)}
+
+
 def unknown_key(key: str, schema: type) -> str:
     """Why a key that conf/ does not have is refused, with similar keys."""
-    known = {path.name for path in CONF.iterdir() if path.is_dir()} | {name for name, _ in _fields(schema)}
+    known = known_keys(schema)
     if key == "experiment":
         return (
             "experiment holds no values of its own: choose one by experiment=NAME, and begin its file with "

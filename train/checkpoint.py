@@ -149,6 +149,7 @@ def refuse_other_run(folder: Path, resume: str, config: dict) -> None:
     if newest and is_saved_by(newest_info, resume):
         # the run continues from its own checkpoint, whatever became of the one that it started from
         if resume != "auto":
+            # check_fits would compare them too, and advise the checkpoint.resume= that is given already
             _refuse_other_steps(newest_info, newest, folder, config)
         check_fits(newest_info, newest, config, same_run=True)
     elif resume not in ("auto", "never"):

@@ -362,8 +362,13 @@ def reach(masks: Sequence[BlockMask]) -> float:
     layer passes on what it has. Warns below 100%. Takes n_rows x n_columns numbers, and a product of two such
     matrices for each layer until all is reached: on a CPU, minutes for a million tokens.
     """
+    if isinstance(masks, BlockMask):
+        raise ValueError("reach takes the mask of each layer, got a single one: write reach([mask])")
     if not masks:
         raise ValueError("reach needs at least one layer, got none")
+    for mask in masks:
+        if not isinstance(mask, BlockMask):
+            raise ValueError(f"masks must be BlockMasks, got {type(mask).__name__}: leave out dense layers")
     first = masks[0]
     if first.seq_q != first.seq_k:
         raise ValueError(f"reach needs as many queries as keys, got {first.seq_q} and {first.seq_k}")

@@ -116,7 +116,7 @@ def power_of_two_strided(seq_len: int, *, block_size: int = 128, device="cpu") -
     """
     check_sizes(block_size, seq_len=seq_len)
     n = n_blocks(seq_len, block_size)
-    steps = torch.tensor([0, *(2**k for k in range(n.bit_length()))], device=device)
+    steps = torch.tensor([0, *(2**k for k in range(int(n).bit_length()))], device=device)
     return _causal_steps(seq_len, steps, block_size)
 
 
@@ -137,7 +137,7 @@ def butterfly(seq_len: int, *, block_size: int = 128, device="cpu") -> BlockMask
     check_sizes(block_size, seq_len=seq_len)
     n = n_blocks(seq_len, block_size)
     i = torch.arange(n, device=device)
-    flips = torch.tensor([0, *(2**k for k in range((n - 1).bit_length()))], device=device)
+    flips = torch.tensor([0, *(2**k for k in range(int(n - 1).bit_length()))], device=device)
     row, column = i.repeat_interleave(len(flips)), (i[:, None] ^ flips).flatten()
     return from_blocks(row[column < n], column[column < n], seq_len, block_size=block_size)
 
@@ -193,7 +193,7 @@ def bigbird(
     n_window, n_global = min(n_window, n), min(n_global, n)
     n_random = min(n_random, max(n, MOST_DRAWS))
     row = torch.arange(n, device=device)[:, None]
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(int(seed))
     # float32 whatever the default dtype: 16 bits would be too coarse, and 64 would draw other blocks
     draw = torch.rand(n, n_random, generator=generator, dtype=torch.float32, device="cpu").to(device)
     columns = [

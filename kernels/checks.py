@@ -348,14 +348,15 @@ def may_read(x: Tensor) -> bool:
 
 
 def read_once(x: Tensor, n_tokens: int, read: Callable[[], float | None]) -> float | None:
-    """What read() returns, called once per version of x; it raises ValueError for wrong values.
+    """What read() returns, called once per version of x on a GPU; it raises ValueError for wrong values.
 
     None if x cannot be read. If read() returned None without gradients, it is called again with them.
     """
     if not may_read(x):
         return None
-    # tensors made under inference_mode have no version: they are read every time
-    if x.is_inference():
+    # tensors made under inference_mode have no version, and NumPy writes to a CPU's without raising it: they
+    # are read every time
+    if x.is_inference() or x.device.type == "cpu":
         return read()
     version, found_for, found = CHECKED.get(x, (None, None, None))
     # the call without gradients may have left out what they need

@@ -27,10 +27,10 @@ def decode_attention(
     """Causal attention of the last Tq tokens of each sequence to all of its keys, (B, Tq, H, D) in q's dtype.
 
     q: (B, Tq, H, D), Tq H / Hkv at most 128; k, v: (B, capacity, Hkv, D), channels contiguous, of which the
-    first lengths[b] are filled, those of the new tokens included; with Tq = 1 lengths[b] may exceed capacity,
-    and all are filled. lengths: (B,) int32 or int64 on q's device. A sequence of length 0 gives zeros.
-    block_mask: of capacity queries and keys, one for all batches and heads, with Tq = 1. Not differentiable.
-    Raises ValueError for other shapes. Source: Flash-Decoding.
+    first lengths[b] are filled, those of the new tokens included; with Tq = 1 and no block mask it may exceed
+    capacity, and all are filled. lengths: (B,) int32 or int64 on q's device. A sequence of length 0 gives
+    zeros. block_mask: of capacity queries and keys, one for all batches and heads, with Tq = 1. Not
+    differentiable. Raises ValueError for other shapes. Source: Flash-Decoding.
     """
     _check({"q": q}, q, k, v, lengths, block_mask)
     return _decode(q, k, v, lengths, _lists(block_mask), _scale(softmax_scale, q))
@@ -53,7 +53,7 @@ def append_and_decode(
     (lengths[b] - 1) % capacity of k and v if lengths[b] is at least 1. turn: cos and sin, (B, 1, 1, D / 2)
     float32, contiguous, by which queries and key are rotated first, channels i and i + D / 2 as a pair
     (RoFormer, arXiv:2104.09864). k, v, lengths, block_mask and softmax_scale: as in decode_attention. The
-    result has qkv's dtype. Raises ValueError for other shapes, and for an expanded cache.
+    result has qkv's dtype. Raises ValueError for other shapes, an expanded cache, and one of a single tensor.
     """
     for name, x in (("qkv", qkv), ("k", k)):
         checks.check_is_tensor(name, x)
@@ -71,6 +71,8 @@ def append_and_decode(
                 f"{name} must have memory of its own for every key, to write to, got shape {tuple(x.shape)} "
                 f"with strides {x.stride()}: keep {name}.contiguous() in its place"
             )
+    if k is v:
+        raise ValueError("k and v must be two tensors, got one for both, in which values would replace keys")
     if turn is not None:
         _check_turn(turn, qkv)
     # a tensor of both serves too, and has no truth value
@@ -141,8 +143,9 @@ def _(qkv, k, *options):
 
 def _check_turn(turn: tuple[Tensor, Tensor], qkv: Tensor) -> None:
     shape = (len(qkv), 1, 1, qkv.shape[3] // 2)
-    if len(turn) != 2:
-        raise ValueError(f"turn must be (cos, sin), got {len(turn)} tensors")
+    if not isinstance(turn, tuple | list | torch.Tensor) or len(turn) != 2:
+        got = f"{len(turn)} tensors" if isinstance(turn, tuple | list) else type(turn).__name__
+        raise ValueError(f"turn must be (cos, sin), got {got}")
     for name, x in zip(("cos", "sin"), turn, strict=True):
         checks.check_is_tensor(f"turn's {name}", x)
         if x.shape != shape or x.dtype != torch.float32 or not x.is_contiguous():

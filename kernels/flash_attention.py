@@ -51,7 +51,9 @@ def flash_attention(
     gradients. Hidden keys and values, padding included, weigh 0 but must be finite: 0 * NaN is NaN. Under
     autocast q, k and v are cast to its dtype. Second derivatives and transforms of torch.func (grad, vmap)
     are not supported. Raises ValueError for anything else, before anything is launched; only the limit of
-    2**31 queries over all heads is checked in the backward pass. Source: FlashAttention-2, arXiv:2307.08691.
+    2**31 queries over all heads is checked in the backward pass, and the values of document_ids not at all
+    where nothing can be read: under torch.compile and while a CUDA graph is captured, where wrong ones give
+    wrong results. Source: FlashAttention-2, arXiv:2307.08691.
     """
     q, k, v = checks.autocast(q=q, k=k, v=v)
     checks.check_tensors(q, k, v, n_dims=4)
@@ -103,7 +105,8 @@ def flash_attention_varlen(
     """`flash_attention` for packed sequences: a token sees its own sequence only.
 
     q: (total_q, H, D); k, v: (total_k, Hkv, D). cu_seqlens: (n_sequences + 1,) int32, where each sequence
-    starts, followed by total_q. cu_seqlens_k: the same for k and v, if their lengths differ.
+    starts, followed by total_q; values are checked where document_ids are. cu_seqlens_k: the same for k and
+    v, if their lengths differ.
     Returns (total_q, H, D), and with return_lse also (H, total_q). New lengths never recompile a kernel.
     Sequences share tiles, so a NaN or an infinity in one may reach its neighbours.
     """

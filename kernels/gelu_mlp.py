@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.checks import check_is_tensor
 from kernels.epilogue_library import epilogues, serves
 from kernels.operators import save_nothing
 from kernels.registration import below_autocast, differentiate, operator
@@ -112,6 +113,13 @@ def gelu_mlp(
     Raises ValueError for others, and ImportError on a GPU without quack-kernels.
     """
     given = {"x": x, "w1": w1, "b1": b1, "w2": w2, "b2": b2, "residual": residual}
+    for name, tensor in given.items():
+        if tensor is not None or name in ("x", "w1", "w2"):
+            check_is_tensor(name, tensor)
+    if x.dim() == 0 or w1.dim() != 2:
+        raise ValueError(
+            f"x must be (..., C) and w1 (F, C), got shapes {tuple(x.shape)} and {tuple(w1.shape)}"
+        )
     for name, tensor in given.items():
         if tensor is not None and (tensor.dtype, tensor.device) != (x.dtype, x.device):
             raise ValueError(

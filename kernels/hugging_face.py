@@ -282,7 +282,10 @@ def of_mask(attention_mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """
     if attention_mask.shape != k.shape[:2]:
         expected, shape = tuple(k.shape[:2]), tuple(attention_mask.shape)
-        raise ValueError(f"attention_mask must have shape (B, Tk) = {expected}, got {shape}")
+        raise ValueError(
+            f"attention_mask must have shape (B, Tk) = {expected}, got {shape}: pass the tokenizer's own, or "
+            "use attn_implementation='eager' for a mask of pairs"
+        )
     mask = attention_mask.bool()
     ids = (mask[:, 1:] != mask[:, :-1]).cumsum(1)
     if may_read(ids) and bool((resumes := ids + mask[:, :1] > 2).any()):

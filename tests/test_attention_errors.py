@@ -251,6 +251,18 @@ def test_changed_document_ids_are_checked_again():
         flash_attention(x, x, x, document_ids=ids)
 
 
+def test_document_ids_that_numpy_has_changed_are_checked_again():
+    if DEVICE != "cpu":
+        pytest.skip("NumPy writes to no GPU")
+    numbers = np.zeros((2, 8), np.int32)
+    ids = torch.from_numpy(numbers)
+    flash_attention(X, X, X, document_ids=ids)
+    # PyTorch does not count this as a change
+    numbers[:, 0] = 1
+    with pytest.raises(ValueError, match="document_ids must not decrease"):
+        flash_attention(X, X, X, document_ids=ids)
+
+
 def test_lengths_that_were_right_are_checked_again_for_other_tokens():
     cu_seqlens = torch.tensor([0, 5, 8], dtype=torch.int32, device=DEVICE)
     flash_attention_varlen(X[0], X[0], X[0], cu_seqlens)

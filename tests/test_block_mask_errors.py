@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
@@ -242,6 +243,14 @@ REFUSED = {
         r"causal in 'causal\(3\)' takes no integers, got 1$",
     ),
     "no layer": (lambda: reach([]), "reach needs at least one layer, got none"),
+    "reach of a single mask": (
+        lambda: reach(block_masks.causal(100)),
+        r"reach takes the mask of each layer, got a single one: write reach\(\[mask\]\)",
+    ),
+    "reach of no mask": (
+        lambda: reach([block_masks.causal(100), None]),
+        "masks must be BlockMasks, got NoneType: leave out dense layers",
+    ),
     "fewer layers than one": (
         lambda: block_masks.causal(100).reach(0),
         "n_layers must be at least 1, got 0",
@@ -304,6 +313,14 @@ def test_the_largest_numbers_keep_everything_and_take_no_memory_of_their_own():
         mask = block_masks.parse(pattern.format(largest), 300, block_size=64)
         assert torch.equal(mask.to_dense(), causal)
     block_masks.parse(f"strided({largest}) | bigbird(1, 0, {largest})", 300)
+
+
+def test_numbers_may_be_numpys():
+    n = np.int64(1000)
+    for pattern in (block_masks.power_of_two_strided, block_masks.butterfly):
+        assert torch.equal(pattern(n).to_dense(), pattern(1000).to_dense())
+    mask, same = (block_masks.bigbird(1000, 1, 0, 1, seed=seed) for seed in (np.int64(3), 3))
+    assert torch.equal(mask.to_dense(), same.to_dense())
 
 
 def test_every_seed_of_pytorch_draws_blocks():

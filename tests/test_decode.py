@@ -241,6 +241,7 @@ def test_what_does_not_fit_is_refused(changes, message, device):
         ({"k": torch.zeros(200, 2, 64)}, r"k \(B, capacity, Hkv, D\), got .* and \(200, 2, 64\)"),
         ({"qkv": torch.zeros(1, 1, 64, 6).mT}, "qkv must have contiguous channels, got strides"),
         ({"turn": (torch.zeros(1, 1, 1, 32),)}, r"turn must be \(cos, sin\), got 1 tensors"),
+        ({"turn": 5}, r"turn must be \(cos, sin\), got int"),
         ({"qkv": torch.zeros(1, 1, 6, 64).half()}, "one dtype, got q torch.float16 and k torch.float32"),
         (
             {"turn": (torch.zeros(1, 1, 1, 64),) * 2},
@@ -253,10 +254,17 @@ def test_what_does_not_fit_is_refused(changes, message, device):
     ],
 )
 def test_a_new_token_that_does_not_fit_is_refused(changes, message, device):
-    k = torch.zeros(1, CAPACITY, 2, 64)
-    arguments = {"qkv": torch.zeros(1, 1, 6, 64), "k": k, "v": k, "lengths": torch.tensor([5])} | changes
+    k, v = torch.zeros(2, 1, CAPACITY, 2, 64)
+    arguments = {"qkv": torch.zeros(1, 1, 6, 64), "k": k, "v": v, "lengths": torch.tensor([5])} | changes
     with pytest.raises(ValueError, match=message):
         append_and_decode(**{name: moved(x, device) for name, x in arguments.items()})
+
+
+def test_a_new_token_is_refused_by_one_tensor_for_keys_and_values(device):
+    cache = torch.zeros(1, CAPACITY, 2, 64, device=device)
+    lengths = torch.tensor([5], device=device)
+    with pytest.raises(ValueError, match="k and v must be two tensors, got one for both"):
+        append_and_decode(torch.zeros(1, 1, 6, 64, device=device), cache, cache, lengths)
 
 
 @pytest.mark.parametrize(
@@ -267,8 +275,8 @@ def test_a_new_token_that_does_not_fit_is_refused(changes, message, device):
     ],
 )
 def test_a_new_token_is_refused_by_a_cache_whose_tokens_or_heads_share_memory(name, part, message, device):
-    k = torch.zeros(1, CAPACITY, 2, 64, device=device)
-    arguments = {"qkv": torch.zeros(1, 1, 6, 64, device=device), "k": k, "v": k}
+    k, v = torch.zeros(2, 1, CAPACITY, 2, 64, device=device)
+    arguments = {"qkv": torch.zeros(1, 1, 6, 64, device=device), "k": k, "v": v}
     # behind a move they would have memory of their own
     arguments[name] = torch.zeros(part, device=device).expand(k.shape)
     with pytest.raises(ValueError, match=message):

@@ -211,6 +211,10 @@ def test_the_operators_keep_pytorchs_rules():
 @pytest.mark.parametrize(
     ("index", "change", "message"),
     [
+        (0, lambda x: x[0, 0].tolist(), "^x must be a tensor, got list"),
+        (0, lambda x: x.sum(), r"x must be \(..., C\) and w1 \(F, C\), got shapes \(\) and \(256, 64\)"),
+        (1, lambda w1: None, "w1 must be a tensor, got NoneType"),
+        (1, lambda w1: w1[0], r"got shapes \(3, 37, 64\) and \(64,\)"),
         (1, lambda w1: w1[:, :8], r"w1 must have shape \(256, 64\), got \(256, 8\)"),
         (2, lambda b1: b1[1:], r"b1 must have shape \(256,\), got \(255,\)"),
         (3, lambda w2: w2[:8], r"w2 must have shape \(64, 256\), got \(8, 256\)"),

@@ -17,6 +17,9 @@ from kernels.intervals import mean_length
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+# Triton decides whether it interprets kernels when they are defined, and this module is imported with them
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
 HEAD_DIMS = "a multiple of 8 from 8 to 256"
 
 # Python's and NumPy's numbers, tensors of one element, and torch.compile's; the first two are Real as well,
@@ -73,7 +76,7 @@ def check_is_tensor(name: str, x: Tensor) -> None:
 
 def has_kernels(device: torch.device) -> bool:
     """Whether the kernels run on a device: on a GPU, or on the CPU in Triton's interpreter."""
-    return device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+    return device.type == "cuda" or (device.type == "cpu" and INTERPRETED)
 
 
 def check_device(name: str, x: Tensor, instead: str = "attention_reference") -> None:

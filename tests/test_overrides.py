@@ -147,13 +147,16 @@ def test_a_key_is_guessed_from_its_last_word_its_initials_and_its_likeness(key, 
     assert unknown_key(key, Config) == f"{key} is no key; did you mean {meant}?"
 
 
-def settings(weights=None, rank=0, spikes="ignore", schedule="cosine", algorithm="adamw") -> SimpleNamespace:
+def settings(
+    weights=None, rank=0, spikes="ignore", schedule="cosine", algorithm="adamw", decay=0.2, sparse=False
+) -> SimpleNamespace:
     """A configuration, of which only these settings are there; all are switched off unless given."""
     return SimpleNamespace(
         start=SimpleNamespace(weights=weights),
         lora=SimpleNamespace(rank=rank),
         spikes=SimpleNamespace(action=spikes),
-        optim=SimpleNamespace(schedule=schedule, algorithm=algorithm),
+        optim=SimpleNamespace(schedule=schedule, algorithm=algorithm, decay_fraction=decay),
+        attention=SimpleNamespace(sparse=sparse),
     )
 
 
@@ -184,10 +187,23 @@ def test_a_model_beside_weights_is_refused_in_place_of_being_ignored(word):
             {"algorithm": "muon"},
             "optim.algorithm=adamw: add optim=muon, or leave it out",
         ),
+        (
+            "optim.final_learning_rate_ratio=0",
+            {"decay": 0.0},
+            {"decay": 0.1},
+            "optim.decay_fraction=0: add optim.decay_fraction=0.2, or leave it out",
+        ),
+        (
+            "attention.block_size=64",
+            {"sparse": False},
+            {"sparse": True},
+            "dense layers alone: add attention=strided, or leave it out",
+        ),
     ],
 )
 def test_settings_of_what_is_switched_off_are_refused(word, switch, on, way_out):
     all_on = {"rank": 8, "weights": "runs/a", "spikes": "skip", "schedule": "wsd", "algorithm": "muon"}
+    all_on |= {"sparse": True}
     switches = ["lora.rank=0", "spikes.action=ignore", "+start.weights=null", "optim.schedule=cosine"]
     switches += ["optim=adamw", "optim.algorithm=adamw", "optim.learning_rate=0.1"]
     refuse_idle_overrides(["seq_len=64", *switches], settings())

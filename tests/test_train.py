@@ -403,6 +403,19 @@ def test_a_warm_up_beyond_the_end_of_the_run_is_told_with_the_rate_that_it_reach
     assert "optim.warmup_steps" not in capsys.readouterr().out
 
 
+def test_saves_of_which_few_are_evaluated_are_told_with_the_steps_that_the_best_is_of(corpus, capsys):
+    run("checkpoint.every_steps=4", "evaluation.every_steps=6")
+    remark = (
+        "checkpoint.every_steps=4 and evaluation.every_steps=6: the best checkpoint is of those at every 12 "
+        "steps, and the last; make one a multiple of the other"
+    )
+    assert remark in capsys.readouterr().out.splitlines()
+    run("name=often", "checkpoint.every_steps=6", "evaluation.every_steps=2")
+    run("name=seldom", "checkpoint.every_steps=2", "evaluation.every_steps=6")
+    run("name=all", "checkpoint.every_steps=4", "evaluation.every_steps=6", "checkpoint.keep_best=false")
+    assert "the best checkpoint" not in capsys.readouterr().out
+
+
 def test_more_validation_tokens_than_there_are_is_told_with_what_is_taken(corpus, capsys):
     run("evaluation.tokens=1000000")
     remark = (

@@ -153,6 +153,10 @@ def refuse_idle_overrides(words: list[str], config) -> None:
         idle["spikes."] = "spikes.action=ignore: add spikes.action=skip"
     if optim.schedule != "wsd":
         idle["optim.decay_fraction"] = f"optim.schedule={optim.schedule}: add optim.schedule=wsd"
+    elif optim.decay_fraction == 0.0:
+        idle["optim.final_learning_rate_ratio"] = "optim.decay_fraction=0: add optim.decay_fraction=0.2"
+    if not config.attention.sparse:
+        idle["attention.block_size"] = "dense layers alone: add attention=strided"
     if optim.algorithm != "muon":
         idle["optim.momentum"] = f"optim.algorithm={optim.algorithm}: add optim=muon"
     for word in words:

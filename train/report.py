@@ -1,5 +1,6 @@
 """What a run reports to its user: the opening lines, the metrics of a step, the files at the end."""
 
+import math
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -146,6 +147,13 @@ def _remarks(config: Config, val_data: TokenLoader) -> Iterator[str]:
             f"evaluation.tokens={config.evaluation.tokens}, but the validation text has "
             f"{val_data.tokens_per_epoch:,} in whole sequences, all of which an evaluation takes: lower "
             "evaluation.tokens, or prepare a larger data.validation_fraction"
+        )
+    saves, evaluations = config.checkpoint.every_steps, config.evaluation.every_steps
+    if config.checkpoint.keep_best and saves and evaluations and saves % evaluations and evaluations % saves:
+        common = math.lcm(saves, evaluations)
+        yield (
+            f"checkpoint.every_steps={saves} and evaluation.every_steps={evaluations}: the best checkpoint "
+            f"is of those at every {common} steps, and the last; make one a multiple of the other"
         )
 
 

@@ -100,8 +100,10 @@ class Watchdog:
         names = ", ".join(f"rank {rank} (last finished step {news[rank]['step']})" for rank in ranks)
         if len(ranks) == self._processes.world_size > 1:
             names = f"all ranks at the same place, {names}"
-        how = "stopped, or its host is gone" if silent else "no progress"
-        return f"HANGS: {names}: {how} for {self._seconds:g} seconds"
+        seconds = f"for {self._seconds:g} seconds"
+        if silent:
+            return f"HANGS: {names}: stopped, or its host is gone {seconds}"
+        return f"HANGS: {names}: no progress {seconds}; if a slow disk takes so long, raise hang_seconds"
 
     def _end(self, reason: str) -> None:
         """Prints why and where this process stands, and ends it, whatever its main thread waits for."""

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable
+from copy import copy
 from types import SimpleNamespace
 
 import torch
@@ -35,6 +36,8 @@ class Tensor:
     type = property(lambda self: SimpleNamespace(layout=None))
 
     def to(self, dtype, bitcast=False):
+        if isinstance(self.x, int) and dtype == torch.int32 and not bitcast and is_int32(self.x):
+            return Tensor(int(self.x))
         return Tensor(as_tensor(self).view(dtype) if bitcast else as_tensor(self).to(dtype))
 
     def reshape(self, shape):
@@ -57,10 +60,12 @@ def unwrapped(x):
     return x.x if isinstance(x, Tensor) else x
 
 
+def is_int32(x: int) -> bool:
+    return -(2**31) <= x < 2**31
+
+
 def binary(function: Callable, reflected: bool = False):
     def operate(self, other):
-        if isinstance(other, Pointer):
-            return NotImplemented
         a, b = self.x, unwrapped(other)
         return Tensor(function(b, a) if reflected else function(a, b))
 
@@ -190,49 +195,58 @@ def copy_in(desc, coordinates, barrier, memory):
 def copy_out(desc, coordinates, memory, adds=False):
     """A copy to global memory, or with `adds` reduce_add_to_global of kernels/hopper/primitives.py."""
 
-    def copy():
+    def write():
         if places := desc.places(coordinates):
             x = memory.x.view(desc.block_type.shape)[places[1]]
             desc.x[places[0]] = desc.x[places[0]] + x if adds else x
 
     coordinates = [int(c) for c in coordinates]
-    program.partitions.own.copies.append(copy)
+    program.partitions.own.copies.append(write)
 
 
 class Pointer:
     """Addresses of elements of a tensor."""
 
-    def __init__(self, tensor: torch.Tensor, offsets=0):
-        self.memory, self.offsets = tensor, offsets
+    def __init__(self, tensor: torch.Tensor):
+        # all of the memory that the tensor is a part of
+        n_elements = tensor.untyped_storage().nbytes() // tensor.itemsize
+        self.memory = torch.as_strided(tensor, (n_elements,), (1,), 0)
+        self.offsets = tensor.storage_offset()
 
     def __add__(self, offsets):
-        return Pointer(self.memory, self.offsets + unwrapped(offsets))
+        moved = copy(self)
+        moved.offsets = self.offsets + unwrapped(offsets)
+        return moved
 
-    def flat(self):
-        n_elements = self.memory.untyped_storage().nbytes() // self.memory.itemsize
-        return torch.as_strided(self.memory, (n_elements,), (1,), 0)
+    def is_one(self, mask) -> bool:
+        """Whether this is a single address that is wanted."""
+        return isinstance(self.offsets, int) and unwrapped(mask) is True
 
     def choose(self, mask):
-        offsets = as_tensor(self.offsets)
-        mask = as_tensor(mask)
-        offsets, mask = torch.broadcast_tensors(offsets, mask)
-        offsets = offsets + self.memory.storage_offset()
+        offsets, mask = torch.broadcast_tensors(as_tensor(self.offsets), as_tensor(mask))
         inside = offsets[mask]
-        assert inside.numel() == 0 or 0 <= inside.min() <= inside.max() < self.flat().numel(), "outside"
+        if inside.numel():
+            self.check(inside.min(), inside.max())
         return offsets, mask
+
+    def check(self, first, last) -> None:
+        assert 0 <= first <= last < self.memory.numel(), "outside"
 
 
 def load(pointer, mask=True, other=0):
+    if pointer.is_one(mask):
+        pointer.check(pointer.offsets, pointer.offsets)
+        return Tensor(pointer.memory[pointer.offsets])
     offsets, mask = pointer.choose(mask)
     found = torch.zeros(offsets.shape, dtype=pointer.memory.dtype) + unwrapped(other)
-    found[mask] = pointer.flat()[offsets[mask]]
+    found[mask] = pointer.memory[offsets[mask]]
     return Tensor(found.to(pointer.memory.dtype))
 
 
 def store(pointer, x, mask=True):
     offsets, mask = pointer.choose(mask)
     x = as_tensor(x).to(pointer.memory.dtype).expand(offsets.shape)
-    pointer.flat()[offsets[mask]] = x[mask]
+    pointer.memory[offsets[mask]] = x[mask]
 
 
 def add_atomically(pointer, x, sem=None):

@@ -61,7 +61,7 @@ def flash_attention(
     checks.check_options(q, causal, softmax_scale, window, dropout_p, dropout_seed)
     if block_mask is not None:
         checks.check_block_mask(block_mask, q, k)
-        # the tiles of a causal block mask are already cut at the diagonal
+        # the tiles of a causal block mask are already cut at the diagonal, from which a window is counted
         causal = causal and not (block_mask.causal and window is None)
     key_bounds = query_bounds = keys_per_query = None
     if document_ids is not None:

@@ -17,8 +17,10 @@ import sys
 import time
 import traceback
 import weakref
+import zlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import torch
@@ -29,6 +31,7 @@ from together import IMPORTED
 
 import data.loader
 import model.gpt
+import train.checkpoint
 import train.distributed
 import train.loop
 import train.saving
@@ -255,6 +258,16 @@ def slow_disk(rank: int) -> None:
         return write(file, content, checksum)
 
     train.saving._write = slowly
+
+
+def slow_reading(rank: int, seconds: float) -> None:
+    """Each piece of a checkpoint takes so long to verify."""
+
+    def checksum(*given):
+        time.sleep(seconds)
+        return zlib.crc32(*given)
+
+    train.checkpoint.zlib = SimpleNamespace(crc32=checksum)
 
 
 def full_disk(rank: int, limit: int) -> None:

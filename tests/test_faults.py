@@ -28,7 +28,7 @@ from faults import (
     wait_for,
 )
 
-from train.checkpoint import list_checkpoints
+from train.checkpoint import list_checkpoints, read_checkpoint
 from train.config import Config
 from train.interruption import ECHO_SECONDS, EXIT_INTERRUPTED, Interruption
 from train.logger import read_metrics
@@ -358,6 +358,15 @@ def test_a_run_that_was_stopped_as_a_whole_and_goes_on_does_not_count_as_one_tha
     time.sleep(6.5)
     attempt.signal(signal.SIGCONT)
     assert attempt.wait() == [0], attempt.log()
+
+
+def test_a_checkpoint_may_take_longer_to_verify_than_a_hang():
+    complete(small_config("run", 5, "hang_seconds=4"), 2)
+    # a piece of each process's shard, one after the other
+    assert len(read_checkpoint(Path("runs/run/checkpoints/step_00000005"))["shards"]) == 2
+    longer = small_config("run", 6, "hang_seconds=4")
+    log = complete(longer, 2, partial(faults.slow_reading, seconds=2.5)).log()
+    assert "continues after step 5" in log
 
 
 def test_a_sample_may_take_longer_than_a_hang():

@@ -70,7 +70,7 @@ def begin_attempt(launch: Launch, resume: str, left_out: list[int] | None) -> At
     config, processes, context = launch.config, launch.processes, launch.context
     corpus = corpus_digest(launch.text)
     checkpoints = config.folder / "checkpoints"
-    saved = processes.from_main(lambda: take_checkpoint(checkpoints, resume))
+    saved = processes.from_main(lambda: take_checkpoint(checkpoints, resume, processes.mark_piece))
     if processes.is_main and processes.step:
         # only the rollback after a spike starts an attempt at a later step than 0
         print(f"goes back to {saved or 'the start: no checkpoint was saved yet'}", flush=True)

@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,16 +80,18 @@ def readable_checkpoints(folder: Path) -> dict[Path, dict]:
     return infos
 
 
-def newest_checkpoint(folder: Path, skipped: list[Path] | None = None) -> Path | None:
+def newest_checkpoint(
+    folder: Path, skipped: list[Path] | None = None, mark: Callable[[], None] | None = None
+) -> Path | None:
     """The newest intact checkpoint, or None if none is finished; damaged ones are named and skipped.
 
-    skipped: a list to which damaged ones are added. Raises ValueError if all finished ones are damaged: a run
-    must not silently start over.
+    skipped: a list to which damaged ones are added. mark: as in verify_checkpoint. Raises ValueError if all
+    finished ones are damaged: a run must not silently start over.
     """
     found = list_checkpoints(folder)
     for path in reversed(found):
         try:
-            verify_checkpoint(path)
+            verify_checkpoint(path, mark)
             return path
         except ValueError as error:
             print(f"skipped: {error}", file=sys.stderr, flush=True)
@@ -102,19 +105,21 @@ def newest_checkpoint(folder: Path, skipped: list[Path] | None = None) -> Path |
     return None
 
 
-def find_checkpoint(folder: Path, resume: str, skipped: list[Path] | None = None) -> Path | None:
+def find_checkpoint(
+    folder: Path, resume: str, skipped: list[Path] | None = None, mark: Callable[[], None] | None = None
+) -> Path | None:
     """The checkpoint to continue from, or None for a new run.
 
-    skipped: a list to which the run's damaged ones are added. Raises ValueError if the checkpoint that resume
-    names is damaged, or all that were found.
+    skipped: a list to which the run's damaged ones are added. mark: as in verify_checkpoint. Raises
+    ValueError if the checkpoint that resume names is damaged, or all that were found.
     """
     if resume not in ("auto", "never"):
-        own = newest_checkpoint(folder, skipped)
+        own = newest_checkpoint(folder, skipped, mark)
         if own and is_saved_by(read_checkpoint(own), resume):
             return own
-        verify_checkpoint(Path(resume))
+        verify_checkpoint(Path(resume), mark)
         return Path(resume)
-    return newest_checkpoint(folder, skipped)
+    return newest_checkpoint(folder, skipped, mark)
 
 
 def refuse_other_run(folder: Path, resume: str, config: dict) -> None:
@@ -226,10 +231,11 @@ def read_checkpoint(path: Path) -> dict:
     return info
 
 
-def verify_checkpoint(path: Path) -> None:
+def verify_checkpoint(path: Path, mark: Callable[[], None] | None = None) -> None:
     """Raises ValueError that names the first shard that is missing, truncated or altered.
 
-    A shard that this process has found intact is not read again until its file changes.
+    mark: called behind each piece that is read: a large checkpoint may take many minutes. A shard that this
+    process has found intact is not read again until its file changes.
     """
     for name, expected in read_checkpoint(path)["shards"].items():
         shard = path / name
@@ -244,6 +250,8 @@ def verify_checkpoint(path: Path) -> None:
         with shard.open("rb") as file:
             while piece := file.read(PIECE):
                 checksum = zlib.crc32(piece, checksum)
+                if mark:
+                    mark()
         if checksum != expected["crc32"]:
             raise ValueError(f"{path} is damaged: {name} has another checksum than when it was written")
         _verified.add(known)

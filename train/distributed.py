@@ -35,9 +35,11 @@ class Processes:
     store: dist.Store
     # a CPU group whose timeout outlasts data preparation; None for a single process
     patient_group: dist.ProcessGroup | None
-    # signs of progress, for train/watchdog.py: the last finished step, and the marks passed
+    # signs of progress, for train/watchdog.py: the last finished step, the marks passed, and the pieces done
+    # of work that not every process has
     step: int = 0
     marks: int = 0
+    pieces: int = 0
     _background_group: dist.ProcessGroup | None = None
 
     @property
@@ -57,6 +59,10 @@ class Processes:
     def mark(self) -> None:
         """Shows that this process makes progress; every process passes the same marks in the same order."""
         self.marks += 1
+
+    def mark_piece(self) -> None:
+        """Shows progress between two marks, such as the next piece of a file that rank 0 alone reads."""
+        self.pieces += 1
 
     def mean(self, value: Tensor) -> Tensor:
         """The average over the processes of a tensor that each of them holds."""

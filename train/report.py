@@ -260,7 +260,7 @@ def finish_run(
     if config.sample.tokens:
         tokenizer = load_tokenizer(config.data.tokenizer)
         # a long sample from a large model takes longer than the watchdog lets a step take
-        sample = sample_text(weights, tokenizer, config.sample, config.seed, processes.mark)
+        sample = sample_text(weights, tokenizer, config.sample, config.seed, processes.mark_piece)
         (folder / "sample.txt").write_text(sample + "\n", encoding="utf-8")
         print(f"--- sample ---\n{sample}\n--------------")
     _tell_files(config, is_saved=is_saved, is_traced=config.steps - first_step >= NEEDED)

@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import zlib
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -252,13 +253,13 @@ class ShardWriter(StorageWriter):
         return True
 
 
-def take_checkpoint(folder: Path, resume: str) -> Path | None:
+def take_checkpoint(folder: Path, resume: str, mark: Callable[[], None] | None = None) -> Path | None:
     """find_checkpoint for the run that saves in this folder; renames the damaged checkpoints that it skips.
 
     Under their own names they would be kept in place of intact ones, and be removed in time.
     """
     skipped: list[Path] = []
-    found = find_checkpoint(folder, resume, skipped)
+    found = find_checkpoint(folder, resume, skipped, mark)
     for path in skipped:
         _set_aside(path)
     return found

@@ -48,13 +48,14 @@ class Watchdog:
 
     def _tell(self, beat: int) -> None:
         p = self._processes
-        p.store.set(f"watchdog/{p.rank}", json.dumps({"beat": beat, "step": p.step, "marks": p.marks}))
+        told = {"beat": beat, "step": p.step, "marks": p.marks, "pieces": p.pieces}
+        p.store.set(f"watchdog/{p.rank}", json.dumps(told))
 
     def _watch(self) -> None:
         p = self._processes
         watched = range(p.world_size) if p.is_main else [0]
         news: dict[int, dict] = {}
-        # when this process last saw a new beat, and a new mark, of each rank
+        # when this process last saw a new beat, and a new mark or piece, of each rank
         beat_at = dict.fromkeys(watched, time.monotonic())
         mark_at = dict(beat_at)
         beat, interval = 0, min(LONGEST_BEAT_SECONDS, self._seconds / BEATS)
@@ -84,7 +85,7 @@ class Watchdog:
                 before = news.get(rank, {})
                 if told["beat"] != before.get("beat"):
                     beat_at[rank] = now
-                if told["marks"] != before.get("marks"):
+                if any(told[name] != before.get(name) for name in ("marks", "pieces")):
                     mark_at[rank] = now
             news = latest
             silent = [rank for rank in watched if now - beat_at[rank] > self._seconds]
@@ -103,7 +104,7 @@ class Watchdog:
         seconds = f"for {self._seconds:g} seconds"
         if silent:
             return f"HANGS: {names}: stopped, or its host is gone {seconds}"
-        return f"HANGS: {names}: no progress {seconds}; if a slow disk takes so long, raise hang_seconds"
+        return f"HANGS: {names}: no progress {seconds}; raise hang_seconds if a slow disk takes so long"
 
     def _end(self, reason: str) -> None:
         """Prints why and where this process stands, and ends it, whatever its main thread waits for."""

@@ -148,11 +148,15 @@ def test_a_key_is_guessed_from_its_last_word_its_initials_and_its_likeness(key, 
 
 
 def settings(
-    weights=None, rank=0, spikes="ignore", schedule="cosine", algorithm="adamw", decay=0.2, sparse=False
-) -> SimpleNamespace:
+    weights=None, rank=0, spikes="ignore", schedule="cosine", algorithm="adamw", decay=0.2, sparse=False,
+    room=64, base=None, pose=None,
+) -> SimpleNamespace:  # fmt: skip
     """A configuration, of which only these settings are there; all are switched off unless given."""
     return SimpleNamespace(
-        start=SimpleNamespace(weights=weights),
+        seq_len=64,
+        pose_seq_len=pose,
+        model=SimpleNamespace(max_seq_len=room),
+        start=SimpleNamespace(weights=weights, rotary_base=base),
         lora=SimpleNamespace(rank=rank),
         spikes=SimpleNamespace(action=spikes),
         optim=SimpleNamespace(schedule=schedule, algorithm=algorithm, decay_fraction=decay),
@@ -174,6 +178,18 @@ def test_a_model_beside_weights_is_refused_in_place_of_being_ignored(word):
         ("lora.alpha=3", {"rank": 0}, {"rank": 8}, "lora.rank=0: add lora.rank=16, or leave it out"),
         ("start.rotary_base=9", {"weights": None}, {"weights": "a"}, "start.weights=null: add start"),
         ("start.positions=yarn", {"weights": None}, {"weights": "a"}, "start.weights=null: add start"),
+        (
+            "start.positions=linear",
+            {"room": 128},
+            {"weights": "a", "room": 128, "base": 1e6},
+            "seq_len=64, for which the weights have room: raise it, or leave it out",
+        ),
+        (
+            "start.positions=yarn",
+            {"room": 128},
+            {"weights": "a", "room": 128, "pose": 128},
+            "seq_len=64, for which the weights have room: raise it, or leave it out",
+        ),
         ("spikes.z_score=3", {"spikes": "ignore"}, {"spikes": "log"}, "spikes.action=ignore: add spikes.act"),
         (
             "optim.decay_fraction=0.5",
@@ -203,7 +219,7 @@ def test_a_model_beside_weights_is_refused_in_place_of_being_ignored(word):
 )
 def test_settings_of_what_is_switched_off_are_refused(word, switch, on, way_out):
     all_on = {"rank": 8, "weights": "runs/a", "spikes": "skip", "schedule": "wsd", "algorithm": "muon"}
-    all_on |= {"sparse": True}
+    all_on |= {"sparse": True, "pose": 100}
     switches = ["lora.rank=0", "spikes.action=ignore", "+start.weights=null", "optim.schedule=cosine"]
     switches += ["optim=adamw", "optim.algorithm=adamw", "optim.learning_rate=0.1"]
     refuse_idle_overrides(["seq_len=64", *switches], settings())

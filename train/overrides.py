@@ -147,6 +147,10 @@ def refuse_idle_overrides(words: list[str], config) -> None:
     idle = {}
     if weights is None:
         idle["start."] = "start.weights=null: add start.weights=FOLDER, or use model.rotary"
+    elif config.start.rotary_base is None:
+        longest = max(config.seq_len, config.pose_seq_len or 0)
+        if config.model.max_seq_len > longest:
+            idle["start.positions"] = f"seq_len={config.seq_len}, for which the weights have room: raise it"
     if config.lora.rank == 0:
         idle["lora."] = "lora.rank=0: add lora.rank=16"
     if config.spikes.action == "ignore":

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable
 from itertools import pairwise
 from numbers import Real
-from types import NoneType
 
 import torch
 from torch import Tensor
@@ -179,9 +178,8 @@ def check_options(
     check_scale("softmax_scale", scale)
     seed = None if isinstance(dropout_seed, Tensor) else dropout_seed
     for name, x in (("window", window), ("dropout_seed", seed)):
-        # True would be a window of one key
-        if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt, NoneType)):
-            raise ValueError(f"{name} must be an int, got {type(x).__name__} {x}: int() makes one")
+        if x is not None:
+            check_is_int(name, x)
     check_window(window, causal)
     check_dropout(dropout_p)
     if isinstance(dropout_seed, Tensor):
@@ -197,6 +195,12 @@ def check_options(
 def check_is_number(name: str, x: float) -> None:
     if not isinstance(x, NUMBERS) or (isinstance(x, Tensor) and x.numel() != 1):
         raise ValueError(f"{name} must be a number, got {type(x).__name__} {x!r}")
+
+
+def check_is_int(name: str, x: int) -> None:
+    # True would be a window of one key, or a vocabulary of one token
+    if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
+        raise ValueError(f"{name} must be an int, got {type(x).__name__} {x}: int() makes one")
 
 
 def check_window(window: int | None, causal: bool) -> None:

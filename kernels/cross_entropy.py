@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import cross_entropy_epilogue, hopper
-from kernels.checks import check_device, check_is_tensor
+from kernels.checks import check_device, check_is_int, check_is_tensor
 from kernels.registration import below_autocast, on_its_gpu, refuse_forward_derivatives
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -218,9 +218,7 @@ def linear_cross_entropy(
     for name, x in (("hidden", hidden), ("weight", weight), ("targets", targets)):
         check_is_tensor(name, x)
     for name, x in (("vocab_size", vocab_size), ("chunk", chunk)):
-        # True would be a vocabulary of one
-        if isinstance(x, bool) or not isinstance(x, int):
-            raise ValueError(f"{name} must be an int, got {type(x).__name__} {x}: int() makes one")
+        check_is_int(name, x)
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or hidden.shape[0] == 0:
         raise ValueError(
             "hidden must be (N, C), N at least 1, and weight (V', C), got "

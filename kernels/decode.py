@@ -143,9 +143,10 @@ def _(qkv, k, *options):
 
 def _check_turn(turn: tuple[Tensor, Tensor], qkv: Tensor) -> None:
     shape = (len(qkv), 1, 1, qkv.shape[3] // 2)
-    if not isinstance(turn, tuple | list | torch.Tensor) or len(turn) != 2:
-        got = f"{len(turn)} tensors" if isinstance(turn, tuple | list) else type(turn).__name__
-        raise ValueError(f"turn must be (cos, sin), got {got}")
+    if not isinstance(turn, tuple | list | Tensor):
+        raise ValueError(f"turn must be (cos, sin), got {type(turn).__name__}")
+    if len(turn) != 2:
+        raise ValueError(f"turn must be (cos, sin), got {len(turn)} tensors")
     for name, x in zip(("cos", "sin"), turn, strict=True):
         checks.check_is_tensor(f"turn's {name}", x)
         if x.shape != shape or x.dtype != torch.float32 or not x.is_contiguous():

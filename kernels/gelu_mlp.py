@@ -114,17 +114,17 @@ def gelu_mlp(
     """
     given = {"x": x, "w1": w1, "b1": b1, "w2": w2, "b2": b2, "residual": residual}
     for name, tensor in given.items():
-        if tensor is not None or name in ("x", "w1", "w2"):
-            check_is_tensor(name, tensor)
+        if tensor is None and name not in ("x", "w1", "w2"):
+            continue
+        check_is_tensor(name, tensor)
+        if (tensor.dtype, tensor.device) != (x.dtype, x.device):
+            raise ValueError(
+                f"{name} must be {x.dtype} on {x.device}, as x is, got {tensor.dtype} on {tensor.device}"
+            )
     if x.dim() == 0 or w1.dim() != 2:
         raise ValueError(
             f"x must be (..., C) and w1 (F, C), got shapes {tuple(x.shape)} and {tuple(w1.shape)}"
         )
-    for name, tensor in given.items():
-        if tensor is not None and (tensor.dtype, tensor.device) != (x.dtype, x.device):
-            raise ValueError(
-                f"{name} must be {x.dtype} on {x.device}, as x is, got {tensor.dtype} on {tensor.device}"
-            )
     channels, width = x.shape[-1], w1.shape[0]
     shapes = {
         "w1": (width, channels),

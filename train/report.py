@@ -149,8 +149,9 @@ def _remarks(config: Config, val_data: TokenLoader) -> Iterator[str]:
             "evaluation.tokens, or prepare a larger data.validation_fraction"
         )
     saves, evaluations = config.checkpoint.every_steps, config.evaluation.every_steps
-    if config.checkpoint.keep_best and saves and evaluations and saves % evaluations and evaluations % saves:
-        common = math.lcm(saves, evaluations)
+    # 0 where one of them is switched off
+    common = math.lcm(saves, evaluations)
+    if config.checkpoint.keep_best and common not in (0, saves, evaluations):
         yield (
             f"checkpoint.every_steps={saves} and evaluation.every_steps={evaluations}: the best checkpoint "
             f"is of those at every {common} steps, and the last; make one a multiple of the other"

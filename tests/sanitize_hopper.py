@@ -5,8 +5,8 @@
     compute-sanitizer --tool racecheck python -m tests.sanitize_hopper problems=8 longest=200
 
 Racecheck reports three pairs that are no race, because it does not know the barriers that order them: the
-loop in which Triton's idle warps wait for their role with the code that assigns it; primitives.announce, which
-writes a tile's number, with primitives.announced, which reads it; and the store and load of P in
+loop in which Triton's idle warps wait for their role with the code that assigns it; primitives.announce,
+which writes a tile's number, with primitives.announced, which reads it; and the store and load of P in
 backward_256.py. A report of any other pair is a bug. See docs/hopper.md.
 """
 

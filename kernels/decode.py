@@ -71,7 +71,7 @@ def append_and_decode(
                 f"{name} must have memory of its own for every key, to write to, got shape {tuple(x.shape)} "
                 f"with strides {x.stride()}: keep {name}.contiguous() in its place"
             )
-    if k is v:
+    if k is v or (k.numel() and checks.may_read(k) and k.data_ptr() == v.data_ptr()):
         raise ValueError("k and v must be two tensors, got one for both, in which values would replace keys")
     if turn is not None:
         _check_turn(turn, qkv)

@@ -38,6 +38,13 @@ def test_queries_at_the_end_of_a_cache_are_as_accurate_as_torch(n_query, n_head,
     assert_as_accurate_as_torch(q, k, v, lengths)
 
 
+@pytest.mark.parametrize("seen", [CAPACITY + 1, 2**31 - 1, 2**31, 2**32 + 1])
+def test_a_cache_may_have_seen_any_number_of_tokens(seen, device):
+    q, k, v = random_cache(1, 1, 2, 2, 64, torch.float32, device)
+    full, lengths = (torch.tensor([n], device=device) for n in (CAPACITY, seen))
+    assert torch.equal(decode_attention(q, k, v, lengths), decode_attention(q, k, v, full))
+
+
 def test_queries_may_be_farther_apart_than_32_bits_count(device):
     # of 4 GiB little is touched
     n_query, stride = 17, 2**27
@@ -263,8 +270,9 @@ def test_a_new_token_that_does_not_fit_is_refused(changes, message, device):
 def test_a_new_token_is_refused_by_one_tensor_for_keys_and_values(device):
     cache = torch.zeros(1, CAPACITY, 2, 64, device=device)
     lengths = torch.tensor([5], device=device)
-    with pytest.raises(ValueError, match="k and v must be two tensors, got one for both"):
-        append_and_decode(torch.zeros(1, 1, 6, 64, device=device), cache, cache, lengths)
+    for k, v in ((cache, cache), (cache[:], cache[:])):
+        with pytest.raises(ValueError, match="k and v must be two tensors, got one for both"):
+            append_and_decode(torch.zeros(1, 1, 6, 64, device=device), k, v, lengths)
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def decode_kernel(
         wait_and_let_the_next_start()
     # a cache that is a ring has seen more than it holds
     seen = tl.load(lengths_ptr + batch)
-    length = tl.minimum(seen.to(tl.int32), capacity)
+    length = tl.minimum(seen, capacity).to(tl.int32)
 
     rows = tl.arange(0, BLOCK_M)
     is_row = rows < N_QUERY * GROUP

@@ -40,6 +40,7 @@ def from_intervals(
     check_is_tensor("first", first)
     n_batch, seq_q = first.shape[:-1].numel(), first.shape[-1] if first.dim() else 0
     check_sizes(block_size, n_batch=n_batch, seq_q=seq_q, seq_k=seq_k)
+    block_size = int(block_size)
     check_integers("(Tq,) or (B, Tq)", (1, 2), first=first, end=end)
     for name, bound in (("first", first), ("end", end)):
         decreases = bound.diff() < 0
@@ -93,6 +94,7 @@ def from_dense(mask: Tensor, *, block_size: int = 128) -> BlockMask:
     mask = mask.view(*(1,) * (4 - mask.dim()), *mask.shape)
     n_batch, n_head, seq_q, seq_k = mask.shape
     check_sizes(block_size, n_batch=n_batch, n_head=n_head, seq_q=seq_q, seq_k=seq_k)
+    block_size = int(block_size)
     behind = torch.ones(seq_q, seq_k, dtype=torch.bool, device=mask.device).triu(1 + seq_k - seq_q)
     causal = not bool((mask & behind).any())
     n_rows, n_columns = n_blocks(seq_q, block_size), n_blocks(seq_k, block_size)

@@ -75,8 +75,8 @@ class BlockMask:
         bits: Tensor,
         causal: bool,
     ):
-        self.seq_q, self.seq_k, self.block_size = seq_q, seq_k, block_size
-        self.n_batch, self.n_head, self.causal = n_batch, n_head, causal
+        self.seq_q, self.seq_k, self.block_size = int(seq_q), int(seq_k), int(block_size)
+        self.n_batch, self.n_head, self.causal = int(n_batch), int(n_head), causal
         self.n_rows, self.n_columns = n_blocks(seq_q, block_size), n_blocks(seq_k, block_size)
         keys = keys.to(key_dtype(n_batch * n_head * self.n_rows * self.n_columns))
         self.keys, self.tiles, self.bits = keys, tiles.int(), bits
@@ -108,6 +108,7 @@ class BlockMask:
         causal: bool,
     ) -> "BlockMask":
         """A mask from distinct blocks in any order, int32 or int64, which it cuts at Tq and Tk."""
+        seq_q, seq_k, block_size, n_batch, n_head = map(int, (seq_q, seq_k, block_size, n_batch, n_head))
         n_rows, n_columns = n_blocks(seq_q, block_size), n_blocks(seq_k, block_size)
         keys, tiles = keys.to(key_dtype(n_batch * n_head * n_rows * n_columns)), tiles.int()
         in_cut_row = keys // n_columns % n_rows == seq_q // block_size
@@ -426,7 +427,8 @@ def numbered(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 
 def n_blocks(seq_len: int, block_size: int) -> int:
-    return (seq_len + block_size - 1) // block_size
+    # NumPy's integers may be too narrow for the products of such numbers
+    return -(-int(seq_len) // int(block_size))
 
 
 def key_dtype(n: int) -> torch.dtype:

@@ -250,7 +250,7 @@ def top_k(q: Tensor, k: Tensor, n: int, *, causal: bool = True, block_size: int 
         )
     batch, seq_len, n_head, _ = q.shape
     check_sizes(block_size, batch=batch, seq_len=seq_len, n_head=n_head, n_kv_head=k.shape[2], n=n)
-    mean_q, mean_k = (_block_means(x.detach(), block_size) for x in (q, k))
+    mean_q, mean_k = (_block_means(x.detach(), int(block_size)) for x in (q, k))
     mean_k = mean_k.repeat_interleave(n_head // k.shape[2], dim=1)
     # not in 16 bits, which would choose other blocks
     with torch.autocast(q.device.type, enabled=False):

@@ -315,12 +315,42 @@ def test_the_largest_numbers_keep_everything_and_take_no_memory_of_their_own():
     block_masks.parse(f"strided({largest}) | bigbird(1, 0, {largest})", 300)
 
 
-def test_numbers_may_be_numpys():
-    n = np.int64(1000)
-    for pattern in (block_masks.power_of_two_strided, block_masks.butterfly):
-        assert torch.equal(pattern(n).to_dense(), pattern(1000).to_dense())
-    mask, same = (block_masks.bigbird(1000, 1, 0, 1, seed=seed) for seed in (np.int64(3), 3))
-    assert torch.equal(mask.to_dense(), same.to_dense())
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.int16, np.uint8])
+def test_numbers_may_be_numpys(kind):
+    # the numbers of tokens of a row, and of blocks of all heads, need more bits
+    q = torch.randn(1, 200, 4, 8)
+    i = torch.arange(200)
+
+    def masks(number):
+        length, size = number(200), number(64)
+        yield from (
+            pattern(length, block_size=size) for pattern in (block_masks.causal, block_masks.butterfly)
+        )
+        yield block_masks.power_of_two_strided(length, block_size=size)
+        yield block_masks.window(length, number(70), block_size=size) | block_masks.sinks(
+            length, number(3), block_size=size
+        )
+        yield block_masks.strided(length, number(2), block_size=size).expand(number(9), number(8))
+        yield block_masks.fixed(length, number(2), block_size=size)
+        yield block_masks.bigbird(length, number(1), number(1), number(1), seed=number(3), block_size=size)
+        yield block_masks.documents(i[None] // 90, block_size=size)
+        yield block_masks.from_intervals(i // 2, i + 1, length, block_size=size)
+        yield block_masks.from_blocks(i[:3], i[:3], length, number(250), block_size=size)
+        yield block_masks.from_dense(torch.ones(200, 200).tril() > 0, block_size=size)
+        yield block_masks.top_k(q, q, number(2), block_size=size)
+
+    for mask, same in zip(masks(kind), masks(int), strict=True):
+        assert torch.equal(mask.to_dense(), same.to_dense())
+        assert mask.density() == same.density()
+
+
+@pytest.mark.parametrize(
+    ("kind", "seq_len"), [(np.int32, 4_200_000), (np.uint16, 33_000), (np.uint16, 65_535)]
+)
+def test_numpys_narrow_numbers_serve_long_sequences(kind, seq_len):
+    mask, same = (block_masks.window(number(seq_len), 1000, block_size=64) for number in (kind, int))
+    assert torch.equal(mask.keys, same.keys)
+    assert torch.equal(mask.rows.entries, same.rows.entries)
 
 
 def test_every_seed_of_pytorch_draws_blocks():

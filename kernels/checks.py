@@ -299,6 +299,21 @@ def check_block_mask_serves(block_mask: BlockMask, q: Tensor) -> None:
         )
 
 
+def check_may_be_saved(
+    block_mask: BlockMask | None, dropout_seed: int | Tensor | None, *wanted: Tensor
+) -> None:
+    """Raises ValueError for tensors made under inference_mode that gradients of `wanted` would need."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    of_mask = None if block_mask is None else block_mask.bits
+    for name, x in (("block_mask", of_mask), ("dropout_seed", dropout_seed)):
+        if isinstance(x, Tensor) and x.is_inference() and any(y.requires_grad for y in wanted):
+            raise ValueError(
+                f"{name} was made under inference_mode, and cannot be saved for a backward pass: make it "
+                "under torch.inference_mode(False), or call attention under torch.no_grad()"
+            )
+
+
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, x: Tensor) -> float | None:
     """Checks shape and values of cu_seqlens; returns the length of a token's sequence, averaged over tokens.
 

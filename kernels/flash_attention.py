@@ -170,6 +170,8 @@ def attend(
         dropout_seed = torch.randint(2**62, (1,), device=q.device)
     elif not isinstance(dropout_seed, Tensor):
         dropout_seed = torch.full((1,), dropout_seed, dtype=torch.int64, device=q.device)
+    if block_mask is not None or dropout_seed is not None:
+        checks.check_may_be_saved(block_mask, dropout_seed, q, k, v)
     if key_bounds is not None:
         # the bounds already contain both
         causal, window = False, None

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels import block_masks
 from kernels.decode import decode_attention
 from kernels.flash_attention import flash_attention, flash_attention_varlen
 from kernels.packed import flash_attention_packed
@@ -278,6 +279,27 @@ def test_masks_made_in_inference_mode_are_checked_too():
         ids[:, 0] = 1
         with pytest.raises(ValueError, match="document_ids must not decrease"):
             flash_attention(X, X, X, document_ids=ids)
+
+
+def test_what_was_made_in_inference_mode_serves_where_no_gradients_are_wanted_and_is_else_refused_by_name():
+    x = X.clone().requires_grad_()
+    with torch.inference_mode():
+        given = {
+            "block_mask": {"block_mask": block_masks.window(8, 3, device=DEVICE)},
+            "dropout_seed": {"dropout_p": 0.1, "dropout_seed": torch.tensor([3], device=DEVICE)},
+        }
+    for name, options in given.items():
+        out = flash_attention(X, X, X, **options)
+        with torch.no_grad():
+            assert torch.equal(flash_attention(x, X, X, **options), out)
+        for arguments in ((x, X, X), (X, X, x)):
+            with pytest.raises(
+                ValueError, match=rf"{name} was made under inference_mode.*inference_mode\(False"
+            ):
+                flash_attention(*arguments, **options)
+    # without dropout nothing reads the seed
+    flash_attention(x, X, X, **(options | {"dropout_p": 0.0})).sum().backward()
+    assert x.grad.isfinite().all()
 
 
 def test_more_queries_than_the_backward_pass_can_number_are_refused():

@@ -133,6 +133,11 @@ def prepare(config: DataConfig) -> Path:
             f"data.folder={config.folder!r} is a mount point, which no folder can replace: use "
             f"data.folder={folder / 'text'}"
         )
+    if folder == Path.cwd():
+        raise ValueError(
+            f"data.folder={config.folder!r} is the working directory, which must stay: use a folder in "
+            "it, as data.folder=text"
+        )
     _open_source(config).check()
     partial = folder.with_name(folder.name + ".partial")
     try:
@@ -159,6 +164,8 @@ def prepare(config: DataConfig) -> Path:
         else:
             # the folder is missing or empty, and rename replaces an empty one; it refuses any other
             partial.rename(folder)
+            # only a leftover holds one: this folder may have a name that ends in .partial
+            (folder / LOCK).unlink()
             sync_folder(folder.parent)
     return folder
 
@@ -204,7 +211,8 @@ def _is_prepared(folder: Path, config: DataConfig) -> bool:
 
 def _has_changed(manifest: dict[str, Any], config: DataConfig) -> bool:
     then, source = manifest.get("source_fingerprint"), _open_source(config)
-    if source.fingerprint() in (None, then):
+    # older manifests have none of a data set in a folder
+    if then is None or source.fingerprint() in (None, then):
         return False
     # an older manifest's fingerprint is of the paths as they were written
     before = TextFiles(manifest["config"].get("paths", []), config.text_field)

@@ -158,7 +158,11 @@ class TextFiles:
 
         try:
             # a buffer instead of whole column chunks: a row group can be gigabytes
-            with ParquetFile(path, buffer_size=PARQUET_BUFFER_BYTES, pre_buffer=False) as file:
+            with (
+                # pyarrow opens no name that is not UTF-8
+                path.open("rb") as raw,
+                ParquetFile(raw, buffer_size=PARQUET_BUFFER_BYTES, pre_buffer=False) as file,
+            ):
                 if self.text_field not in file.schema_arrow.names:
                     raise _no_field(self.text_field, str(path), file.schema_arrow.names)
                 for batch in file.iter_batches(PARQUET_ROWS, columns=[self.text_field], use_threads=False):
@@ -196,8 +200,10 @@ class HuggingFace:
             for text in text_of(record, self.text_field, f"{self.dataset} row {number}", counts):
                 yield None, text
 
-    def fingerprint(self) -> None:
-        return None
+    def fingerprint(self) -> str | None:
+        folder = Path(self.dataset)
+        # what is on the hub cannot be told without loading it
+        return fingerprint(walk(folder, ("",), Counter())) if folder.is_dir() else None
 
     def _open(self) -> Any:
         # a slow import, for this source only

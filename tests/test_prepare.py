@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -256,6 +257,32 @@ def test_a_folder_of_the_user_is_refused_and_left_alone(config):
     assert contents(folder) == {"thesis.txt": b"mine"}
 
 
+def test_a_prepared_folder_whose_name_ends_as_that_of_a_leftover_is_left_alone(config, tmp_path):
+    partial = prepare(replace(config, folder=f"{config.folder}.partial"))
+    before = contents(partial)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "a.txt").touch()
+    for paths in (config.paths, [str(empty)]):
+        with pytest.raises(
+            ValueError, match=r"shards\.partial was not made by prepare: move it away, or choose"
+        ):
+            prepare(replace(config, paths=paths))
+        assert contents(partial) == before
+    assert not Path(config.folder).exists()
+
+
+def test_the_working_directory_is_not_replaced(config, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for folder in (".", str(tmp_path / "here")):
+        with pytest.raises(
+            ValueError, match=r"data\.folder='.*' is the working directory.*data\.folder=text"
+        ):
+            prepare(replace(config, folder=folder))
+    assert prepare(replace(config, folder="text")) == tmp_path / "here" / "text"
+
+
 def test_a_tilde_is_the_home_folder(config, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path / "text")
@@ -439,7 +466,7 @@ def test_a_bad_value_is_refused_by_key_and_value(config, change, match):
         replace(config, **change)
 
 
-def test_a_hugging_face_data_set_is_prepared_from_a_local_folder(config, tmp_path):
+def test_a_hugging_face_data_set_is_prepared_from_a_local_folder(config, tmp_path, caplog):
     data_set = tmp_path / "set"
     data_set.mkdir()
     lines = [json.dumps({"content": f"document {i}"}) for i in range(100)]
@@ -447,9 +474,20 @@ def test_a_hugging_face_data_set_is_prepared_from_a_local_folder(config, tmp_pat
     hub = {"source": "huggingface", "paths": [], "dataset": str(data_set), "text_field": "content"}
     folder = prepare(replace(config, **hub, max_documents=40))
     assert sum(content["documents"] for content in read_manifest(folder)["splits"].values()) == 40
-    # a second call does not even look at the data set
-    (data_set / "train.jsonl").unlink()
+    assert not caplog.records
+    # a second call looks at the data set only to tell whether it has changed
+    (data_set / "train.jsonl").write_text("{")
     assert prepare(replace(config, **hub, max_documents=40)) == folder
+    assert "the files of source huggingface changed or moved since" in caplog.text
+    # of older folders, and where the data set is gone, that cannot be told
+    caplog.clear()
+    manifest = read_manifest(folder)
+    write_manifest(folder, manifest | {"source_fingerprint": None})
+    prepare(replace(config, **hub, max_documents=40))
+    write_manifest(folder, manifest)
+    shutil.rmtree(data_set)
+    prepare(replace(config, **hub, max_documents=40))
+    assert not caplog.records
 
 
 def large_corpus(folder: Path, megabytes: int) -> Path:

@@ -113,6 +113,14 @@ def test_a_parquet_row_that_is_no_utf8_is_left_out_and_counted_and_the_others_ar
     assert counts == {"undecodable": 1, "empty": 1}
 
 
+def test_a_parquet_file_is_read_whose_name_is_not_utf8(tmp_path):
+    parquet.write_table(pyarrow.table({"text": ["one"]}), tmp_path / "p.parquet")
+    os.rename(tmp_path / "p.parquet", os.fsencode(tmp_path) + b"/\xff.parquet")
+    counts = Counter()
+    assert [text for _, text in TextFiles([str(tmp_path)], "text").documents(counts)] == ["one"]
+    assert not counts
+
+
 def test_a_folder_that_cannot_be_read_is_counted_and_the_others_are_read(tmp_path, monkeypatch):
     write(tmp_path, a__a_dot_txt="A", locked__b_dot_txt="B")
     scandir = os.scandir

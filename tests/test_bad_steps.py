@@ -1,4 +1,5 @@
 import math
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -184,7 +185,9 @@ def test_left_out_batches_are_remembered_in_the_run_folder(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["left_out.json"]
 
 
-@pytest.mark.parametrize("text", ["[5,]", "", "5", '"5"', '["5"]', "[7.5]", "[-1]", "[true]", "null"])
+@pytest.mark.parametrize(
+    "text", ["[5,]", "", "5", '"5"', '["5"]', "[7.5]", "[-1]", "[true]", "null", "[7, 7]"]
+)
 def test_a_list_of_left_out_batches_that_was_written_wrongly_is_refused_by_its_file(tmp_path, text):
     (tmp_path / "left_out.json").write_text(text + "\n")
     with pytest.raises(ValueError, match="left_out.json must be a list of numbers of batches") as refused:
@@ -198,9 +201,10 @@ THEN = {"seed": 1, "seq_len": 16, "tokens_per_step": 64}
 @pytest.mark.parametrize(
     ("run", "now", "saved", "listed", "left_out"),
     [
-        # a run that has gone back since, and a user who has the batch read after all
-        ("own", {}, [7], [7, 9], [7, 9]),
-        ("own", {}, [7], [], []),
+        # a run that has gone back since, and a user who has batches read after all that are still to come
+        ("own", {}, [7], [12, 7], [12, 7]),
+        ("own", {}, [7, 11, 20], [7, 11], [7, 11]),
+        ("own", {}, [7, 11, 20], [7], [7]),
         # its checkpoints were copied alone
         ("own", {}, [7], None, [7]),
         ("other", {}, [7], [7, 9], [7]),
@@ -209,7 +213,7 @@ THEN = {"seed": 1, "seq_len": 16, "tokens_per_step": 64}
         ("other", {}, None, [7, 9], [7, 9]),
         ("other", {}, None, None, []),
         # in another order or text the numbers are those of other batches
-        ("own", {"seed": 2}, [7], [7, 9], []),
+        ("own", {"seed": 2}, [7], [9], []),
         ("other", {"seq_len": 32}, [7], None, []),
         ("other", {"corpus": "b"}, [7], None, []),
         ("other", {"seed": 2, "tokens_per_step": 128}, [7], None, []),
@@ -223,11 +227,25 @@ def test_batches_left_out_are_those_of_the_checkpoint_or_of_its_run_since(
         (tmp_path / name).mkdir()
     if listed is not None:
         write_left_out(tmp_path / run, listed)
-    info = {"config": THEN, "corpus": "a"} | ({} if saved is None else {"left_out": saved})
+    info = {"step": 10, "config": THEN, "corpus": "a"} | ({} if saved is None else {"left_out": saved})
     path = tmp_path / run / "checkpoints" / "step_00000010"
     given = (tmp_path / "own", path, info, THEN | now, now.get("corpus", "a"))
     assert take_over_left_out(*given) == left_out
     assert read_left_out(tmp_path / "own") == left_out
+
+
+@pytest.mark.parametrize(
+    ("saved", "listed", "passed"),
+    [([7], [], r"\[\] of the 11"), ([7], [3, 7, 12], r"\[3, 7\] of the 11"), ([], [9], r"\[9\] of the 10")],
+)
+def test_no_batch_is_read_twice_or_never_because_of_a_changed_list(tmp_path, saved, listed, passed):
+    write_left_out(tmp_path, listed)
+    path = tmp_path / "checkpoints" / "step_00000010"
+    info = {"step": 10, "config": THEN, "corpus": "a", "left_out": saved}
+    message = rf"leaves out {passed} batches .* of step 10, and its run left out {re.escape(str(saved))}: put"
+    with pytest.raises(ValueError, match=message):
+        take_over_left_out(tmp_path, path, info, THEN, "a")
+    assert read_left_out(tmp_path) == listed
 
 
 def test_batches_left_out_are_refused_in_steps_of_another_size_with_the_ways_out(tmp_path):

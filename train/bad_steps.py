@@ -67,8 +67,8 @@ class Rollbacks:
             raise ValueError(
                 f"spikes.action=rollback has left out {self._count} batches without a good step after step "
                 f"{self._furthest}: losses have risen for good. Use spikes.action=log or skip, or a larger "
-                f"spikes.z_score; {LEFT_OUT} in the run's folder names the batches, remove those that are to "
-                "be read after all"
+                f"spikes.z_score; {LEFT_OUT} in the run's folder names the batches: of those behind the last "
+                "checkpoint remove the ones that are to be read after all"
             )
 
 
@@ -124,10 +124,7 @@ class StepGuard:
 
     def batch_number(self, step: int) -> int:
         """The batch of a step: the step's own number, moved past the batches that are left out."""
-        number = step
-        for left_out in self.left_out:
-            number += left_out <= number
-        return number
+        return number_of_batch(step, self.left_out)
 
     def norm_limit(self, step: int, own_loss: float, loss: float) -> float:
         """The gradient norm from which on this step must not change the weights; -inf: it never may.
@@ -205,13 +202,22 @@ class StepGuard:
         return action == "skip"
 
 
+def number_of_batch(step: int, left_out: list[int]) -> int:
+    """The batch of a step of a run that leaves out these."""
+    number = step
+    for one in sorted(left_out):
+        number += one <= number
+    return number
+
+
 def take_over_left_out(folder: Path, path: Path, info: dict, config: dict, corpus: str) -> list[int]:
     """The numbers of the batches that a run resumed from a checkpoint leaves out; kept in the run's folder.
 
     They are the checkpoint's if the run continues in its text. If the checkpoint is the run's own, they are
     those in the run's folder, since the run may have gone back to that checkpoint.
     path, info: the checkpoint, and what read_checkpoint returned. corpus: corpus_digest of the text.
-    Raises ValueError if steps have another size, in which these batches have no numbers.
+    Raises ValueError if steps have another size, in which these batches have no numbers, and if a user has
+    changed those that the checkpoint has passed already.
     """
     origin, left_out = path.resolve().parent.parent, []
     if reads_on(info, config, corpus):
@@ -219,7 +225,9 @@ def take_over_left_out(folder: Path, path: Path, info: dict, config: dict, corpu
         is_own = origin == folder.resolve() and (folder / LEFT_OUT).exists()
         # older checkpoints do not record them
         if is_own or left_out is None:
-            left_out = read_left_out(origin)
+            then, left_out = left_out, read_left_out(origin)
+            if then is not None:
+                _check_passed(origin / LEFT_OUT, left_out, then, info["step"])
     old, new = info["config"]["tokens_per_step"], config["tokens_per_step"]
     if left_out and old != new:
         raise ValueError(
@@ -230,6 +238,20 @@ def take_over_left_out(folder: Path, path: Path, info: dict, config: dict, corpu
     if left_out != read_left_out(folder):
         write_left_out(folder, left_out)
     return left_out
+
+
+def _check_passed(path: Path, left_out: list[int], then: list[int], step: int) -> None:
+    """Raises ValueError unless `left_out` has what `then` has of the batches before the end of step `step`.
+
+    Otherwise each later step would have another batch: some would be read twice and others never.
+    """
+    first = number_of_batch(step - 1, then) + 1
+    passed, passed_then = (sorted(one for one in numbers if one < first) for numbers in (left_out, then))
+    if passed != passed_then:
+        raise ValueError(
+            f"{path} leaves out {passed} of the {first} batches that are behind the checkpoint of step "
+            f"{step}, and its run left out {passed_then}: put that back, and change later numbers alone"
+        )
 
 
 def read_left_out(folder: Path) -> list[int]:
@@ -245,10 +267,14 @@ def read_left_out(folder: Path) -> list[int]:
         numbers = json.loads(text)
     except ValueError:
         numbers = None
-    if not isinstance(numbers, list) or not all(type(number) is int and number >= 0 for number in numbers):
+    if (
+        not isinstance(numbers, list)
+        or not all(type(number) is int and number >= 0 for number in numbers)
+        or len(set(numbers)) < len(numbers)
+    ):
         raise ValueError(
-            f"{path} must be a list of numbers of batches, such as [7, 3], got {text.strip()[:80]!r}: write "
-            "it so, [] for none"
+            f"{path} must be a list of numbers of batches, each once, such as [7, 3], got "
+            f"{text.strip()[:80]!r}: write it so, [] for none"
         )
     return numbers
 

@@ -11,7 +11,7 @@ from model import GPT, AttentionConfig, ModelConfig
 from model.gpt import has_fused_gelu
 from model.pretrained import export_pretrained
 from train.config import check_machine, parse, write_config
-from train.weights import StartConfig, run_attention
+from train.weights import StartConfig, run_attention, start_positions
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 GROUPS = ("model", "data", "optim", "attention", "experiment")
@@ -96,8 +96,13 @@ def test_a_run_from_weights_has_their_shape_with_room_for_its_sequences(tmp_path
     config = replace(llama, n_layer=1, n_embd=96, mlp_width=64, vocab_size=500)
     export_pretrained(GPT(config, AttentionConfig(implementation="sdpa")), tmp_path / "weights")
     overrides = ["seq_len=256", f"start.weights={tmp_path / 'weights'}", "start.positions=yarn"]
-    model = parse(composed(*overrides)).model
+    parsed = parse(composed(*overrides))
+    model = parsed.model
     assert (model.n_layer, model.n_embd, model.vocab_size, model.max_seq_len) == (1, 96, 500, 256)
+    # by which refuse_idle_overrides tells whether positions are extended at all
+    assert start_positions(parsed.start) == 64
+    assert start_positions(replace(parsed.start, weights=str(tmp_path / "gone"))) == 0
+    assert start_positions(replace(parsed.start, weights=None)) == 0
     assert (model.rotary.scaling, model.rotary.factor, model.rotary.original_seq_len) == ("yarn", 4.0, 64)
 
 

@@ -149,13 +149,12 @@ def test_a_key_is_guessed_from_its_last_word_its_initials_and_its_likeness(key, 
 
 def settings(
     weights=None, rank=0, spikes="ignore", schedule="cosine", algorithm="adamw", decay=0.2, sparse=False,
-    room=64, base=None, pose=None,
+    base=None, pose=None,
 ) -> SimpleNamespace:  # fmt: skip
     """A configuration, of which only these settings are there; all are switched off unless given."""
     return SimpleNamespace(
         seq_len=64,
         pose_seq_len=pose,
-        model=SimpleNamespace(max_seq_len=room),
         start=SimpleNamespace(weights=weights, rotary_base=base),
         lora=SimpleNamespace(rank=rank),
         spikes=SimpleNamespace(action=spikes),
@@ -187,7 +186,13 @@ def test_a_model_beside_weights_is_refused_in_place_of_being_ignored(word):
         (
             "start.positions=yarn",
             {"room": 128},
-            {"weights": "a", "room": 128, "pose": 128},
+            {"weights": "a", "room": 127, "pose": 128},
+            "seq_len=64, for which the weights have room: raise it, or leave it out",
+        ),
+        (
+            "start.positions=interpolate",
+            {"room": 64, "pose": None},
+            {"weights": "a", "room": 63},
             "seq_len=64, for which the weights have room: raise it, or leave it out",
         ),
         ("spikes.z_score=3", {"spikes": "ignore"}, {"spikes": "log"}, "spikes.action=ignore: add spikes.act"),
@@ -222,10 +227,14 @@ def test_settings_of_what_is_switched_off_are_refused(word, switch, on, way_out)
     all_on |= {"sparse": True, "pose": 100}
     switches = ["lora.rank=0", "spikes.action=ignore", "+start.weights=null", "optim.schedule=cosine"]
     switches += ["optim=adamw", "optim.algorithm=adamw", "optim.learning_rate=0.1"]
-    refuse_idle_overrides(["seq_len=64", *switches], settings())
-    refuse_idle_overrides(["seq_len=64", word], settings(**on))
+
+    def refuse(*words, room=0, **given):
+        refuse_idle_overrides(["seq_len=64", *words], settings(**given), room)
+
+    refuse(*switches)
+    refuse(word, **on)
     with pytest.raises(ValueError, match=f"^{word} has no effect with {re.escape(way_out)}"):
-        refuse_idle_overrides(["seq_len=64", word], settings(**all_on | switch))
+        refuse(word, **all_on | switch)
 
 
 @pytest.mark.parametrize("value", ["null", "NULL", "3", "1e-3", "true"])

@@ -38,6 +38,7 @@ from train.overrides import (
 )
 from train.restarts import comes_again, is_first_here, tell, was_refused
 from train.terminal import warn_without_source_lines, words_may_fail
+from train.weights import start_positions
 
 WANTS_TRACEBACK = "HYDRA_FULL_ERROR" in os.environ
 # why a write found no room: a full disk, the user's quota, or the limit on file size
@@ -73,7 +74,7 @@ def _run(cfg: DictConfig) -> int:
     try:
         answer_ctrl_c()
         config = parse(cfg)
-        refuse_idle_overrides(HydraConfig.get().overrides.task, config)
+        refuse_idle_overrides(HydraConfig.get().overrides.task, config, start_positions(config.start))
         if config.folder in _folders:
             raise ValueError(
                 f"name={config.name} was used by an earlier run of this --multirun, from whose end this one "

@@ -137,20 +137,19 @@ def unknown_key(key: str, schema: type) -> str:
     return f"{key} is no key{_guess(near, ': python -m train --help lists them')}"
 
 
-def refuse_idle_overrides(words: list[str], config) -> None:
+def refuse_idle_overrides(words: list[str], config, positions: int = 0) -> None:
     """Raises ValueError for KEY=VALUE that another setting leaves without effect.
 
-    config: the train.config.Config that the words have made.
+    config: the train.config.Config that the words have made. positions: that the weights of start.weights
+    have room for, 0 if that is unknown.
     """
     weights, optim = config.start.weights, config.optim
     # prefix of keys that nothing reads: the setting that switches them off, and the change to make
     idle = {}
     if weights is None:
         idle["start."] = "start.weights=null: add start.weights=FOLDER, or use model.rotary"
-    elif config.start.rotary_base is None:
-        longest = max(config.seq_len, config.pose_seq_len or 0)
-        if config.model.max_seq_len > longest:
-            idle["start.positions"] = f"seq_len={config.seq_len}, for which the weights have room: raise it"
+    elif config.start.rotary_base is None and positions >= max(config.seq_len, config.pose_seq_len or 0):
+        idle["start.positions"] = f"seq_len={config.seq_len}, for which the weights have room: raise it"
     if config.lora.rank == 0:
         idle["lora."] = "lora.rank=0: add lora.rank=16"
     if config.spikes.action == "ignore":

@@ -2,6 +2,7 @@
 
 import math
 import os
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -64,6 +65,15 @@ def start_model(config: StartConfig, seq_len: int, dropout: float, run: Path) ->
         raise ValueError(f"start.weights: {error}") from error
     model = extended_config(model, seq_len, config.positions, config.rotary_base)
     return replace(model, dropout=dropout)
+
+
+def start_positions(config: StartConfig) -> int:
+    """The tokens that the weights themselves have room for; 0 without weights, or if they cannot be read."""
+    if config.weights is not None:
+        # a run goes on without those that it began from
+        with suppress(ValueError):
+            return read_model_config(config.weights).max_seq_len
+    return 0
 
 
 def began_from(weights: str, run: Path) -> dict | None:

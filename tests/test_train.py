@@ -416,6 +416,35 @@ def test_saves_of_which_few_are_evaluated_are_told_with_the_steps_that_the_best_
     assert "the best checkpoint" not in capsys.readouterr().out
 
 
+def test_kept_checkpoints_that_are_fewer_than_asked_for_are_told_with_their_steps(corpus, capsys):
+    run("checkpoint.every_steps=4", "checkpoint.keep_every_steps=6", "checkpoint.keep_last=1")
+    remark = (
+        "checkpoint.every_steps=4 and checkpoint.keep_every_steps=6: one checkpoint of every 12 steps is "
+        "kept; make the second a multiple of the first"
+    )
+    assert remark in capsys.readouterr().out.splitlines()
+    run("name=seldom", "checkpoint.every_steps=2", "checkpoint.keep_every_steps=6")
+    run("name=all", "checkpoint.every_steps=6", "checkpoint.keep_every_steps=2")
+    assert "checkpoint.keep_every_steps" not in capsys.readouterr().out
+
+
+def test_never_refuses_a_run_that_another_one_has_filled_while_its_text_was_prepared(corpus, monkeypatch):
+    prepare_text = train.loop._prepare_text
+
+    def meanwhile(config, processes):
+        monkeypatch.setattr(train.loop, "_prepare_text", prepare_text)
+        run("seed=2")
+        return prepare_text(config, processes)
+
+    monkeypatch.setattr(train.loop, "_prepare_text", meanwhile)
+    with pytest.raises(ValueError, match="resume=never, but .* holds 2 checkpoints: choose another name="):
+        run("checkpoint.resume=never")
+    # the other run's are as it left them
+    assert read_checkpoint(Path("runs/test/checkpoints/step_00000012"))["config"]["seed"] == 2
+    assert (Path("runs/test/config.yaml")).read_text().count("seed: 2\n") >= 1
+    assert not list(Path("runs/test").glob("config_from_*"))
+
+
 def test_more_validation_tokens_than_there_are_is_told_with_what_is_taken(corpus, capsys):
     run("evaluation.tokens=1000000")
     remark = (

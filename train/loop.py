@@ -72,17 +72,15 @@ def train(config: Config) -> float:
         refuse_other_settings(config, processes)
         config.check_processes(processes.world_size)
         config.accumulation(processes.world_size)
-        processes.from_main(
-            lambda: refuse_other_run(folder / "checkpoints", config.checkpoint.resume, asdict(config))
-        )
-        if config.export:
-            refuse_to_replace(folder)
+        _refuse_taken_folder(config, processes)
         text = _prepare_text(config, processes)
         with (
             lock_run(folder, processes),
             Interruption() as interruption,
             Watchdog(processes, config.hang_seconds),
         ):
+            # while the text was prepared, and this run waited for the lock, another may have used the folder
+            _refuse_taken_folder(config, processes)
             processes.from_main(lambda: remove_unfinished(folder / "checkpoints"))
             processes.from_main(lambda: set_aside(folder))
             launch = Launch(
@@ -94,6 +92,15 @@ def train(config: Config) -> float:
                 text=text,
             )
             return _train_with_rollbacks(launch)
+
+
+def _refuse_taken_folder(config: Config, processes: Processes) -> None:
+    """Raises ValueError if the run's folder holds what this run would replace or mix with its own."""
+    processes.from_main(
+        lambda: refuse_other_run(config.folder / "checkpoints", config.checkpoint.resume, asdict(config))
+    )
+    if config.export:
+        refuse_to_replace(config.folder)
 
 
 def _prepare_text(config: Config, processes: Processes) -> Path:

@@ -156,6 +156,13 @@ def _remarks(config: Config, val_data: TokenLoader) -> Iterator[str]:
             f"checkpoint.every_steps={saves} and evaluation.every_steps={evaluations}: the best checkpoint "
             f"is of those at every {common} steps, and the last; make one a multiple of the other"
         )
+    kept = config.checkpoint.keep_every_steps
+    common = math.lcm(saves, kept)
+    if common not in (0, saves, kept):
+        yield (
+            f"checkpoint.every_steps={saves} and checkpoint.keep_every_steps={kept}: one checkpoint of every "
+            f"{common} steps is kept; make the second a multiple of the first"
+        )
 
 
 def run_flops(config: Config, train_data: TokenLoader) -> dict[str, float]:

@@ -1,8 +1,10 @@
+import json
 import shlex
 
 import pytest
 import torch
 from faults import run_training, small_config, write_corpus
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from data.tokenizer import load_tokenizer
 from model import GPT, AttentionConfig, ModelConfig
@@ -21,6 +23,39 @@ def test_growing_text_comes_in_whole_characters_and_loses_none(name):
     pieces = [*(text.add(token) for token in ids[n_prompt:]), text.rest()]
     assert tokenizer.decode(ids[:n_prompt]) + "".join(pieces) == TEXT
     assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory):
+    """A tokenizer in the way of Llama 2: of what it does not know each byte is a token."""
+    vocab = {"<unk>": 0, "</s>": 1, **{f"<0x{byte:02X}>": 2 + byte for byte in range(256)}}
+    vocab |= {letter: len(vocab) + place for place, letter in enumerate("\u2581abcdefghij")}
+    model = models.BPE(vocab=vocab, merges=[], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    folder = tmp_path_factory.mktemp("byte_fallback")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    return load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "more"),
+    [("ab", "🙂 cd"), ("ab 🙂", "🙂 cd"), ("ab é", "é"), ("é", "é"), ("a東", "京 b"), ("a東", "京都")],
+)
+def test_a_prompt_may_end_in_a_character_of_several_tokens_and_go_on_with_another(
+    prompt, more, byte_fallback
+):
+    n_prompt = len(byte_fallback.encode(prompt))
+    ids = byte_fallback.encode(prompt + more).tolist()
+    for begin in ([], [byte_fallback.end_of_text]):
+        text = GrowingText(byte_fallback, begin + ids[:n_prompt])
+        assert "".join([*(text.add(token) for token in ids[n_prompt:]), text.rest()]) == more
 
 
 class Scripted(GPT):

@@ -135,6 +135,10 @@ class GrowingText:
         # where in ids the last piece began and ended; new tokens are decoded together with it, because a
         # decoder may treat the first token of a text differently
         self._begin, self._end = max(len(ids) - 1, 0), len(ids)
+        # nor may it begin within a character, of up to four tokens: decoders with byte fallback give up all
+        # characters beside such a part
+        while self._begin > max(len(ids) - 4, 0) and UNFINISHED in tokenizer.decode(ids[self._begin :]):
+            self._begin -= 1
 
     def add(self, token: int) -> str:
         """What this token adds to the text; nothing while a character is incomplete."""

@@ -32,6 +32,7 @@ from train.logger import read_metrics
 from train.overrides import CONF, checked, key_of
 from train.plot_context import draw_comparison, draw_needles
 from train.results import write_result
+from train.weights import weights_mark
 
 STAGES = ("pretrain", "extend", "evaluate", "report")
 # the overrides of each method; the method "none" changes only the length
@@ -78,7 +79,7 @@ def main(arguments: Arguments) -> None:
     chosen = sorted(arguments.methods, key=lambda method: method != BEFORE)
     cases = [Case(base, method, seq_len) for seq_len in sorted(arguments.seq_lens) for method in chosen]
     extensions = {case: extension(case) for case in cases if case.method != BEFORE}
-    check_finished(cases, out)
+    check_finished(cases, out, arguments)
     if "pretrain" in arguments.stages:
         length = f"seq_len={arguments.base_seq_len}"
         train(base, ["experiment=example_short", length, *arguments.short])
@@ -128,8 +129,8 @@ def check_recall(arguments: Arguments) -> None:
         )
 
 
-def check_finished(cases: list["Case"], out: Path) -> None:
-    """Raises ValueError for existing results under the same names that come from another pretrained model."""
+def check_finished(cases: list["Case"], out: Path, arguments: Arguments) -> None:
+    """Raises ValueError for runs and results under the same names that come from other models or settings."""
     for case in cases:
         settings = Path("runs", case.run, "config.yaml")
         if case.method != BEFORE and settings.exists():
@@ -139,11 +140,38 @@ def check_finished(cases: list["Case"], out: Path) -> None:
                     f"runs/{case.run} began from {began}, not from runs/{case.base}: move it away, or use "
                     "its base_seq_len"
                 )
-        path = out / f"{case.name}.json"
-        if path.exists():
-            model = json.loads(path.read_text(encoding="utf-8"))["rows"][0]["model"]
-            if model != f"runs/{case.run}":
-                raise ValueError(f"{path} is of {model}, not of runs/{case.run}: choose another out=")
+            if "pretrain" in arguments.stages and not Path("runs", case.base, "summary.json").exists():
+                raise ValueError(
+                    f"runs/{case.run} began from a runs/{case.base} that is not there: move it away, too, or "
+                    "put that one back"
+                )
+        if (out / f"{case.name}.json").exists():
+            check_measured(case, out / f"{case.name}.json", arguments)
+
+
+def check_measured(case: "Case", path: Path, arguments: Arguments) -> None:
+    """Raises ValueError for results of other weights than the run has now, or of another evaluation."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    model, run = result["rows"][0]["model"], Path("runs", case.run)
+    if model != str(run):
+        raise ValueError(f"{path} is of {model}, not of {run}: choose another out=")
+    newest = newest_checkpoint(run / "checkpoints")
+    if newest is None and ("pretrain" if case.method == BEFORE else "extend") in arguments.stages:
+        raise ValueError(f"{path} is of a {run} that is not there: move it away, too, or put that one back")
+    # older results lack both
+    if newest is not None and result.get("weights") not in (None, weights_mark(newest)):
+        raise ValueError(f"{path} is of other weights than {run} has: move it away, or choose another out=")
+    if "evaluate" not in arguments.stages or "settings" not in result:
+        return
+    then, now = result["settings"], asdict(evaluation(arguments))
+    # these follow from the run and the machine, unless they are given
+    free = {"model", "out", "window", "data", "device", "precision", "attention"} - set(arguments.evaluation)
+    for key in now:
+        if key not in free and now[key] != then[key]:
+            raise ValueError(
+                f"{path} was measured with evaluation.{key}={then[key]}, and this call asks for {now[key]}: "
+                "move it away, or choose another out="
+            )
 
 
 class Case(NamedTuple):
@@ -210,6 +238,8 @@ def check_overrides(name: str, overrides: list[str]) -> None:
 
 def evaluate(case: Case, out: Path, arguments: Arguments) -> None:
     if out.exists():
+        # the run may have been trained since
+        check_measured(case, out, arguments)
         print(f"{out}: measured before", flush=True)
         return
     settings, folder = evaluation(arguments), run_config(case.run)["data"]["folder"]

@@ -9,7 +9,7 @@ and of one key among many, by length and depth.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -38,7 +38,7 @@ from train.context import (
 from train.plot_context import draw_context
 from train.results import write_result
 from train.step import autocast_context
-from train.weights import begin_of_text, load_model, run_attention, tokenizer_name
+from train.weights import begin_of_text, load_model, run_attention, tokenizer_name, weights_mark
 
 # sequences of the validation split whose text fills the prompts
 FILLER_SEQUENCES = 4
@@ -113,7 +113,9 @@ def main(arguments: Arguments) -> None:
         rows = text_rows(model, loader, seq_len, scored, arguments)
         rows += recall_rows(model, filler, lengths, tokenizer, begin, arguments)
     shared = {"model": arguments.model, "seq_len": seq_len, "window": window, "scored": scored}
-    write_result(out, [row | shared for row in rows])
+    # by which scripts.compare_extensions knows these results again
+    settings = {key: value for key, value in asdict(arguments).items() if key not in ("model", "out")}
+    write_result(out, [row | shared for row in rows], weights=weights_mark(place), settings=settings)
     draw_context(rows, picture)
     for row in rows:
         print("  ".join(f"{key} {value}" for key, value in row.items()))

@@ -35,8 +35,11 @@ def started(tmp_path, monkeypatch) -> list[str]:
     return names
 
 
-def call(*stages: str, methods: tuple[str, ...] = ("before", "linear", "base", "yarn+window")) -> None:
-    evaluation = {"sequences": 2, "scored": 16, "depths": [0.0, 1.0], "prompts": 1, "attention": "reference"}
+def call(
+    *stages: str, methods: tuple[str, ...] = ("before", "linear", "base", "yarn+window"), prompts: int = 1
+) -> None:
+    evaluation = {"sequences": 2, "scored": 16, "depths": [0.0, 1.0], "prompts": prompts}
+    evaluation["attention"] = "reference"
     arguments = {"stages": list(stages), "methods": list(methods), "seq_lens": [128], "base_seq_len": 64}
     compare_extensions.main(
         compare_extensions.Arguments(**arguments, short=LLAMA, evaluation=evaluation, out="out")
@@ -133,6 +136,44 @@ def test_results_of_another_first_model_are_not_taken_for_this_ones(started):
     with pytest.raises(ValueError, match="out/example-128-before.json is of runs/example-64, not of"):
         compare_extensions.main(compare_extensions.Arguments(**given | {"methods": ["before"]}))
     assert len(started) == 2
+
+
+def test_results_of_other_weights_and_settings_are_not_taken_for_those_asked_for(started, tmp_path):
+    call("pretrain", "extend", "evaluate", methods=("before", "linear"))
+    result = Path("out/example-128-linear.json")
+    before = json.loads(result.read_text())
+    assert before["weights"].startswith("step 4, shards ")
+    with pytest.raises(
+        ValueError, match="was measured with evaluation.prompts=1, and this call asks for 2: move"
+    ):
+        call("evaluate", methods=("linear",), prompts=2)
+    # which a report does not ask about
+    call("report", methods=("linear",), prompts=2)
+    # trained anew, as after a change of long=
+    run, old = Path("runs/example-128-linear"), tmp_path / "old"
+    run.rename(old)
+    with pytest.raises(ValueError, match="linear.json is of a runs/example-128-linear that is not there"):
+        call("extend", methods=("linear",))
+    result.rename("kept.json")
+    call("extend", methods=("linear",))
+    Path("kept.json").rename(result)
+    # bit for bit the same weights are the same
+    call("extend", "evaluate", "report", methods=("linear",))
+    result.write_text(json.dumps(before | {"weights": "step 4, shards 12345678"}))
+    for stage in ("evaluate", "report"):
+        with pytest.raises(ValueError, match="linear.json is of other weights than runs/.*-linear has: move"):
+            call(stage, methods=("linear",))
+    # older results say neither
+    result.write_text(json.dumps({key: before[key] for key in before if key not in ("weights", "settings")}))
+    call("evaluate", "report", methods=("linear",), prompts=2)
+
+
+def test_an_extension_does_not_outlive_the_model_that_it_began_from(started, tmp_path):
+    call("pretrain", "extend", methods=("linear",))
+    Path("runs/example-64").rename(tmp_path / "old")
+    with pytest.raises(ValueError, match="-linear began from a runs/example-64 that is not there: move"):
+        call("pretrain", "extend", methods=("linear",))
+    assert started == ["example-64", "example-128-linear"]
 
 
 def test_a_finished_run_of_other_settings_is_not_taken_for_the_one_asked_for(tmp_path, monkeypatch, capsys):

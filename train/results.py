@@ -15,13 +15,13 @@ from train.strict_json import to_json
 from train.whole_file import write_whole
 
 
-def write_result(path: Path, rows: list[dict], n_gpus: int = 1) -> dict:
+def write_result(path: Path, rows: list[dict], n_gpus: int = 1, **facts) -> dict:
     """Writes and returns the rows under "rows", with their provenance.
 
-    Numbers that are not finite are null in the file.
+    facts: what else holds for all rows. Numbers that are not finite are null in the file.
     Call it after each row is measured: a run that is ended early keeps what it has.
     """
-    result = {**origin(n_gpus), "rows": rows}
+    result = {**origin(n_gpus), **facts, "rows": rows}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, to_json(result, indent=1) + "\n")
     return result

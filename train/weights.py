@@ -127,6 +127,15 @@ def read_model_config(source: Path | str) -> ModelConfig:
     return ModelConfig(**read_checkpoint(_checkpoint(source))["config"]["model"])
 
 
+def weights_mark(place: Path) -> str | None:
+    """A text that no other checkpoint has; None for a Hugging Face folder, which may change unnoticed."""
+    if is_hugging_face(place):
+        return None
+    info = read_checkpoint(place)
+    checksums = " ".join(f"{shard['crc32']:08x}" for shard in info["shards"].values())
+    return f"step {info['step']}, shards {checksums}"
+
+
 def load_model(source: Path | str, attention: AttentionConfig) -> GPT:
     """The model in a Hugging Face folder, a run's folder (its newest checkpoint) or a checkpoint, on the CPU.
 

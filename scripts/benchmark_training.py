@@ -37,7 +37,7 @@ from train.passes import EAGER_STEPS, GraphedPasses, Passes, supports_graphs
 from train.plot import draw_bars
 from train.results import write_result
 from train.step import autocast_context, forward_backward, update
-from train.throughput import Stopwatch, flop_utilization, peak_memory_bytes
+from train.throughput import Stopwatch, flop_utilization, peak_memory_bytes, reset_peak_memory
 from train.whole_file import write_whole
 
 OPTIM = OptimConfig(
@@ -342,7 +342,7 @@ def forget_earlier_rows(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    reset_peak_memory(device)
     torch.compiler.reset()
 
 

@@ -12,6 +12,7 @@ old, as median and range over the rows.
 
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -59,11 +60,14 @@ def main(arguments: Arguments) -> None:
         for path in dict.fromkeys(files)
     }
     gpus = places()
-    commands, needed = {}, {}
+    commands, needed, writers = {}, {}, {}
     for name, again in repetitions.items():
         for path in (again.left, again.new):
             if path.exists():
                 raise ValueError(f"{path} is there already: move it away, or choose another out=")
+            other = writers.setdefault(path, name)
+            if other != name:
+                raise ValueError(f"{other} and {name} would both be made again as {path}: name one at a time")
         commands[name], needed[name] = again.command, again.n_gpus
     failed = []
     for name, code, seconds in run_side_by_side(commands, gpus, needed):
@@ -120,6 +124,8 @@ def repetition(old: Path, new: Path, changes: Sequence[str] = ()) -> Repetition:
     if module == "train":
         # named after the new file, so that another out= is another run
         name = "-".join(new.with_suffix("").parts).lstrip("/.-")
+        # of other characters Hydra would make something else
+        name = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
         left = Path("runs", name, "summary.json")
         given = [*without(given, "name"), f"name={name}"]
     elif module == "scripts.plot_run":

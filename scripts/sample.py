@@ -152,7 +152,7 @@ def print_texts(pieces: Iterator[tuple[int, str]], n_texts: int, prompt: str, *,
             print(piece, end="", flush=True)
         print()
         return
-    texts = [prompt] * n_texts
+    texts = [prompt if shows_prompt else ""] * n_texts
     for number, piece in pieces:
         texts[number] += piece
     for number, text in enumerate(texts, start=1):

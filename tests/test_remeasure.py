@@ -89,6 +89,23 @@ def test_what_is_no_result_file_is_named_and_refused(tmp_path, content, message)
         repetition(path, Path("new.json"))
 
 
+def test_training_runs_get_names_that_can_be_given_and_none_that_another_has(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"one (1).json": "one__1_", "x,y.json": "x_y", "lr=1.json": "lr_1", "é.json": "_"}
+    for old, name in names.items():
+        result = write(Path(old), command="python -m train experiment=laptop")
+        again = repetition(result, Path("remeasured", old))
+        assert again.command[-1] == f"name=remeasured-{name}"
+        assert again.left == Path("runs", f"remeasured-{name}", "summary.json")
+    Path("rm/a").mkdir(parents=True)
+    both = [write(Path(old), command="python -m train") for old in ("rm/a/b.json", "rm/a-b.json")]
+    message = (
+        "^rm/a/b.json and rm/a-b.json would both be made again as runs/remeasured-a-b/summary.json: name one"
+    )
+    with pytest.raises(ValueError, match=message):
+        remeasure.main(remeasure.Arguments(files=list(map(str, both))))
+
+
 def test_a_result_of_a_changed_tree_says_so_beside_its_commit(tmp_path, monkeypatch):
     monkeypatch.delenv("GIT_COMMIT", raising=False)
     monkeypatch.setattr(results, "__file__", str(tmp_path / "results.py"))

@@ -52,6 +52,7 @@ from train.distributed import Processes
 from train.logger import readable
 from train.plot import draw_bars
 from train.saving import CheckpointSaver
+from train.throughput import RESET
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "run_script(" in path.read_text())
@@ -650,6 +651,15 @@ def test_a_prompt_file_is_read_as_text_is_for_training(tmp_path):
     assert sample.read_prompt(str(tmp_path / "prompt.txt")) == trained == "one\r\ntwo\n"
 
 
+@pytest.mark.parametrize("n_texts", [1, 2])
+def test_a_prompt_is_printed_before_each_text_and_a_prompt_file_before_none(n_texts, capsys):
+    pieces = [(number, piece) for piece in ("b", "c") for number in range(n_texts)]
+    for prompt in ("a", ""):
+        sample.print_texts(iter(pieces), n_texts, "a", shows_prompt=bool(prompt))
+        texts = "".join(f"--- sample {number} ---\n{prompt}bc\n" for number in (1, 2))
+        assert capsys.readouterr().out == (f"{prompt}bc\n" if n_texts == 1 else texts)
+
+
 @pytest.mark.parametrize("script", [benchmark_generate, evaluate_context])
 def test_scripts_that_run_a_model_refuse_what_they_cannot_do(script):
     needed = {"model": "missing", "data": "missing"} if script is evaluate_context else {}
@@ -1074,6 +1084,22 @@ def test_benchmark_training_writes_a_row_for_each_combination(tmp_path):
     assert all(r["tokens_per_second"] > 0 and r["mfu_palm"] is None for r in rows)
     assert {r["bias"] for r in rows} == {"none"}
     assert rows[0]["final_loss"] == pytest.approx(rows[1]["final_loss"], abs=1e-4)
+
+
+def test_benchmark_training_gives_each_row_its_own_peak_of_memory():
+    arguments = benchmark_training.Arguments(
+        models=["tiny"], seq_lens=[2048, 64], implementations=["sdpa"], tokens_per_step=2048,
+        tokens_per_microbatch=2048, steps=1, warmup_steps=0, device="cpu", compile=False, fused_loss=False,
+        precision="fp32",
+    )  # fmt: skip
+    peaks = []
+    for _, model, seq_len, step in benchmark_training.steps_to_measure(arguments):
+        given = replace(arguments, tokens_per_step=seq_len, tokens_per_microbatch=seq_len)
+        peaks.append(benchmark_training.measure(given, model, seq_len, step)["peak_memory_bytes"])
+    if not os.access(RESET, os.W_OK):
+        pytest.skip("this container lets no process forget its peak")
+    # what a process holds already counts in both
+    assert peaks[1] < peaks[0] - 2**28
 
 
 def test_the_picture_of_a_ladder_says_which_rung_found_no_memory(figures, tmp_path):

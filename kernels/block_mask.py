@@ -78,7 +78,7 @@ class BlockMask:
         self.seq_q, self.seq_k, self.block_size = int(seq_q), int(seq_k), int(block_size)
         self.n_batch, self.n_head, self.causal = int(n_batch), int(n_head), causal
         self.n_rows, self.n_columns = n_blocks(seq_q, block_size), n_blocks(seq_k, block_size)
-        keys = keys.to(key_dtype(n_batch * n_head * self.n_rows * self.n_columns))
+        keys = keys.to(key_dtype(self.n_batch * self.n_head * self.n_rows * self.n_columns))
         self.keys, self.tiles, self.bits = keys, tiles.int(), bits
         if _makes_lists.get():
             self.make_lists()

@@ -24,6 +24,7 @@ from train.checkpoint import (
     refuse_other_run,
     verify_checkpoint,
 )
+from train.weights import locate
 
 CONFIG = {
     "seed": 1,
@@ -35,7 +36,7 @@ CONFIG = {
     "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 100, "max_seq_len": 16, "dropout": 0.0},
     "data": {"tokenizer": "gpt2", "source": "pystdlib", "workers": None, "folder": "datasets/a"},
     "optim": {"algorithm": "adamw"},
-    "start": {"weights": "published"},
+    "start": {"weights": "published", "positions": "repeat"},
     "lora": {"rank": 0, "alpha": 16.0, "embeddings_and_norms": True},
 }
 
@@ -286,6 +287,37 @@ def test_another_stream_of_tokens_or_view_of_it_is_refused_unless_asked_for_by_p
     with pytest.raises(ValueError, match=message):
         refuse_other_run(tmp_path, "auto", config)
     refuse_other_run(tmp_path / "elsewhere", str(path), config)
+
+
+def test_learned_positions_that_are_extended_already_are_not_extended_otherwise(tmp_path):
+    write(tmp_path, 1)
+    message = (
+        "start.positions is repeat in the checkpoint and interpolate .*: choose another name= [^=]*values$"
+    )
+    with pytest.raises(ValueError, match=message):
+        refuse_other_run(tmp_path, "auto", changed("start", "positions", "interpolate"))
+    # rotary ones are part of the model, and older checkpoints do not say
+    for older in (
+        {"model": CONFIG["model"] | {"rotary": {"base": 1e4}}},
+        {"start": {"weights": "published"}},
+    ):
+        then, folder = CONFIG | older, tmp_path / min(older)
+        write(folder, 1, config=then)
+        refuse_other_run(folder, "auto", then | {"start": CONFIG["start"] | {"positions": "interpolate"}})
+
+
+def test_a_checkpoint_that_its_run_removes_is_told_as_that(tmp_path):
+    path = write(tmp_path / "runs" / "live" / "checkpoints", 7)
+    weights = torch.nn.Linear(2, 2)
+    shutil.rmtree(path)
+    words = "a run removes all but its newest checkpoints (checkpoint.keep_last), give the command again"
+    for read, told in (
+        (lambda: load_tensors(path, weights), "was removed while it was read"),
+        (lambda: read_checkpoint(path), "is not there"),
+        (lambda: locate(path), "is not there"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"{path} {told}: {words}")):
+            read()
 
 
 def test_steps_of_another_size_are_refused_in_the_same_folder_with_the_way_out(tmp_path):

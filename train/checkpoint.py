@@ -39,6 +39,8 @@ ORDER_KEYS = ("seed", "seq_len")
 STREAM_KEYS = (*ORDER_KEYS, "tokens_per_step")
 # what a token attends to and its position: with other values the same weights are another function
 FUNCTION_KEYS = ("separate_documents", "pose_seq_len")
+# what is said of a checkpoint that was chosen a moment before, or named
+REMOVED = ": a run removes all but its newest checkpoints (checkpoint.keep_last), give the command again"
 # shards that this process has read and found intact
 _verified: set[tuple[str, int, int]] = set()
 
@@ -220,6 +222,8 @@ def read_checkpoint(path: Path) -> dict:
     try:
         info = from_json((path / MARKER).read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if not path.exists():
+            raise ValueError(f"{path} is not there{REMOVED}") from None
         raise ValueError(f"{path} is not a checkpoint: it has no {MARKER}") from None
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {MARKER} is not JSON ({error})") from None
@@ -273,18 +277,23 @@ def run_tensors(weights: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
 def load_tensors(path: Path, weights: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Loads the weights, and the optimizer's state if given, from a checkpoint; each process reads its part.
 
-    Raises ValueError for shards that are not safetensors or lack a tensor.
+    Raises ValueError for shards that are not safetensors or lack a tensor, and if its run removes the
+    checkpoint meanwhile.
     """
     # this import takes a second: a refused command should not wait for it
     import torch.distributed.checkpoint as dcp
 
     reader = dcp.HuggingFaceStorageReader(str(path))
     try:
+        # for a file that is not there dcp.load prints a traceback
+        saved = reader.read_metadata().state_dict_metadata
         if optimizer is not None:
-            _make_places(reader.read_metadata().state_dict_metadata, weights, optimizer)
+            _make_places(saved, weights, optimizer)
         with torch.no_grad():
             dcp.load(run_tensors(weights, optimizer), storage_reader=reader)
-    except (SafetensorError, dcp.CheckpointException) as error:
+    except (SafetensorError, dcp.CheckpointException, FileNotFoundError) as error:
+        if not (path / MARKER).exists():
+            raise ValueError(f"{path} was removed while it was read{REMOVED}") from error
         reason = str(error).splitlines()[-1]
         raise ValueError(f"{path} is damaged or of another program: {reason}") from error
 
@@ -334,6 +343,12 @@ def check_fits(info: dict, path: Path, config: dict, *, same_run: bool, corpus: 
     if same_run:
         compared += [("start", "weights"), *(("", key) for key in (*STREAM_KEYS, *FUNCTION_KEYS))]
         compared += [("attention", "patterns")]
+        if config["start"]["weights"] is not None and config["model"].get("rotary") is None:
+            # of rotary positions the model holds what it was extended by
+            compared.append(("start", "positions"))
+            # whatever checkpoint it goes on from, they are extended already
+            always.append(("start", "positions"))
+            saved["start"] = {"positions": config["start"]["positions"], **saved["start"]}
         if any(pattern != "dense" for pattern in config["attention"]["patterns"]):
             # a pattern is made of blocks, whose size therefore matters
             compared += [("attention", "block_size")]

@@ -15,9 +15,14 @@ from train.config import Config
 USABLE = 0.94
 
 
-def is_predicted(config: Config) -> bool:
-    """Whether the memory of this kind of run is known: compiled, with our attention, all weights trained."""
-    return config.compile and config.attention.implementation == "flash" and config.lora.rank == 0
+def lacks(config: Config) -> list[str]:
+    """The words that a run lacks whose memory is known: compiled, with our attention, all weights trained."""
+    known = {
+        "compile=true": config.compile,
+        "attention.implementation=flash": config.attention.implementation == "flash",
+        "lora.rank=0": config.lora.rank == 0,
+    }
+    return [word for word, is_given in known.items() if not is_given]
 
 
 def peak_bytes(config: Config, world_size: int = 1, chunk: int = LOGIT_ROWS) -> int:
@@ -25,11 +30,10 @@ def peak_bytes(config: Config, world_size: int = 1, chunk: int = LOGIT_ROWS) -> 
 
     Raises ValueError for what is not predicted.
     """
-    if not is_predicted(config):
+    if lacking := lacks(config):
         raise ValueError(
-            "memory is predicted for compile=true, attention.implementation=flash and lora.rank=0, got "
-            f"compile={str(config.compile).lower()}, {config.attention.implementation} and "
-            f"{config.lora.rank}: give these words too, to plan such a run"
+            "memory is predicted of compiled runs with flash that train all weights: give "
+            f"{' '.join(lacking)} too, to plan such a run"
         )
     model, n = config.model, config.tokens_per_microbatch
     small = 4 if config.precision == "fp32" else 2

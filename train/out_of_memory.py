@@ -10,7 +10,7 @@ from model.recompute import RECOMPUTE
 from train.build import asks_for_graphs
 from train.config import Config
 from train.distributed import Processes
-from train.memory import gathered_in_turn, is_predicted, largest_microbatch, microbatches, peak_bytes
+from train.memory import gathered_in_turn, lacks, largest_microbatch, microbatches, peak_bytes
 from train.restarts import tell
 from train.watchdog import VERDICT
 
@@ -48,7 +48,7 @@ def way_out(config: Config, memory: int | None, world_size: int) -> str:
     found = []
     more = ""
     in_turn = gathered_in_turn(config, world_size)
-    if memory is None or not is_predicted(config):
+    if memory is None or lacks(config):
         if in_turn:
             found.append("reshard_after_forward=true")
         # the largest that is at most half

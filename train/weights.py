@@ -15,6 +15,7 @@ from model.extend import EXTENSIONS, ROTARY_METHODS, extended_config, extended_s
 from model.pretrained import check_pretrained, load_pretrained, read_pretrained_config
 from train.checkpoint import (
     MARKER,
+    REMOVED,
     load_tensors,
     newest_checkpoint,
     read_checkpoint,
@@ -234,6 +235,8 @@ def _checkpoint(source: Path) -> Path:
     newest = newest_checkpoint(source / "checkpoints")
     if newest is not None:
         return newest
+    if not source.exists() and source.parent.name == "checkpoints":
+        raise ValueError(f"{source} is not there{REMOVED}")
     if not source.exists():
         raise ValueError(
             f"{source} does not exist: give a run's folder, a checkpoint or a Hugging Face folder, as "

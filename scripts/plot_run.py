@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
+from omegaconf import OmegaConf
+
 from data.tokenizer import without_surrogates
 from scripts.arguments import OVERWRITE, argument, result_file, run_script
 from train.logger import counted, read_metrics
 from train.plot import draw_loss
 from train.results import write_result
+from train.terminal import warn
 
 # file endings of the pictures
 PICTURES = (".png", ".pdf", ".svg", ".jpg")
@@ -48,6 +51,10 @@ def main(arguments: Arguments) -> None:
         place = Path(os.path.abspath(run))
         name = next(name for name in (place.name, str(run), str(place)) if name not in metrics)
         metrics[name] = run / "metrics.jsonl"
+    tokenizers = {name: tokenizer_of(path.parent) for name, path in metrics.items()}
+    if len({tokenizer for tokenizer in tokenizers.values() if tokenizer}) > 1:
+        read = ", ".join(f"{name} {tokenizer}" for name, tokenizer in tokenizers.items() if tokenizer)
+        warn(f"the runs have different data.tokenizer ({read}): losses per token of these do not compare")
     rows = compare(metrics)
     for row in rows:
         if arguments.differences and not row["steps"]:
@@ -67,6 +74,12 @@ def main(arguments: Arguments) -> None:
         print(f"{row['run']} against {row['yardstick']}: {told}")
     if arguments.differences:
         write_result(Path(arguments.differences), rows)
+
+
+def tokenizer_of(run: Path) -> str | None:
+    """The data.tokenizer of a run's settings; None if these are not there."""
+    path = run / "config.yaml"
+    return OmegaConf.select(OmegaConf.load(path), "data.tokenizer") if path.is_file() else None
 
 
 def compare(metrics: dict[str, Path]) -> list[dict]:

@@ -236,6 +236,21 @@ def test_plot_run_names_a_run_by_its_folder_however_that_is_written(tmp_path, mo
     assert (row["yardstick"], row["run"]) == ("a", str(tmp_path / "a"))
 
 
+def test_plot_run_warns_of_losses_per_token_of_different_tokenizers(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, tokenizer in (("a", "gpt2"), ("b", "bytes"), ("c", "gpt2"), ("old", None)):
+        write_metrics(tmp_path / name, [4.0, 3.0])
+        if tokenizer:
+            Path(name, "config.yaml").write_text(f"data:\n  tokenizer: {tokenizer}\n")
+    plot_run.main(plot_run.Arguments(runs=["a", "c", "old"]))
+    assert not capsys.readouterr().err
+    plot_run.main(plot_run.Arguments(runs=["a", "b", "old"], out="both.png"))
+    told = (
+        "the runs have different data.tokenizer (a gpt2, b bytes): losses per token of these do not compare"
+    )
+    assert capsys.readouterr().err == f"WARNING: {told}\n"
+
+
 def test_plot_run_refuses_a_run_that_is_given_twice(tmp_path, monkeypatch):
     write_metrics(tmp_path / "a", [4.0, 3.0])
     (tmp_path / "latest").symlink_to("a")

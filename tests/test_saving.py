@@ -213,6 +213,26 @@ def test_the_best_checkpoint_is_that_of_losses_of_the_same_tokens(tmp_path):
     assert [path.name[-1] for path in sorted(tmp_path.iterdir())] == ["1", "4", "5"]
 
 
+def test_a_disk_that_fails_for_a_moment_behind_a_save_costs_no_run_and_no_checkpoint(
+    tmp_path, monkeypatch, capsys
+):
+    save(tmp_path, 1)
+    read_text = Path.read_text
+
+    def stale(path, *given, **options):
+        if path.name == "checkpoint.json":
+            raise OSError(errno.ESTALE, "stale")
+        return read_text(path, *given, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", stale)
+        save(tmp_path, 2, keep_last=1)
+    assert f"{tmp_path} cannot be read ([Errno 116] stale): older checkpoints stay" in capsys.readouterr().err
+    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["1", "2"]
+    save(tmp_path, 3, keep_last=1)
+    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["3"]
+
+
 def test_a_checkpoint_whose_removal_is_cut_off_is_none_any_more(tmp_path, monkeypatch, capsys):
     save(tmp_path, 1)
 

@@ -9,6 +9,7 @@ import re
 import resource
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -467,6 +468,42 @@ def test_the_summary_measures_the_last_launch_alone(corpus):
     [row] = json.loads(Path("runs/test/summary.json").read_text())["rows"]
     assert row["tokens_per_second"] < 1e8
     assert row["tokens"] == 7680
+
+
+def test_a_summary_made_later_is_of_as_many_processes_as_have_measured_its_steps(corpus):
+    run()
+    metrics, summary = Path("runs/test/metrics.jsonl"), Path("runs/test/summary.json")
+    # as if two processes had trained behind step 6, and ended before the summary was written
+    lines = [
+        line | ({"tokens_per_second_per_gpu": line["tokens_per_second"] / 2} if line["step"] > 6 else {})
+        for line in read_metrics(metrics)
+    ]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary.unlink()
+    run()
+    [row] = json.loads(summary.read_text())["rows"]
+    assert row["n_gpus"] == 2
+    # the first of them is left out
+    assert row["tokens_per_second"] == statistics.median(
+        line["tokens_per_second"] for line in lines if line["step"] > 7
+    )
+
+
+def test_the_first_step_of_a_launch_ends_before_it_is_evaluated_and_saved(corpus, monkeypatch):
+    evaluate, n_calls = train.loop.evaluate, []
+
+    def slow(*given):
+        n_calls.append(time.sleep(3 * bool(n_calls)))
+        return evaluate(*given)
+
+    monkeypatch.setattr(train.loop, "evaluate", slow)
+    began = time.perf_counter()
+    monkeypatch.setattr(train.loop, "begin_launch", lambda: began)
+    run("total_tokens=512", "optim.warmup_steps=1")
+    assert len(n_calls) == 2
+    [row] = json.loads(Path("runs/test/summary.json").read_text())["rows"]
+    assert row["first_step_seconds"] < time.perf_counter() - began - 3
+    assert row["evaluation_seconds"] > 3
 
 
 def test_a_finished_run_whose_metrics_are_gone_ends_well_and_keeps_its_summary(corpus, capsys):

@@ -171,6 +171,7 @@ def _run_attempt(launch: Launch, resume: str, left_out: list[int] | None) -> flo
             result = _step(launch, attempt, step)
             done = processes.step = step + 1
             if done == first_step + 1:
+                launch.clock.finish_first_step()
                 # the first step has created the optimizer's state
                 saver.prepare(attempt.state.tensors())
             is_last = done == config.steps

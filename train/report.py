@@ -251,12 +251,12 @@ def finish_run(
     steps = counted(config.steps, "step")
     print(f"\nvalidation loss {val_loss:.4f} after {steps}; {duration(clock.elapsed())} for this run")
     # earlier launches may have had another number of processes and another micro-batch
-    measured = [m for m in logged if m["step"] > first_step] or logged
+    measured = [m for m in logged if m["step"] > first_step] or _last_of_as_many_processes(logged)
     summary = _summary(config, measured, val_loss, clock, processes, flops) if measured else None
     # a run none of whose saves had room has nothing to go on from: a summary would forbid it to start over
     is_saved = bool(list_checkpoints(folder / "checkpoints"))
     if summary and is_saved and (has_trained or not (folder / "summary.json").exists()):
-        n_gpus = processes.world_size if processes.device.type == "cuda" else 0
+        n_gpus = summary["n_gpus"] if processes.device.type == "cuda" else 0
         write_result(folder / "summary.json", [summary], n_gpus)
     if has_trained and summary and summary["mfu_palm"] is not None:
         print(
@@ -297,6 +297,17 @@ def _tell_files(config: Config, *, is_saved: bool, is_traced: bool) -> None:
         print(f"{'more text':<12} python -m scripts.sample {run} 'prompt=...'", flush=True)
 
 
+def _world_size(line: dict) -> int:
+    """The number of processes that have measured a line of metrics.jsonl."""
+    return round(line["tokens_per_second"] / line["tokens_per_second_per_gpu"])
+
+
+def _last_of_as_many_processes(lines: list[dict]) -> list[dict]:
+    """Of the lines of several launches the last ones, as far as one number of processes has measured them."""
+    others = [place for place, line in enumerate(lines) if _world_size(line) != _world_size(lines[-1])]
+    return lines[others[-1] + 1 :] if others else lines
+
+
 def _summary(
     config: Config,
     steps: list[dict],
@@ -311,13 +322,15 @@ def _summary(
     """
     windows = steps[1:] or steps
     per_second = median(m["tokens_per_second"] for m in windows)
-    per_gpu = per_second / processes.world_size
+    # of the launch that has measured them
+    world_size = _world_size(steps[-1])
+    per_gpu = per_second / world_size
     return {
         "implementation": config.attention.implementation,
         "model": f"{config.model.n_layer}x{config.model.n_embd}",
         "seq_len": config.seq_len,
         "batch": config.microbatch,
-        "n_gpus": processes.world_size,
+        "n_gpus": world_size,
         "tokens": config.steps * config.tokens_per_step,
         "tokens_per_second": per_second,
         **{

@@ -156,18 +156,28 @@ class CheckpointSaver:
                 shutil.rmtree(path, ignore_errors=True)
             return False
         if self._processes.is_main:
-            for old in superfluous_checkpoints(self._folder, self._settings, info["step"]):
-                try:
-                    if old.is_symlink():
-                        # somebody has moved the checkpoint and left a link: the copy there is theirs
-                        old.unlink()
-                        continue
-                    # the marker first: without it this is no checkpoint, however far the removal gets
-                    (old / MARKER).unlink()
-                    shutil.rmtree(old)
-                except OSError as error:
-                    warn(f"{old} was not removed ({error})")
+            self._remove_superfluous(info["step"])
         return True
+
+    def _remove_superfluous(self, step: int) -> None:
+        """Removes the checkpoints that are not kept beside that of `step`; warns of those that stay."""
+        try:
+            found = superfluous_checkpoints(self._folder, self._settings, step)
+        # a disk that fails for a moment must not end a run whose newest checkpoint is whole
+        except OSError as error:
+            warn(f"{self._folder} cannot be read ({error}): older checkpoints stay until the next save")
+            return
+        for old in found:
+            try:
+                if old.is_symlink():
+                    # somebody has moved the checkpoint and left a link: the copy there is theirs
+                    old.unlink()
+                    continue
+                # the marker first: without it this is no checkpoint, however far the removal gets
+                (old / MARKER).unlink()
+                shutil.rmtree(old)
+            except OSError as error:
+                warn(f"{old} was not removed ({error})")
 
     def _report(self, step: int, reasons: str) -> None:
         """Warns, on rank 0, that a checkpoint was not written."""

@@ -78,8 +78,9 @@ class Stopwatch:
 class RunClock:
     """Wall-clock time that a launch takes beside its steps, for its summary.
 
-    launched: what begin_launch returned. Call finish_step() at the end of each step, of the first one when
-    the device is done with it. When a run goes back to a checkpoint, the clock goes on.
+    launched: what begin_launch returned. Call finish_first_step() behind the launch's first step, before
+    anything else is done, and finish_step() at the end of each. When a run goes back to a checkpoint, the
+    clock goes on.
     """
 
     def __init__(self, device: torch.device, launched: float):
@@ -101,10 +102,17 @@ class RunClock:
         yield
         self._beside[name] += watch.seconds()
 
+    def finish_first_step(self) -> None:
+        """Waits for the device; does nothing for the first step of a later attempt."""
+        if self._first_step_seconds is None:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self._first_step_seconds = time.perf_counter() - self._launched
+
     def finish_step(self) -> None:
         self._last_end = time.perf_counter()
         if self._steps == 0:
-            self._first_end, self._first_step_seconds = self._last_end, self._last_end - self._launched
+            self._first_end = self._last_end
         self._steps += 1
 
     def summary(self) -> dict[str, float | None]:

@@ -153,6 +153,7 @@ def test_a_summary_is_of_its_launch_without_the_first_line_which_compiles(
 ):
     def line(step: int, speed: float, memory: int) -> dict:
         metrics = {"step": step, "tokens": step, "train_loss": 3.0, "tokens_per_second": speed}
+        metrics |= {"tokens_per_second_per_gpu": speed / 4}
         metrics |= {"step_seconds": 1 / speed, "data_seconds": 0.1 / speed}
         return metrics | {"peak_memory_allocated_bytes": memory}
 

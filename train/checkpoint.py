@@ -40,7 +40,10 @@ STREAM_KEYS = (*ORDER_KEYS, "tokens_per_step")
 # what a token attends to and its position: with other values the same weights are another function
 FUNCTION_KEYS = ("separate_documents", "pose_seq_len")
 # what is said of a checkpoint that was chosen a moment before, or named
-REMOVED = ": a run removes all but its newest checkpoints (checkpoint.keep_last), give the command again"
+REMOVED = (
+    ": a run removes all but its newest checkpoints (checkpoint.keep_last), give the command again, or name "
+    "one that is there"
+)
 # shards that this process has read and found intact
 _verified: set[tuple[str, int, int]] = set()
 

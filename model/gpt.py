@@ -6,7 +6,7 @@ Learners", 2019); other values make it Llama (arXiv:2407.21783) or Qwen (arXiv:2
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from kernels import epilogue_library, gelu_mlp
 from kernels.cross_entropy import CHUNK, linear_cross_entropy
 from model.attention import AttentionConfig, SelfAttention, layer_masks
 from model.cache import LayerCache
+from model.compiled import compiled
 from model.config import ModelConfig
 from model.recompute import RECOMPUTE, recomputed
 from model.ring import Ring
@@ -139,18 +140,6 @@ class Block(nn.Module):
         return self.mlp(self.mlp_norm(x), x)
 
 
-# the same as torch.compiler.disable, which would import the compiler here
-@torch._disable_dynamo
-def compiled(method: Callable) -> Callable:
-    """A layer's method, compiled once for all layers: PyTorch keeps whatever torch.compile has made."""
-    return partial(compiled_once(method.__func__), method.__self__)
-
-
-@cache
-def compiled_once(function: Callable) -> Callable:
-    return torch.compile(function)
-
-
 def build_norm(config: ModelConfig) -> nn.Module:
     kind = nn.LayerNorm if config.norm == "layer" else nn.RMSNorm
     return kind(config.n_embd, eps=config.norm_eps)
@@ -208,17 +197,23 @@ class GPT(nn.Module):
         document_ids: Tensor | None = None,
         positions: Tensor | None = None,
         ring: Ring | None = None,
+        part: Callable[[Callable], Callable] | None = None,
     ) -> Tensor:
         """The mean cross-entropy in nats, (), if targets are given, else the logits, (B, T, V).
 
         tokens, targets: (B, T) int64; document_ids: (B, T) int32, non-decreasing, a token sees only its
         own document; positions: (B, T) or (T,) int64, 0 .. T-1 if not given. ring: several processes share
         the sequences, tokens are those of this process, positions must be given, and the documents are the
-        ring's. Raises ValueError if T exceeds max_seq_len.
+        ring's. part: through this, such as `compiled`, the methods of a layer and of the loss are called.
+        Raises ValueError if T exceeds max_seq_len.
         """
-        hidden = self.hidden_states(tokens, document_ids, positions, ring=ring)
+        hidden = self.hidden_states(tokens, document_ids, positions, ring=ring, part=part)
         if targets is None:
             return self.logits(hidden)
+        return (self.loss if part is None else part(self.loss))(hidden, targets)
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross-entropy in nats, (), of hidden states (B, T, C); targets: (B, T) int64."""
         if self.fused_loss:
             rows = hidden.to(compute_dtype(hidden)).flatten(0, 1)  # (B T, C)
             return linear_cross_entropy(rows, self.head_weight, targets.flatten(), self.config.vocab_size)
@@ -234,6 +229,7 @@ class GPT(nn.Module):
         caches: list[LayerCache] | None = None,
         ring: Ring | None = None,
         turn: tuple[Tensor, Tensor] | None = None,
+        part: Callable[[Callable], Callable] | None = None,
     ) -> Tensor:
         """The residual stream after the final norm, (B, T, C): what the head reads.
 
@@ -263,7 +259,8 @@ class GPT(nn.Module):
         for index, block in enumerate(self.blocks):
             cache = None if caches is None else caches[index]
             inputs = {"document_ids": document_ids, "cache": cache, "block_mask": masks[index]}
-            x = block(x, **inputs, rotation=turn, ring=ring)
+            layer = block if part is None else part(block.forward)
+            x = layer(x, **inputs, rotation=turn, ring=ring)
         return self.final_norm(x)
 
     def n_parameters(self) -> int:

@@ -138,7 +138,7 @@ class NoGroup:
 def test_a_compiled_model_takes_part_and_is_compiled_once_whatever_it_recomputes(monkeypatch):
     counter = torch._dynamo.testing.CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    monkeypatch.setattr("model.gpt.compiled_once", cache(torch.compile))
+    monkeypatch.setattr("model.compiled.compiled_once", cache(torch.compile))
     plain, graphs, kept = build("llama"), [], []
     for recompute in RECOMPUTE:
         torch._dynamo.reset()

@@ -356,7 +356,7 @@ def test_layers_of_shared_sequences_keep_what_is_planned(recompute, rotary, monk
     # the partition of graphs that decides what is kept, without the minute that C++ takes
     compiled = partial(torch.compile, backend="aot_eager_decomp_partition")
     monkeypatch.setattr(torch, "compile", compiled)
-    monkeypatch.setattr("model.gpt.compiled_once", cache(compiled))
+    monkeypatch.setattr("model.compiled.compiled_once", cache(compiled))
     given = config("context_parallel=2", "precision=fp32", f"recompute={recompute}")
     tokens, kept = torch.zeros(1, 256, dtype=torch.int64), []
     for n_layer in (2, 4):

@@ -15,7 +15,7 @@ import sys
 import time
 import weakref
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -715,6 +715,7 @@ def test_nothing_is_compiled_after_the_first_step_nor_with_evaluations_in_betwee
     # what is guarded and traced anew does not depend on the compiler behind it
     counter = torch._dynamo.testing.CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    monkeypatch.setattr("model.compiled.compiled_once", cache(torch.compile))
     compiled = []
 
     def watched(*arguments, **options):

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from data.loader import TokenLoader
 from data.tokenizer import load_tokenizer
 from model import GPT
+from model.compiled import CompiledModel
 from model.gpt import has_fused_gelu
 from train.config import Config
 from train.context_parallel import ContextGroups, SharedSequences
@@ -84,7 +85,7 @@ def build_step_model(weights: GPT, config: Config, processes: Processes, context
     Of sharded weights the blocks are compiled already (train.parallel.shard), and FSDP exchanges gradients.
     """
     shares_weights = is_sharded(weights)
-    model = torch.compile(weights) if config.compile and not shares_weights else weights
+    model = CompiledModel(weights) if config.compile and not shares_weights else weights
     if context.group is not None:
         model = SharedSequences(model, context.group)
     if config.pose_seq_len is not None:

@@ -54,16 +54,17 @@ def test_a_group_for_shards_needs_shards_and_divides_the_processes():
         parse(composed("distributed=fsdp", "shard_processes=4")).check_processes(6)
 
 
-@pytest.mark.parametrize(("shard_processes", "mesh"), [(2, (4, 2)), (4, (2, 4)), (8, None), (None, None)])
-def test_neighbouring_processes_share_one_copy_of_the_weights(shard_processes, mesh):
+@pytest.mark.parametrize(("shard_processes", "shape"), [(2, (4, 2)), (4, (2, 4)), (8, (8,)), (None, (8,))])
+def test_neighbouring_processes_share_one_copy_of_the_weights_on_their_own_device(shard_processes, shape):
     processes = Processes(0, 8, torch.device("cpu"), None, None)
     with (
-        patch("train.parallel.init_device_mesh", lambda device, shape, mesh_dim_names: shape),
+        patch("train.parallel.init_device_mesh", lambda device, shape, mesh_dim_names: (device, shape)),
         patch("torch.distributed.fsdp.fully_shard") as sharded,
     ):
         shard(small(), processes, shard_processes, compiled=False, reshard_after_forward=True)
-    # the last dimension, over which the weights are split, counts neighbours
-    assert [call.kwargs["mesh"] for call in sharded.call_args_list] == [mesh] * 3
+    # the last dimension, over which the weights are split, counts neighbours; without a mesh FSDP would take
+    # the GPU of a machine that has one
+    assert [call.kwargs["mesh"] for call in sharded.call_args_list] == [("cpu", shape)] * 3
 
 
 def test_only_shards_are_gathered_once_a_step():

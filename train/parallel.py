@@ -36,8 +36,11 @@ def shard(
     # this import takes a second: a refused command should not wait for it
     from torch.distributed.fsdp import fully_shard
 
-    mesh, size = None, shard_processes or processes.world_size
-    if size < processes.world_size:
+    size = shard_processes or processes.world_size
+    # without a mesh FSDP would take the GPU of a machine that has one, whatever device was asked for
+    if size == processes.world_size:
+        mesh = init_device_mesh(processes.device.type, (size,), mesh_dim_names=("shards",))
+    else:
         copies = processes.world_size // size
         mesh = init_device_mesh(processes.device.type, (copies, size), mesh_dim_names=("copies", "shards"))
     for block in weights.blocks:

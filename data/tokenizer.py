@@ -92,7 +92,12 @@ def shard_mark(name: str) -> str:
     if name in TOKENIZERS:
         return name
     check_tokenizer(name)
-    return "json:" + hashlib.sha256(Path(name, "tokenizer.json").read_bytes()).hexdigest()[:24]
+    return folder_mark(Path(name))
+
+
+def folder_mark(folder: Path) -> str:
+    """What shards carry for the tokenizer of a folder, whatever the folder is called."""
+    return "json:" + hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()[:24]
 
 
 def is_tokenizer(name: str) -> bool:

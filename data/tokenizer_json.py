@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer as JsonVocabulary
 
-from data.tokenizer import shard_mark, token_dtype, without_surrogates
+from data.tokenizer import folder_mark, token_dtype, without_surrogates
 
 FILE = "tokenizer.json"
 # where the end of a document may be named: the first that does decides
@@ -27,7 +27,7 @@ class JsonTokenizer:
 
     def __init__(self, folder: Path) -> None:
         path = folder / FILE
-        self.name = shard_mark(str(folder))
+        self.name = folder_mark(folder)
         try:
             self._vocabulary = JsonVocabulary.from_file(str(path))
         # the library raises nothing more specific

@@ -41,6 +41,8 @@ KINDS = {
     "an object or null": (dict | None, "rope_parameters rope_scaling"),
     "true or false": (bool, "tie_word_embeddings"),
 }
+# the largest size that PyTorch counts
+LARGEST_SIZE = 2**63 - 1
 # their head, which may have been saved beside an embedding that is tied to it
 HEAD = "lm_head.weight"
 # our tables that are padded to whole tiles
@@ -60,6 +62,8 @@ def load_pretrained(folder: Path | str, attention: AttentionConfig) -> GPT:
     and for a head that config.json ties to the embedding but that differs from it.
     """
     folder = Path(folder)
+    # before memory is asked for: a damaged size may be that of a model which nobody could hold
+    check_pretrained(folder)
     family, config = _read_config(folder)
     files = _find_tensors(folder, family)
     model = GPT(config, attention)
@@ -82,8 +86,14 @@ def check_pretrained(folder: Path | str) -> None:
     folder = Path(folder)
     family, config = _read_config(folder)
     files = _find_tensors(folder, family)
-    with torch.device("meta"):
-        model = GPT(config, AttentionConfig(implementation="reference"))
+    try:
+        with torch.device("meta"):
+            model = GPT(config, AttentionConfig(implementation="reference"))
+    # more numbers than can be counted
+    except RuntimeError as error:
+        raise ValueError(
+            f"{folder / 'config.json'}: no model is as large ({error}): copy it again from its model"
+        ) from error
     for _ in _matched(folder, family, config, files, model.state_dict()):
         pass
 
@@ -94,11 +104,13 @@ def export_pretrained(
     *,
     dtype: torch.dtype = torch.float32,
     token_ids: dict[str, int | list[int] | None] | None = None,
+    files: dict[str, bytes] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes a folder that `transformers` loads: config.json and safetensors, in this dtype.
 
-    token_ids: entries of config.json that do not follow from the model, such as eos_token_id.
+    token_ids: entries of config.json that do not follow from the model, such as eos_token_id. files: others
+    to write beside them, by path in the folder.
     Raises ValueError for a model that no family can hold, for weights that dtype makes infinite, and for a
     folder that is not empty; OSError if it cannot be written, and then leaves nothing behind.
     """
@@ -113,17 +125,23 @@ def export_pretrained(
     }
     theirs = {"architectures": [architecture], **family.write_config(config), **(token_ids or {})}
     theirs["dtype"] = theirs["torch_dtype"] = str(dtype).removeprefix("torch.")
+    others = {folder / name: content for name, content in (files or {}).items()}
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
         _write_tensors(folder, tensors, max_shard_bytes)
         (folder / "config.json").write_text(json.dumps(theirs, indent=2) + "\n", encoding="utf-8")
+        for path, content in others.items():
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)
     # save_file's error on a full disk is not an OSError
     except (OSError, SafetensorError) as error:
         # what another process put there meanwhile stays
         with suppress(OSError):
-            for path in (*weight_files(folder), folder / "config.json"):
+            for path in (*weight_files(folder), folder / "config.json", *others):
                 path.unlink(missing_ok=True)
+            for path in {path.parent for path in others} - {folder}:
+                path.rmdir()
             for path in made:
                 path.rmdir()
         raise OSError(
@@ -204,7 +222,10 @@ def _check_types(path: Path, theirs: dict, group: str = "") -> None:
         for key in theirs.keys() & set(keys.split()):
             value = theirs[key]
             # a bool is an int to Python
-            if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
+            is_wrong = not isinstance(value, types) or (isinstance(value, bool) and types is not bool)
+            # a number of another kind may be any that a float holds
+            is_size = isinstance(value, int) and kind.startswith("a whole number")
+            if is_wrong or (is_size and abs(value) > LARGEST_SIZE):
                 raise ValueError(
                     f"{path}: {group}{key} must be {kind}, got {value!r}: copy it again from its model"
                 )

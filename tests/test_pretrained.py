@@ -192,6 +192,26 @@ def test_wrong_tensors_are_refused_by_name(folder):
         load_pretrained(folder, REFERENCE)
 
 
+@pytest.mark.parametrize("kind", ["llama2"], indirect=True)
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (
+            10**12,
+            r"embed_tokens.weight must have shape \(1000000000000, 32\), as config.json says, got \(100,",
+        ),
+        (2**60, "config.json: no model is as large .*: copy it again from its model"),
+        (2**63, "config.json: vocab_size must be a whole number, got 9223372036854775808: copy it again"),
+    ],
+)
+def test_a_size_that_no_memory_holds_is_refused_before_memory_is_asked_for(folder, size, message):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": size}))
+    for load in (check_pretrained, lambda folder: load_pretrained(folder, REFERENCE)):
+        with pytest.raises(ValueError, match=message):
+            load(folder)
+
+
 @pytest.mark.parametrize("kind", ["qwen2.5"], indirect=True)
 @pytest.mark.parametrize(
     ("changes", "message"),

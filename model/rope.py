@@ -140,7 +140,8 @@ def yarn_share(config: RotaryConfig, head_dim: int, device: torch.device | None)
     first = max(math.floor(pair_that_turns(config.beta_fast)), 0)
     last = min(math.ceil(pair_that_turns(config.beta_slow)), head_dim - 1)
     pair = torch.arange(head_dim // 2, dtype=torch.float64, device=device)
-    return 1.0 - ((pair - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
+    # with a very small base the ramp may begin behind its end, and is not widened then
+    return 1.0 - ((pair - first) / ((last - first) or 0.001)).clamp(0.0, 1.0)
 
 
 def rotation(config: RotaryConfig, head_dim: int, positions: Tensor) -> tuple[Tensor, Tensor]:

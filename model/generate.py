@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,8 @@ from model.rope import rotation
 LEAST_TEMPERATURE = 1e-30
 # the whole that top_p is a share of: finer than float32, and the sum over any vocabulary fits in 63 bits
 WHOLE_MASS = 2**40
+# in place of a token where the largest logit is not finite
+NOT_FINITE = -1
 # sizes of decoders for which a step is compiled; with PyTorch's own limit, 8, all others would run eagerly
 MOST_COMPILED = 2**16
 
@@ -54,8 +57,8 @@ def stream(
     vocab_size: only ids below it are drawn, where the tokenizer has fewer than the model. A sequence that has
     drawn one of stop_tokens repeats it; once all have, the stream ends. compiled: with torch.compile, for
     long outputs on a GPU; another B, or another sum of T and n_new, is compiled anew. The model's mode is
-    left as it was found. Raises ValueError if prompts and new tokens exceed the model's positions, and if the
-    first logits of ids that may be drawn are not finite.
+    left as it was found. Raises ValueError if prompts and new tokens exceed the model's positions, and for
+    logits of ids that may be drawn that are not finite: any after the prompts, the largest later.
     """
     batch, prompt_len = tokens.shape
     _check(model, prompt_len, n_new, temperature, top_k, top_p, vocab_size)
@@ -66,7 +69,7 @@ def stream(
     with evaluating(model):
         is_greedy = temperature < LEAST_TEMPERATURE
         if is_greedy:
-            draw = likeliest if compiled else partial(torch.argmax, dim=-1)
+            draw = partial(largest, find=likeliest if compiled else partial(torch.argmax, dim=-1))
         else:
             draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
         stops = torch.tensor(stop_tokens, dtype=torch.int64, device="cpu")
@@ -91,8 +94,10 @@ def stream(
             if not is_ahead:
                 logits = decoder.step() if place else decoder.start(tokens, lengths)
                 if place == 0:
+                    dtype = logits.dtype
                     # the others, which may only pad the vocabulary, are never drawn
-                    _check_finite(logits[:, :vocab_size])
+                    if not bool(logits[:, :vocab_size].isfinite().all()):
+                        _refuse_infinite("after the prompt", dtype)
             if logits is not None:
                 drawn[place] = choose(logits, drawn[place - 1] if place else None)
             arrivals.send(place)
@@ -101,6 +106,8 @@ def stream(
             if is_ahead:
                 logits = decoder.step()
             new = arrivals.wait(place)
+            if bool((new == NOT_FINITE).any()):
+                _refuse_infinite(f"after {place} new tokens", dtype)
             yield new
             if has_stops:
                 stopped |= torch.isin(new, stops)
@@ -206,7 +213,8 @@ class Decoder:
         return self._advance(self, self.lengths, self._n_drawn)
 
     def _eager(self, lengths: Tensor, n_drawn: Tensor) -> Tensor | None:
-        newest = self.drawn[n_drawn - 1][0]  # (B,)
+        # NOT_FINITE, which the caller is yet to hear of, is no token
+        newest = self.drawn[n_drawn - 1][0].clamp(min=0)  # (B,)
         positions = (lengths - 1)[:, None]
         turn = self._turns and tuple(x[positions] for x in self._turns)
         hidden = self.model.hidden_states(newest[:, None], positions=positions, caches=self.caches, turn=turn)
@@ -257,6 +265,13 @@ def empty_caches(model: GPT, capacity: int, lengths: Tensor) -> list[LayerCache]
     return caches
 
 
+def largest(logits: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
+    """What find gives for logits (B, V), the place of each row's largest, (B,), or NOT_FINITE."""
+    ids = find(logits)
+    is_finite = logits.gather(-1, ids[:, None])[:, 0].isfinite()
+    return torch.where(is_finite, ids, NOT_FINITE)
+
+
 def likeliest(logits: Tensor) -> Tensor:
     """The index of the first largest logit of each row (B, V), (B,): what argmax gives.
 
@@ -277,13 +292,16 @@ def sample(
     top_p: float | None,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """One token id per row, (B,), from logits (B, V), at LEAST_TEMPERATURE or above."""
+    """One token id per row, (B,), from logits (B, V), at LEAST_TEMPERATURE or above; or NOT_FINITE."""
     logits = logits.float() / temperature
     if top_k is None:
         values, ids = logits.sort(dim=-1, descending=True)
     else:
         values, ids = logits.topk(min(top_k, logits.shape[-1]))
-    probabilities = values.softmax(dim=-1)
+    # the first is the largest, and NaN counts as that
+    is_finite = values[:, :1].isfinite()
+    # of NaN nothing may be drawn: a GPU would give up all its work
+    probabilities = torch.where(is_finite, values, 0.0).softmax(dim=-1)
     if top_p is not None:
         # the mass before a token decides, so the likeliest token always stays. In whole numbers, whose sums
         # do not depend on order: torch refuses a GPU's running sum of floats under deterministic=true
@@ -291,14 +309,14 @@ def sample(
         before = mass.cumsum(dim=-1) - mass
         # compared with a float, torch would round all of them to its default dtype, to 11 bits in float16
         probabilities = probabilities.masked_fill(before >= math.ceil(top_p * WHOLE_MASS), 0.0)
-    return ids.gather(-1, torch.multinomial(probabilities, 1, generator=generator))[:, 0]
+    drawn = ids.gather(-1, torch.multinomial(probabilities, 1, generator=generator))
+    return torch.where(is_finite, drawn, NOT_FINITE)[:, 0]
 
 
-def _check_finite(logits: Tensor) -> None:
-    if not bool(logits.isfinite().all()):
-        dtype = str(logits.dtype).removeprefix("torch.")
-        way_out = "use bf16 or fp32" if logits.dtype == torch.float16 else "use an earlier checkpoint"
-        raise ValueError(f"the model's logits after the prompt are not finite in {dtype}: {way_out}")
+def _refuse_infinite(place: str, dtype: torch.dtype) -> NoReturn:
+    way_out = "use bf16 or fp32" if dtype == torch.float16 else "use an earlier checkpoint"
+    kind = str(dtype).removeprefix("torch.")
+    raise ValueError(f"the model's logits {place} are not finite in {kind}: {way_out}")
 
 
 def _check(

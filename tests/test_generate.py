@@ -397,6 +397,27 @@ def test_logits_that_are_not_finite_are_refused(gpt, temperature):
         generate(gpt, torch.zeros(1, 5, dtype=torch.long), 1, temperature=temperature)
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {}, {"top_k": 5}, {"top_p": 0.5}])
+def test_logits_that_are_not_finite_behind_some_tokens_end_the_text_with_how_many(gpt, options, wrong):
+    # as of positions that training has not seen
+    gpt.position_embedding.weight.data[8:] = wrong
+    new = stream(gpt, torch.zeros(2, 5, dtype=torch.long), 10, **options)
+    tokens = [next(new) for _ in range(4)]
+    assert all(((row >= 0) & (row < 100)).all() for row in tokens)
+    with pytest.raises(
+        ValueError, match="logits after 4 new tokens are not finite in float32: use an earlie"
+    ):
+        next(new)
+
+
+def test_a_text_that_has_ended_is_not_asked_for_finite_logits(gpt):
+    gpt.position_embedding.weight.data[8:] = float("nan")
+    prompt = torch.zeros(1, 5, dtype=torch.long)
+    stop = int(generate(gpt, prompt, 2, temperature=0.0)[0, -1])
+    assert len(list(stream(gpt, prompt, 10, temperature=0.0, stop_tokens=[stop]))) <= 2
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_of_ids_that_are_never_drawn_need_not_be_finite(gpt, temperature):
     with torch.no_grad():

@@ -25,6 +25,7 @@ from train.optim import learning_rate
 from train.profiler import MEMORY, NEEDED, TRACE
 from train.results import write_result
 from train.sample import sample_text
+from train.terminal import warn
 from train.throughput import RunClock, StepTimer, flop_utilization, peak_memory_bytes
 
 # what a run writes in its folder, but for its summary: a run that has one is not begun anew
@@ -264,21 +265,29 @@ def finish_run(
             f"{summary['mfu_mask']:.1%} (exact mask); {summary['mfu_executed']:.1%} executed"
         )
     if config.export:
-        export_run(weights, config.data.tokenizer, folder)
+        export_run(weights, config.data.tokenizer, folder, config.start.weights)
+    is_sampled = False
     if config.sample.tokens:
         tokenizer = load_tokenizer(config.data.tokenizer)
         # a long sample from a large model takes longer than the watchdog lets a step take
-        sample = sample_text(weights, tokenizer, config.sample, config.seed, processes.mark_piece)
-        (folder / "sample.txt").write_text(sample + "\n", encoding="utf-8")
-        print(f"--- sample ---\n{sample}\n--------------")
-    _tell_files(config, is_saved=is_saved, is_traced=config.steps - first_step >= NEEDED)
+        try:
+            sample = sample_text(weights, tokenizer, config.sample, config.seed, processes.mark_piece)
+        # at positions that training has not seen a model may have numbers that are not finite
+        except ValueError as error:
+            warn(f"no sample: {error}")
+        else:
+            (folder / "sample.txt").write_text(sample + "\n", encoding="utf-8")
+            print(f"--- sample ---\n{sample}\n--------------")
+            is_sampled = True
+    is_traced = config.steps - first_step >= NEEDED
+    _tell_files(config, is_saved=is_saved, is_sampled=is_sampled, is_traced=is_traced)
 
 
-def _tell_files(config: Config, *, is_saved: bool, is_traced: bool) -> None:
+def _tell_files(config: Config, *, is_saved: bool, is_sampled: bool, is_traced: bool) -> None:
     """Prints where everything lies that this launch made, and, if there is a checkpoint, how to go on."""
     folder = config.folder
     # a file that an earlier launch made after fewer steps is not this one's
-    made = {"sample.txt": config.sample.tokens > 0, "checkpoints": is_saved, EXPORT: config.export}
+    made = {"sample.txt": is_sampled, "checkpoints": is_saved, EXPORT: config.export}
     made |= dict.fromkeys((TRACE, MEMORY), config.profile and is_traced)
     for name, what in (
         ("loss.png", "loss curve"),

@@ -39,7 +39,7 @@ def main(arguments: Arguments) -> None:
     place = find_model("model", arguments.model)
     tokenizer = model_tokenizer(f"model={arguments.model}", place, arguments.tokenizer)
     model = load_model(place, run_attention(place, "reference", "cpu"))
-    export(model, tokenizer, Path(arguments.out), DTYPES[arguments.precision])
+    export(model, tokenizer, Path(arguments.out), DTYPES[arguments.precision], start=str(place))
     print(f"{arguments.out}: {model.n_parameters():,} parameters, {arguments.precision}")
     if tokenizer in TOKENIZERS:
         print(f"without a tokenizer: {WITHOUT_FILES[tokenizer]}")

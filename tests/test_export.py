@@ -1,3 +1,4 @@
+import errno
 import io
 import json
 from pathlib import Path
@@ -7,10 +8,10 @@ import tokenizers
 import torch
 import transformers
 
-from data.tokenizer import TOKENIZERS, load_tokenizer
+from data.tokenizer import TOKENIZERS, load_tokenizer, shard_mark
 from model import GPT, AttentionConfig, ModelConfig
 from model.pretrained import read_pretrained_config
-from train.export import export, export_run, refuse_to_replace
+from train.export import EXPORT, export, export_run, refuse_to_replace
 from train.weights import tokenizer_name
 
 
@@ -43,13 +44,75 @@ def test_an_export_ends_a_text_where_its_tokenizer_does(tmp_path):
     write_tokenizer(tmp_path / "published")
     export(model(vocab_size=4), str(tmp_path / "published"), tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (None, 0, 1)
+    assert (config["eos_token_id"], config["pad_token_id"]) == (0, 1)
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert theirs.generation_config.eos_token_id == [0, 2]
     export(model(vocab_size=50257), "gpt2", tmp_path / "gpt2")
     config = json.loads((tmp_path / "gpt2" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (50256, 50256)
+
+
+def test_an_export_begins_a_text_as_the_model_has_learned_to(tmp_path):
+    published = tmp_path / "published"
+    write_tokenizer(published)
+    config = json.loads((published / "config.json").read_text())
+    for begin, place in ((3, "with"), (None, "without")):
+        (published / "config.json").write_text(json.dumps(config | {"bos_token_id": begin}))
+        # from random weights, in which a text follows the end of the one before, and from published ones
+        for start, expected in ((None, 0), (str(published), begin), (str(tmp_path / "gone"), begin)):
+            out = tmp_path / f"{place} {Path(start or 'nothing').name}"
+            export(model(vocab_size=4), str(published), out, start=start)
+            assert json.loads((out / "config.json").read_text())["bos_token_id"] == expected
+
+
+def test_tokens_that_the_model_lacks_are_left_out_of_its_export(tmp_path):
+    published = tmp_path / "published"
+    write_tokenizer(published)
+    theirs = {"bos_token_id": 4, "eos_token_id": [0, 4], "pad_token_id": 5000}
+    (published / "config.json").write_text(json.dumps(theirs))
+    export(model(vocab_size=4), str(published), tmp_path / "out", start=str(published))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (None, [0], None)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_all_chat_templates_are_exported_and_folders_of_such_names_are_not(tmp_path):
+    published = tmp_path / "published"
+    write_tokenizer(published)
+    more = published / "additional_chat_templates"
+    for folder in (more, published / "chat_templates"):
+        folder.mkdir()
+    (more / "tool_use.jinja").write_text("{{ tools }}")
+    # an export of the same run may be there
+    for _ in range(2):
+        export_run(model(vocab_size=4), str(published), tmp_path, None)
+    found = {str(path.relative_to(tmp_path / EXPORT)) for path in (tmp_path / EXPORT).rglob("*")}
+    assert {"chat_template.jinja", "additional_chat_templates/tool_use.jinja"} < found
+    assert "chat_templates" not in found
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_disk_that_is_full_for_the_tokenizer_leaves_nothing_of_an_export(is_there, tmp_path, monkeypatch):
+    published, out = tmp_path / "published", tmp_path / "out" / "here"
+    write_tokenizer(published)
+    (published / "additional_chat_templates").mkdir()
+    (published / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    if is_there:
+        out.mkdir(parents=True)
+
+    def full(path: Path, content: bytes) -> None:
+        path.touch()
+        if path.name == "tool_use.jinja":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(
+        OSError, match=r"here was not written \(.*No space.*\): make room there, or choose ano"
+    ):
+        export(model(vocab_size=4), str(published), out)
+    left = {path.name for path in tmp_path.rglob("*")} - {path.name for path in published.rglob("*")}
+    assert left == {"published", *(("out", "here") if is_there else ())}
 
 
 def test_the_files_of_models_and_tokenizers_are_utf8_in_every_locale(tmp_path, monkeypatch):
@@ -82,7 +145,10 @@ def test_an_exported_tokenizer_has_room_for_all_positions_of_the_model(limit, ex
 def test_a_folder_called_as_a_known_tokenizer_is_read_with_its_own(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_tokenizer(Path(name))
-    assert load_tokenizer(tokenizer_name(name)).vocab_size == 4
+    tokenizer = load_tokenizer(tokenizer_name(name))
+    assert tokenizer.vocab_size == 4
+    # what its text carries is not taken for that of the known one, nor refused
+    assert tokenizer.name == shard_mark(tokenizer_name(name)) != name
     export(model(vocab_size=4), tokenizer_name(Path(name)), tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
@@ -118,14 +184,14 @@ def test_a_damaged_configuration_beside_the_tokenizer_is_named(text, message, tm
 
 
 def test_an_earlier_export_of_the_run_is_replaced_and_what_else_lies_there_stays(tmp_path):
-    export_run(model(n_layer=1), "gpt2", tmp_path)
+    export_run(model(n_layer=1), "gpt2", tmp_path, None)
     out = tmp_path / "hugging_face"
     mine = {"README.md", "model.safetensors.bak", "model_of_last_week.safetensors"}
     for name in mine:
         (out / name).write_text("mine")
     # of an export in several files
     (out / "model-00001-of-00002.safetensors").write_bytes(b"old")
-    export_run(model(n_layer=2), "gpt2", tmp_path)
+    export_run(model(n_layer=2), "gpt2", tmp_path, None)
     assert {path.name for path in out.iterdir()} == {*mine, "config.json", "model.safetensors"}
     assert json.loads((out / "config.json").read_text())["n_layer"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["hugging_face"]

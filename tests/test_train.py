@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 
 import train.loop
 import train.plot
+import train.report
 import train.state
 from data.loader import TokenLoader
 from model import GPT, AttentionConfig
@@ -38,6 +39,7 @@ from train.logger import RunLogger, read_metrics
 from train.optim import learning_rate
 from train.report import step_metrics
 from train.saving import CheckpointSaver
+from train.weights import published_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 METRICS = {
@@ -537,6 +539,33 @@ def test_what_an_attempt_without_a_checkpoint_left_is_set_aside_and_named(corpus
     assert losses("other") == losses("clean")
     run("name=other", "seed=2")
     assert not Path("runs/other/attempt_2").exists()
+
+
+def test_a_run_whose_sample_fails_is_told_and_ends_as_any_other(corpus, monkeypatch, capsys):
+    def fails(*given):
+        raise ValueError("the model's logits after 4 new tokens are not finite in float32")
+
+    monkeypatch.setattr(train.report, "sample_text", fails)
+    run("sample.tokens=8")
+    told, warned = capsys.readouterr()
+    assert "WARNING: no sample: the model's logits after 4 new tokens are not finite" in warned
+    assert "checkpoints  runs/test/checkpoints" in told
+    assert not Path("runs/test/sample.txt").exists()
+
+
+def test_a_run_is_traced_to_the_published_weights_behind_it(corpus, monkeypatch):
+    run("name=first")
+    run("name=second", "start.weights=runs/first", "export=true")
+    run("name=third", "start.weights=runs/second/hugging_face")
+    run("name=fourth", "start.weights=runs/third", "total_tokens=512")
+    assert published_folder("runs/second") is None
+    assert published_folder("runs/fourth") == Path("runs/second/hugging_face")
+    assert published_folder(None) is None
+    # what is gone, and what names itself, cannot be followed
+    assert published_folder("runs/gone") == Path("runs/gone")
+    itself = {"config": {"start": {"weights": "runs/first"}}}
+    monkeypatch.setattr("train.weights.read_checkpoint", lambda place: itself)
+    assert published_folder("runs/first") == Path("runs/first")
 
 
 def test_a_finished_run_lists_no_sample_of_an_earlier_launch(corpus, capsys):

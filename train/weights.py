@@ -128,6 +128,19 @@ def read_model_config(source: Path | str) -> ModelConfig:
     return ModelConfig(**read_checkpoint(_checkpoint(source))["config"]["model"])
 
 
+def published_folder(start: str | None) -> Path | None:
+    """The Hugging Face folder behind start, the weights that a run began from; None without any.
+
+    Each run may have begun from one before it. Where this cannot be followed, it is what is left of start.
+    """
+    seen = set()
+    with suppress(ValueError):
+        while start is not None and start not in seen and not is_hugging_face(Path(start)):
+            seen.add(start)
+            start = read_checkpoint(_checkpoint(Path(start)))["config"].get("start", {}).get("weights")
+    return None if start is None else Path(start)
+
+
 def weights_mark(place: Path) -> str | None:
     """A text that no other checkpoint has; None for a Hugging Face folder, which may change unnoticed."""
     if is_hugging_face(place):

@@ -564,7 +564,7 @@ def test_a_run_is_traced_to_the_published_weights_behind_it(corpus, monkeypatch)
     # what is gone, and what names itself, cannot be followed
     assert published_folder("runs/gone") == Path("runs/gone")
     itself = {"config": {"start": {"weights": "runs/first"}}}
-    monkeypatch.setattr("train.weights.read_checkpoint", lambda place: itself)
+    monkeypatch.setattr("train.weights._read_marker", lambda place: itself)
     assert published_folder("runs/first") == Path("runs/first")
 
 

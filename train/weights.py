@@ -103,9 +103,8 @@ def check_start(config: StartConfig) -> None:
     if is_hugging_face(source):
         check_pretrained(source)
         return
-    # markers are enough: all checkpoints of a run agree on their adapters
-    infos = list(readable_checkpoints(source / "checkpoints").values()) or [read_checkpoint(source)]
-    lora = adapters_of(infos[-1]["config"])
+    # all checkpoints of a run agree on their adapters
+    lora = adapters_of(_read_marker(source)["config"])
     if lora is not None:
         try:
             lora.check_installed()
@@ -137,7 +136,7 @@ def published_folder(start: str | None) -> Path | None:
     with suppress(ValueError):
         while start is not None and start not in seen and not is_hugging_face(Path(start)):
             seen.add(start)
-            start = read_checkpoint(_checkpoint(Path(start)))["config"].get("start", {}).get("weights")
+            start = _read_marker(Path(start))["config"].get("start", {}).get("weights")
     return None if start is None else Path(start)
 
 
@@ -242,6 +241,12 @@ def ends_of_text(source: Path | str) -> set[int]:
             given = read_settings(path).get("eos_token_id")
             ends += given if isinstance(given, list) else [given]
     return {token for token in ends if isinstance(token, int)}
+
+
+def _read_marker(source: Path) -> dict:
+    """What a run's newest checkpoint, or a checkpoint, says of itself; its weights are not read."""
+    infos = list(readable_checkpoints(source / "checkpoints").values())
+    return infos[-1] if infos else read_checkpoint(source)
 
 
 def _checkpoint(source: Path) -> Path:

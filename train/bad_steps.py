@@ -10,7 +10,7 @@ from statistics import fmean, pstdev
 import torch
 from torch import Tensor
 
-from train.checkpoint import reads_on
+from train.checkpoint import folders_of, reads_on
 from train.whole_file import write_whole
 
 BAD_STEP_ACTIONS = ("stop", "skip")
@@ -219,10 +219,13 @@ def take_over_left_out(folder: Path, path: Path, info: dict, config: dict, corpu
     Raises ValueError if steps have another size, in which these batches have no numbers, and if a user has
     changed those that the checkpoint has passed already.
     """
-    origin, left_out = path.resolve().parent.parent, []
+    is_own, left_out = (folder / "checkpoints").resolve() in folders_of(path), []
+    # another run's, if it has left out any
+    runs = [folder] if is_own else [place.parent for place in folders_of(path)]
+    origin = next((run for run in runs if (run / LEFT_OUT).exists()), runs[0])
     if reads_on(info, config, corpus):
         left_out = info.get("left_out")
-        is_own = origin == folder.resolve() and (folder / LEFT_OUT).exists()
+        is_own = is_own and (folder / LEFT_OUT).exists()
         # older checkpoints do not record them
         if is_own or left_out is None:
             then, left_out = left_out, read_left_out(origin)

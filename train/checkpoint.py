@@ -76,6 +76,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(STEP_FOLDERS) if (path / MARKER).exists())
 
 
+def folders_of(path: Path) -> tuple[Path, Path]:
+    """The folders of a checkpoint: that of its name and, where it was moved and linked, that of its data."""
+    return path.parent.resolve(), path.resolve().parent
+
+
 def readable_checkpoints(folder: Path) -> dict[Path, dict]:
     """The finished checkpoints of a run that read_checkpoint can read, oldest first, with what it returns."""
     infos = {}
@@ -190,7 +195,7 @@ def is_saved_by(info: dict, resume: str) -> bool:
 def _refuse_other_steps(info: dict, path: Path, folder: Path, config: dict) -> None:
     old, new = info["config"]["tokens_per_step"], config["tokens_per_step"]
     # the metrics, checkpoints and left-out batches of one folder count steps of one size
-    if old != new and path.resolve().parent == folder.resolve():
+    if old != new and folder.resolve() in folders_of(path):
         raise ValueError(
             f"tokens_per_step is {old} in {path} and {new} in the configuration, and a run counts its steps "
             f"in one: choose another name= to go on from there with checkpoint.resume={path}, or "
@@ -200,7 +205,7 @@ def _refuse_other_steps(info: dict, path: Path, folder: Path, config: dict) -> N
 
 def _refuse_to_replace(found: dict[Path, dict], folder: Path, resume: str, step: int) -> None:
     others = [path for path, info in found.items() if not is_saved_by(info, resume)]
-    if others and Path(resume).resolve().parent != folder.resolve():
+    if others and folder.resolve() not in folders_of(Path(resume)):
         # only the newest few are kept: new checkpoints would displace those of the run that was here
         raise ValueError(
             f"checkpoint.resume={resume} is of another run than {others[-1]}, which checkpoints from there "

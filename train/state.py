@@ -8,7 +8,14 @@ import torch
 from model import GPT
 from train.bad_steps import StepGuard, take_over_left_out
 from train.build import build_weights, set_arithmetic
-from train.checkpoint import check_fits, is_saved_by, load_tensors, read_checkpoint, run_tensors
+from train.checkpoint import (
+    check_fits,
+    folders_of,
+    is_saved_by,
+    load_tensors,
+    read_checkpoint,
+    run_tensors,
+)
 from train.config import Config
 from train.distributed import Processes
 from train.optim import build_optimizer
@@ -87,7 +94,7 @@ def build_state(
         # step * tokens_per_step are the tokens trained: a run counts all its steps in one size
         first_step = config.step_after(info["step"], info["config"]["tokens_per_step"])
         # resolved: checkpoint.resume may name the run's own checkpoint by an absolute path
-        is_own = saved.resolve().parent == (config.folder / "checkpoints").resolve()
+        is_own = (config.folder / "checkpoints").resolve() in folders_of(saved)
         config.check_first_step(first_step, is_own=is_own)
     if left_out is None:
         left_out = processes.from_main(

@@ -189,3 +189,19 @@ def lock_late(rank: int, folders: list[Path]) -> None:
 
 def test_a_host_that_sees_the_folder_a_moment_later_waits_for_it(tmp_path):
     run_together(lock_late, 2, tmp_path / "meeting", [tmp_path] * 2)
+
+
+def ask_the_first(rank: int) -> None:
+    processes = Processes(rank, 2, torch.device("cpu"), dist.HashStore(), None)
+
+    def fails():
+        raise OSError(errno.EIO, "the disk is gone")
+
+    with pytest.raises(ValueError if rank else OSError, match="the disk is gone") as told:
+        processes.from_main(fails)
+    # by which a launch tells what may pass from what would come again
+    assert isinstance(told.value if rank == 0 else told.value.__cause__, OSError)
+
+
+def test_what_the_system_does_to_the_first_process_is_told_to_all_as_such(tmp_path):
+    run_together(ask_the_first, 2, tmp_path / "meeting")

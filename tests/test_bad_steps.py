@@ -112,6 +112,44 @@ def test_log_changes_nothing_but_the_log(capsys):
     assert lines[1].startswith("spike at step 5, batch 4: gradient norm 50, the limit is")
 
 
+def test_what_is_usual_is_what_the_last_steps_had():
+    judge = guard(action="skip")
+    # a wild beginning, as every run has, and a window of calm steps
+    for step, value in enumerate((90.0, 10.0, 80.0, 20.0, 3.0, 3.1, 2.9, 3.0)):
+        take(judge, step, value, value)
+    assert take(judge, 8, 3.05, 3.05) == pytest.approx(3.0 + 3 * math.sqrt(0.02 / 4))
+    assert take(judge, 9, 9.0, 3.0) == -math.inf
+
+
+def test_a_loss_at_its_limit_is_a_spike_and_one_below_it_is_not():
+    limit = 1.0 + 3.0 * 0.25
+    for loss, is_refused in ((math.nextafter(limit, 0.0), False), (limit, True)):
+        judge = guard(action="skip")
+        for step, before in enumerate((1.25, 0.75, 1.25, 0.75)):
+            take(judge, step, before)
+        assert (take(judge, 4, loss) == -math.inf) == is_refused
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(math.nan, math.nan), (3.0, math.inf), (9.0, 50.0)])
+def test_a_step_that_was_refused_is_no_part_of_what_is_usual(loss, norm):
+    judge = guard("skip", "skip")
+    for step, value in enumerate((3.0, 3.1, 2.9, 3.0)):
+        take(judge, step, value, value)
+    take(judge, 4, loss, norm)
+    assert judge.state()["norms"] == pytest.approx([3.0, 3.1, 2.9, 3.0])
+    # NaN would switch the guard off
+    assert all(math.isfinite(value) for value in judge.state()["losses"])
+    assert 3.0 < take(judge, 5, 3.0, 3.0) < 4.0
+
+
+def test_spikes_that_are_ignored_are_not_told(capsys):
+    judge = guard(action="ignore")
+    for step, loss in enumerate((3.0, 3.1, 2.9, 3.0, 9.0)):
+        take(judge, step, loss, loss)
+    judge.settle()
+    assert capsys.readouterr().out == ""
+
+
 def test_values_that_never_vary_are_no_spikes():
     judge = guard("skip", "skip")
     assert [take(judge, step, 0.0, 0.0) > 0.0 for step in range(10)] == [True] * 10
@@ -308,3 +346,16 @@ def test_an_overflow_halves_the_loss_scale_and_changes_nothing_else():
     again = torch.amp.GradScaler("cpu")
     again.load_state_dict(scaler.state_dict())
     assert again.get_scale() == 512.0
+
+
+def test_batches_left_out_stay_so_where_the_runs_own_checkpoint_was_moved_and_linked(tmp_path):
+    own, disk = tmp_path / "own", tmp_path / "disk"
+    path = own / "checkpoints" / "step_00000010"
+    path.parent.mkdir(parents=True)
+    disk.mkdir()
+    path.symlink_to(disk)
+    # the run has gone back to this checkpoint since it was saved
+    write_left_out(own, [12, 7])
+    info = {"step": 10, "config": THEN, "corpus": "a", "left_out": [7]}
+    assert take_over_left_out(own, path, info, THEN, "a") == [12, 7]
+    assert read_left_out(own) == [12, 7]

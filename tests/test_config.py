@@ -224,6 +224,24 @@ def test_the_run_is_rounded_up_to_whole_steps():
         ("hang_seconds=1e-9", "hang_seconds must be at least 1, or 0 to wait forever, got 1e-09"),
         ("spikes.window=100000000000000000000", "spikes.window must be from 2 to 1048576, got 100000000000"),
         ("spikes.window=1", "spikes.window must be from 2 to 1048576, got 1"),
+        ("checkpoint.keep_last=0", "checkpoint.keep_last must be at least 1, got 0"),
+        ("checkpoint.every_steps=-1", "checkpoint.every_steps must be at least 0, got -1"),
+        ("checkpoint.keep_every_steps=-1", "checkpoint.keep_every_steps must be at least 0, got -1"),
+        ("evaluation.tokens=0", "evaluation.tokens must be at least 1, got 0"),
+        ("evaluation.every_steps=-1", "evaluation.every_steps must be at least 0, got -1"),
+        ("optim.final_learning_rate_ratio=1.5", r"optim.final_learning_rate_ratio must be in \[0, 1\], got"),
+        ("optim.warmup_steps=-1", "optim.warmup_steps must be at least 0 and finite, got -1"),
+        ("tokens_per_step=0", "^tokens_per_step must be at least 1, got 0"),
+        ("tokens_per_microbatch=0", "^tokens_per_microbatch must be at least 1, got 0"),
+        ("context_parallel=0", "^context_parallel must be at least 1, got 0"),
+        ("reshard_after_forward=false", "reshard_after_forward=false needs distributed=fsdp, got ddp"),
+        (["context_parallel=2", "model.dropout=0.1"], "context_parallel=2 has no dropout, got model.dropout"),
+        ("+model.n_kv_head=5", "model.n_head=12 must be a multiple of model.n_kv_head=5"),
+        (
+            ["+model.head_dim=9", "+model.rotary.base=100", "attention=sdpa"],
+            "model.rotary turns pairs of channels, got model.head_dim=9",
+        ),
+        ("+model.norm=batch", "model.norm must be one of layer, rms, got 'batch'"),
         ("start.rotary_base=nan", "start.rotary_base must be at least 1 and finite, or null, got nan"),
         ("start.rotary_base=inf", "start.rotary_base must be at least 1 and finite, or null, got inf"),
         ("start.rotary_base=0", "start.rotary_base must be at least 1 and finite, or null, got 0"),
@@ -367,3 +385,45 @@ def test_a_config_file_of_another_encoding_is_kept_beside_the_settings_of_a_resu
     (tmp_path / "config.yaml").write_bytes(latin)
     assert write_config(parse(composed()), tmp_path, first_step=7).name == "config_from_step_7.yaml"
     assert (tmp_path / "config.yaml").read_bytes() == latin
+
+
+def test_half_of_the_text_may_be_for_validation():
+    assert parse(composed("data.validation_fraction=0.5")).data.validation_fraction == 0.5
+
+
+def test_fp16_on_a_cpu_is_refused():
+    with pytest.raises(ValueError, match="precision=fp16 needs a GPU, got device=cpu"):
+        check_machine(parse(composed("experiment=laptop", "precision=fp16")))
+
+
+def test_skipped_positions_of_shared_sequences_are_refused():
+    given = [
+        "model=llama", "attention=reference", "model.dropout=0.0", "model.max_seq_len=1024",
+        "pose_seq_len=1024", "seq_len=512", "tokens_per_microbatch=1024", "context_parallel=2",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="context_parallel=1, got False and 2"):
+        parse(composed(*given))
+
+
+def export_small(folder: Path, vocab_size: int) -> None:
+    config = ModelConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=vocab_size, max_seq_len=64, dropout=0.0)
+    export_pretrained(GPT(config, AttentionConfig(implementation="sdpa")), folder)
+
+
+def test_dropout_of_a_run_from_weights_is_the_runs_own(tmp_path):
+    export_small(tmp_path / "weights", 257)
+    for dropout in (0.0, 0.25):
+        given = ["seq_len=64", f"start.weights={tmp_path / 'weights'}", f"model.dropout={dropout}"]
+        assert parse(composed(*given)).model.dropout == dropout
+
+
+def test_weights_may_have_more_tokens_than_the_tokenizer_and_not_fewer(tmp_path):
+    given = [
+        "experiment=laptop", "data.tokenizer=bytes", "seq_len=32", "tokens_per_step=512",
+        "tokens_per_microbatch=512", "sample.tokens=0",
+    ]  # fmt: skip
+    export_small(tmp_path / "more", 300)
+    check_machine(parse(composed(*given, f"start.weights={tmp_path / 'more'}")))
+    export_small(tmp_path / "fewer", 200)
+    with pytest.raises(ValueError, match="fewer has 200 tokens, data.tokenizer=bytes 257: use data.tok"):
+        check_machine(parse(composed(*given, f"start.weights={tmp_path / 'fewer'}")))

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from kernels import block_masks
 from model import GPT, AttentionConfig, ModelConfig
 from model.attention import layer_masks
+from model.config import layer_matrices
 from model.flops import TILE, computed_pairs, flops_ledger, visible_pairs, window_pairs
 from train.lora import LoraConfig, add_adapters
 
@@ -146,3 +147,15 @@ def test_a_window_costs_less_and_recomputation_executes_more():
     again = flops_ledger(config, attention, T, recompute="full")
     assert again["mask"] == window["mask"]
     assert window["executed"] < again["executed"] < 4 / 3 * window["executed"]
+
+
+@pytest.mark.parametrize(("implementation", "products"), [("flash", 7), ("sdpa", 7), ("reference", 6)])
+def test_attention_executes_what_its_passes_multiply_of_whole_tiles(implementation, products):
+    config = model_config()
+    executed = flops_ledger(config, AttentionConfig(implementation=implementation), T)["executed"]
+    pairs = T**2 if implementation == "reference" else computed_pairs(T, None)
+    width = config.n_head * config.head_dim
+    matrices = sum(rows * columns for rows, columns in layer_matrices(config).values())
+    products_of_weights = 6 * (config.n_layer * matrices + config.padded_vocab_size * config.n_embd)
+    attention = 2 * products * width * config.n_layer * pairs / T
+    assert executed == pytest.approx(products_of_weights + attention, rel=1e-12)

@@ -275,6 +275,47 @@ def test_the_same_seed_gives_the_same_sample_and_another_seed_another(gpt):
     assert not torch.equal(samples[0], samples[2])
 
 
+@pytest.mark.parametrize(
+    ("implementation", "patterns"),
+    [
+        ("sdpa", ["dense"]),
+        *(
+            (name, patterns)
+            for name in ("reference", "flash")
+            for patterns in (["dense"], ["window(5)", "dense"], ["window(4) | sinks(1)"])
+        ),
+    ],
+)
+@pytest.mark.parametrize("changes", [{}, LLAMA], ids=["gpt2", "llama"])
+@torch.no_grad()
+def test_a_step_gives_prompts_of_different_lengths_the_logits_of_each_alone(
+    gpt, implementation, patterns, changes
+):
+    gpt = reshaped(gpt, implementation, patterns, **changes).eval()
+    for name, weight in gpt.named_parameters():
+        if name.startswith("blocks"):
+            # so large that every key that is seen shows in the logits
+            torch.nn.init.normal_(weight, std=0.5)
+    prompts, lengths, new = torch.randint(100, (3, 11)), torch.tensor([11, 1, 4]), torch.randint(100, (3, 3))
+    decoder = Decoder(gpt, 3, 14)
+    logits = [decoder.start(prompts, lengths)]
+    for place in range(3):
+        decoder.drawn[place] = new[:, place]
+        logits.append(decoder.step().clone())
+    for row, length in enumerate(lengths):
+        alone = torch.cat((prompts[row, :length], new[row]))[None]
+        actual = torch.stack([of_step[row] for of_step in logits])
+        torch.testing.assert_close(actual, gpt(alone)[0, length - 1 :], rtol=1e-3, atol=1e-4)
+
+
+def test_logits_are_divided_by_the_temperature():
+    logits, generator = torch.tensor([[2.0, 1.0, 0.0]]), torch.Generator().manual_seed(1)
+    for temperature in (0.5, 2.0):
+        options = {"temperature": temperature, "top_k": None, "top_p": None, "generator": generator}
+        drawn = sample(logits.expand(20_000, 3), **options).bincount(minlength=3) / 20_000
+        torch.testing.assert_close(drawn, (logits[0] / temperature).softmax(0), rtol=0, atol=0.02)
+
+
 def test_top_k_draws_from_the_k_likeliest_only(gpt):
     prompt = torch.zeros(200, 1, dtype=torch.long)
     gpt.eval()

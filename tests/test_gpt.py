@@ -2,11 +2,13 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from kernels import operators, packed
 from model import GPT, AttentionConfig, ModelConfig
 from model.config import flops_per_token
 from model.gpt import gelu
+from model.recompute import RECOMPUTE
 from model.rope import RotaryConfig
 
 PUBLISHED = {
@@ -280,3 +282,40 @@ def test_torchs_deterministic_switch_reaches_the_kernels(options, device, monkey
         torch.use_deterministic_algorithms(deterministic)
         gpt(tokens[:, :-1], tokens[:, 1:]).backward()
     assert seen == [True] * (2 * gpt.config.n_layer) + [False] * (2 * gpt.config.n_layer)
+
+
+@pytest.mark.parametrize("shape", [{}, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_is_on_embeddings_attention_and_both_branches_in_training_alone(shape, training, monkeypatch):
+    dropped, drop, attend = [], F.dropout, F.scaled_dot_product_attention
+
+    def dropout(x, p, training, inplace):
+        dropped.append(("stream", p if training else 0.0))
+        return drop(x, p, training, inplace)
+
+    def attention(*given, dropout_p, **options):
+        dropped.append(("weights", dropout_p))
+        return attend(*given, dropout_p=dropout_p, **options)
+
+    monkeypatch.setattr(F, "dropout", dropout)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    gpt, p = model(dropout=0.25, **shape).train(training), 0.25 if training else 0.0
+    tokens = torch.randint(300, (2, 17))
+    gpt(tokens, tokens)
+    layer = [("weights", p), ("stream", p), ("stream", p)]
+    assert dropped == [("stream", p), *layer, *layer]
+
+
+@pytest.mark.parametrize("shape", [{}, {"tied_head": False}], ids=["tied", "untied"])
+def test_biases_start_at_zero_and_a_head_of_its_own_small(shape):
+    for name, value in model(n_embd=128, n_head=4, **shape).named_parameters():
+        if name.endswith("bias"):
+            assert not value.any(), name
+        elif name == "head.weight":
+            assert value.std().item() == pytest.approx(0.01, rel=0.05)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_gelu_is_fused_only_where_nothing_is_recomputed(recompute):
+    gpt = GPT(config(), AttentionConfig(implementation="sdpa"), fused_gelu=True, recompute=recompute)
+    assert [block.mlp.fused_gelu for block in gpt.blocks] == [recompute == "none"] * 2

@@ -129,6 +129,9 @@ def test_ranks_that_do_not_divide_a_step_are_refused_with_the_nearest_that_do(fo
         ValueError, match=r"multiple of the 3 ranks, got 8: change tokens_per_step, 144 is nearest"
     ):
         load(folder, world_size=3)
+    # never none at all
+    with pytest.raises(ValueError, match=r"multiple of the 3 ranks, got 1: change tokens_per_step, 48 is n"):
+        load(folder, world_size=3, sequences_per_step=1)
 
 
 @pytest.mark.parametrize(

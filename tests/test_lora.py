@@ -137,6 +137,9 @@ def test_a_run_goes_on_with_the_adapters_that_it_has(started):
         faults.run_training(faults.small_config("tuned", 4, *ADAPTERS, "lora.rank=8"))
     with pytest.raises(ValueError, match="lora.alpha is 16.0 in the checkpoint and 4.0 in the configuration"):
         faults.run_training(faults.small_config("tuned", 4, *ADAPTERS, "lora.alpha=4"))
+    other = "lora.embeddings_and_norms is True in the checkpoint and False in the configuration"
+    with pytest.raises(ValueError, match=other):
+        faults.run_training(faults.small_config("tuned", 4, *ADAPTERS, "lora.embeddings_and_norms=false"))
     with pytest.raises(ValueError, match="lora.rank must be below the 32 channels of the model, got 32"):
         faults.small_config("tuned", 4, *ADAPTERS, "lora.rank=32")
     with pytest.raises(ValueError, match="lora.rank is 4 in the checkpoint and 0 in the configuration"):

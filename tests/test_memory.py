@@ -15,6 +15,7 @@ import torch
 
 import model.gpt
 from model import GPT, AttentionConfig
+from model.config import layer_matrices
 from model.recompute import RECOMPUTE
 from model.rope import RotaryConfig
 from scripts import plan
@@ -487,6 +488,9 @@ def test_the_way_out_of_too_large_a_step_names_what_fits():
     assert "cuda_graphs" not in way_out(replace(small, context_parallel=2), H200, 2)
     assert "nor does one sequence: use recompute=full, distributed=fsdp" in way_out(big, 16 * 2**30, 1)
     assert "; python -m scripts.plan with the same arguments lists more" in way_out(small, H200, 1)
+    # half exactly is tried, and of three sequences one
+    third = config("seq_len=1024", "tokens_per_microbatch=3072", "tokens_per_step=6144", "compile=false")
+    assert "use tokens_per_microbatch=1024" in way_out(third, H200, 1)
     # weights that are kept for a step are given back first
     kept = replace(big, distributed="fsdp", reshard_after_forward=False, recompute="full")
     assert "in less memory use reshard_after_forward=true tokens_per_microbatch=" in way_out(
@@ -536,3 +540,33 @@ def test_out_of_memory_on_one_rank_ends_all_with_the_way_out(tmp_path, monkeypat
         assert f"error: out of memory on rank 1: {expected}" in two.log(1)
     finally:
         faults.Attempt.kill_all()
+
+
+def test_weights_that_are_gathered_layer_by_layer_take_two_layers_at_a_time():
+    kept = config("distributed=fsdp", "reshard_after_forward=false")
+    in_turn = replace(kept, reshard_after_forward=True)
+    matrices = sum(rows * columns for rows, columns in layer_matrices(kept.model).values())
+    assert peak_bytes(kept, 4) - peak_bytes(in_turn, 4) == 4 * (kept.model.n_layer - 2) * matrices
+    one = replace(kept, model=replace(kept.model, n_layer=1))
+    assert peak_bytes(replace(one, reshard_after_forward=True), 4) == peak_bytes(one, 4)
+
+
+def test_a_plan_says_that_what_leaves_nothing_of_the_card_does_not_fit(capsys):
+    given = config()
+    for share, told in ((0.97, "as given: does not fit"), (0.90, "as given")):
+        plan.plan(given, RATES["H200"], int(peak_bytes(given) / share), 1)
+        first = next(line for line in capsys.readouterr().out.splitlines() if "as given" in line)
+        assert ("does not fit" in first) == ("does not fit" in told)
+
+
+def test_a_norm_without_a_mean_keeps_half_as_many_statistics():
+    layer, rms = (config(f"+model.norm={norm}") for norm in ("layer", "rms"))
+    # of two norms a layer, in float32
+    assert kept_bytes(layer, 2, 2) - kept_bytes(rms, 2, 2) == 2 * 4
+
+
+@pytest.mark.parametrize(("mlp", "is_fused"), [("gelu", True), ("swiglu", False)])
+def test_fused_gelu_saves_time_where_there_is_a_gelu(mlp, is_fused):
+    fused, apart = (config(f"+model.mlp={mlp}", f"fused_gelu={given}") for given in ("true", "false"))
+    saved = step_seconds(apart, RATES["H200"]) - step_seconds(fused, RATES["H200"])
+    assert (saved > 0) == is_fused

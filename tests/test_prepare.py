@@ -616,3 +616,18 @@ def test_ctrl_c_waits_although_another_thread_takes_the_signal():
         ends.set()
     assert reached
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_the_split_is_of_the_documents_that_are_prepared(config, tmp_path):
+    path = tmp_path / "some.jsonl"
+    texts = [f"document {i}" for i in range(10)] + ["x" * 10_000]
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    folder = prepare(replace(config, paths=[str(path)], max_documents=10, validation_fraction=0.2))
+    found = read_manifest(folder)["splits"]
+    assert {name: split["documents"] for name, split in found.items()} == {"train": 8, "val": 2}
+
+
+def test_another_seed_holds_out_other_documents(config, tmp_path):
+    folders = [prepare(replace(config, seed=seed, folder=str(tmp_path / f"seed{seed}"))) for seed in (0, 1)]
+    first, second = ((folder / "val_00000.bin").read_bytes() for folder in folders)
+    assert first != second

@@ -3,8 +3,10 @@ import json
 import math
 import os
 import threading
+import zlib
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.api import CheckpointException
 
 import train.saving
 from train.checkpoint import CheckpointConfig, list_checkpoints, load_tensors, run_tensors, verify_checkpoint
@@ -402,3 +405,42 @@ def test_the_marker_holds_plain_values_only(tmp_path):
     info = json.loads((path / "checkpoint.json").read_text())
     assert (info["format"], info["step"], info["val_loss"]) == (2, 3, 2.5)
     assert set(info["shards"]["shard-00000.safetensors"]) == {"bytes", "crc32"}
+
+
+def test_a_disk_that_takes_a_part_of_each_write_gets_all_of_it():
+    taken, content = bytearray(), bytes(range(100))
+    file = SimpleNamespace(write=lambda piece: taken.extend(piece[:3]) or len(piece[:3]))
+    assert train.saving._write(file, content, 7) == zlib.crc32(content, 7)
+    assert taken == content
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"corpus": "b"}, {"config": {"seq_len": 32, "evaluation": {"tokens": 64}}}],
+    ids=["text", "length"],
+)
+def test_losses_of_another_text_or_length_are_not_compared(change, tmp_path):
+    then = {"corpus": "a", "config": {"seq_len": 64, "evaluation": {"tokens": 64}}}
+    now = then | change
+    for step, loss, info in ((1, 2.0, then), (2, 2.5, then), (3, 3.1, now), (4, 3.0, now), (5, 3.2, now)):
+        with CheckpointSaver(tmp_path, settings(keep_last=1, keep_best=True), PROCESSES) as saver:
+            saver.save({"weight": torch.ones(1)}, {"step": step, "val_loss": loss, "resume": "auto", **info})
+    assert [path.name[-1] for path in sorted(tmp_path.iterdir())] == ["1", "4", "5"]
+
+
+def test_nothing_is_saved_where_another_process_has_no_memory_for_its_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(Processes, "any", lambda self, flag: True)
+    with CheckpointSaver(tmp_path, settings(), PROCESSES) as saver:
+        saver.save({"weight": torch.ones(1)}, {"step": 1, "val_loss": None})
+        assert not saver.wait()
+    assert not list_checkpoints(tmp_path)
+
+
+def test_an_error_of_the_save_before_is_raised_by_the_next(tmp_path):
+    refused = partial(pytest.raises, CheckpointException, match="complex64")
+    # and once more at the end
+    with refused(), CheckpointSaver(tmp_path, settings(), PROCESSES) as saver:
+        # no format of ours holds it
+        saver.save({"weight": torch.ones(1, dtype=torch.complex64)}, {"step": 1, "val_loss": None})
+        with refused():
+            saver.save({"weight": torch.ones(2)}, {"step": 2, "val_loss": None})

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from data import shards
-from data.shards import HEADER_BYTES, ShardWriter, read_shard, write_shard
+from data.shards import HEADER, HEADER_BYTES, ShardError, ShardWriter, read_shard, write_shard
 
 
 @pytest.fixture
@@ -140,3 +140,15 @@ def test_tokens_of_another_type_are_not_squeezed_into_a_shard(tmp_path, wrong):
     with pytest.raises(ValueError, match="must be uint16"):
         write_shard(tmp_path / "shard.bin", wrong, tokenizer="gpt2")
     assert not any(tmp_path.iterdir())
+
+
+def test_a_shard_of_the_first_version_is_read_and_one_with_tokens_of_another_size_refused(path, tokens):
+    content = bytearray(path.read_bytes())
+    struct.pack_into("<I", content, 8, 1)
+    path.write_bytes(content)
+    assert np.array_equal(read_shard(path, tokenizer="gpt2", verify=True), tokens)
+    *rest, _ = HEADER.unpack_from(content)
+    HEADER.pack_into(content, 0, *rest, 3)
+    path.write_bytes(content)
+    with pytest.raises(ShardError, match="got 1 with tokens of 3 bytes; delete the folder"):
+        read_shard(path, tokenizer="gpt2")

@@ -299,3 +299,11 @@ def test_a_data_set_without_the_split_or_the_configuration_is_refused_by_the_key
     write(tmp_path / "named", README_dot_md="---\nconfigs:\n- config_name: a\n  data_files: a/*.jsonl\n---\n")
     with pytest.raises(ValueError, match=r"with data\.dataset_name='b' cannot be opened .*\['a'\]"):
         HuggingFace(str(tmp_path / "named"), "b", "text").check()
+
+
+def test_blank_lines_between_records_are_nothing_that_is_left_out(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n \n')
+    counts = Counter()
+    documents = TextFiles([str(tmp_path)], "text").documents(counts)
+    assert [text for _, text in documents] == ["one", "two"]
+    assert not counts

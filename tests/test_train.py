@@ -33,6 +33,7 @@ import train.state
 from data.loader import TokenLoader
 from model import GPT, AttentionConfig
 from scripts import sample
+from train.build import set_arithmetic
 from train.checkpoint import read_checkpoint
 from train.config import Config, parse
 from train.logger import RunLogger, read_metrics
@@ -1132,3 +1133,56 @@ def test_a_run_leaves_the_figures_and_the_backend_of_a_notebook_as_they_are(corp
     assert rcParams["backend"] == "svg"
     assert pyplot.get_fignums() == [own.number]
     pyplot.close(own)
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_checkpoint_of_the_run_that_was_moved_and_linked_is_its_own(corpus, capsys, is_named):
+    run()
+    step = 10 if is_named else 12
+    path, disk = Path(f"runs/test/checkpoints/step_000000{step}"), corpus / "disk"
+    disk.mkdir()
+    path.rename(disk / path.name)
+    path.symlink_to(disk / path.name)
+    if not is_named:
+        run()
+        assert "all 12 steps are done already" in capsys.readouterr().out
+        return
+    shutil.rmtree("runs/test/checkpoints/step_00000012")
+    with pytest.raises(ValueError, match="counts its steps in one"):
+        run(f"checkpoint.resume={path}", "tokens_per_step=1024")
+    run(f"checkpoint.resume={path}")
+    assert read_metrics(Path("runs/test/metrics.jsonl"))[-1]["step"] == 12
+
+
+def test_a_new_run_exports_over_no_folder_that_it_has_not_made(corpus):
+    Path("runs/test/hugging_face").mkdir(parents=True)
+    with pytest.raises(ValueError, match="hugging_face, which no run of this name has made"):
+        run("export=true")
+
+
+def test_the_first_step_is_logged_however_few_are(corpus):
+    run("logging.every_steps=5", "evaluation.every_steps=0")
+    assert [m["step"] for m in read_metrics(Path("runs/test/metrics.jsonl"))] == [0, 1, 5, 10, 12]
+
+
+def test_the_sample_of_a_run_is_drawn_by_its_seed(corpus, monkeypatch):
+    drawn = train.report.sample_text
+    seeds = []
+
+    def watched(model, tokenizer, config, seed, mark):
+        seeds.append(seed)
+        return drawn(model, tokenizer, config, seed, mark)
+
+    monkeypatch.setattr(train.report, "sample_text", watched)
+    run("seed=7")
+    assert seeds == [7]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_algorithms_are_asked_of_pytorch_as_configured(deterministic):
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        set_arithmetic(configured(f"deterministic={str(deterministic).lower()}"))
+        assert torch.are_deterministic_algorithms_enabled() == deterministic
+    finally:
+        torch.use_deterministic_algorithms(before)

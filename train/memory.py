@@ -56,7 +56,7 @@ def peak_bytes(config: Config, world_size: int = 1, chunk: int = LOGIT_ROWS) -> 
     gathered = 4 * n_weights if is_sharded else 0
     if is_sharded and config.reshard_after_forward:
         # at a time, only two layers and what is outside the layers are gathered
-        gathered -= 4 * (layers - 2) * matrices
+        gathered -= 4 * max(0, layers - 2) * matrices
 
     kept_layer, casts = kept_bytes(config, small, stream), small * layers * matrices if small < 4 else 0
     backward = n * backward_bytes(config, small, stream)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch._dynamo.eval_frame import cached_backends
 
 from model import GPT, AttentionConfig, ModelConfig
+from model.compiled import CompiledModel
 from model.recompute import RECOMPUTE
 from model.rope import RotaryConfig
 from tests.together import run_together
@@ -144,7 +145,7 @@ def test_a_compiled_model_takes_part_and_is_compiled_once_whatever_it_recomputes
         torch._dynamo.reset()
         counter.clear()
         gpt = build("llama", recompute=recompute)
-        shared = SharedSequences(torch.compile(gpt), NoGroup(1))
+        shared = SharedSequences(CompiledModel(gpt), NoGroup(1))
         for _ in range(3):
             tokens, targets = torch.randint(50, (2, 2, 32))
             losses = [run(tokens, targets) for run in (shared, plain)]

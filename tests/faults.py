@@ -329,7 +329,9 @@ def hang(rank: int, who: int, step: int) -> None:
     def stuck(number, rows):
         if rank == who and number == step:
             print("stuck from here on")
-            time.sleep(1000)
+            # a signal that comes just before a sleep does not end it
+            for _ in range(10_000):
+                time.sleep(0.1)
 
     _at_each_batch(stuck)
 

@@ -46,6 +46,8 @@ def run_side_by_side(
     try:
         while waiting or running:
             ended = [name for name, (process, *_) in running.items() if process.poll() is not None]
+            # what the caller does with each is not theirs
+            end = time.perf_counter()
             done = [(name, *running.pop(name)) for name in ended]
             free += [place for *_, taken in done for place in taken]
             # before yielding what has ended, so that no GPU waits for the caller
@@ -57,7 +59,7 @@ def run_side_by_side(
                 process = subprocess.Popen(commands[name], env={**os.environ, **visible})
                 running[name] = process, started, taken
             for name, process, started, _ in done:
-                yield name, process.returncode, time.perf_counter() - started
+                yield name, process.returncode, end - started
             if not done:
                 time.sleep(SECONDS_BETWEEN_LOOKS)
     finally:

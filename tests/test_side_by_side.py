@@ -106,3 +106,13 @@ def test_places_are_the_gpus_that_a_process_sees(monkeypatch):
     assert (places(), places(2)) == ([None], [None, None])
     with pytest.raises(ValueError, match="processes must be at least 1, got 0"):
         places(0)
+
+
+def test_the_seconds_of_a_command_are_without_what_the_caller_does_meanwhile():
+    commands = {name: [sys.executable, "-c", "pass"] for name in "ab"}
+    took = []
+    # both have ended before the first is told
+    for _, _, seconds in run_side_by_side(commands, [None, None]):
+        took.append(seconds)
+        time.sleep(5)
+    assert max(took) < min(took) + 4

@@ -205,3 +205,10 @@ def ask_the_first(rank: int) -> None:
 
 def test_what_the_system_does_to_the_first_process_is_told_to_all_as_such(tmp_path):
     run_together(ask_the_first, 2, tmp_path / "meeting")
+
+
+def test_a_lock_names_its_holder_alone(tmp_path):
+    # of an earlier process, whose name is as long or longer
+    (tmp_path / "lock").write_text("process 1 on another host\n")
+    with run_lock._locked(tmp_path):
+        assert (tmp_path / "lock").read_text() == f"{run_lock._own_name()}\n"

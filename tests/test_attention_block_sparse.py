@@ -512,3 +512,25 @@ def test_a_mask_for_something_else_is_refused_with_the_numbers(mask, message):
 def test_a_mask_of_two_batches_is_refused_for_one_without_naming_it_twice():
     with pytest.raises(ValueError, match="^block_mask must have 1 batch, as q, got 2$"):
         flash_attention(X[:1], X[:1], X[:1], block_mask=holes(2, 1, 100, 100, X.device))
+
+
+def test_a_stack_is_causal_if_all_of_its_masks_are(device):
+    make = {"block_size": 64, "device": device}
+    masks = [block_masks.causal(128, **make), block_masks.butterfly(128, **make)]
+    assert BlockMask.stack(masks[:1] * 2).causal
+    assert not BlockMask.stack(masks).causal
+    # the flag stands for the mask: what is not causal is cut by attention itself
+    q, k, v = (torch.randn(1, 128, 2, 16, device=device) for _ in range(3))
+    out = flash_attention(q, k, v, block_mask=BlockMask.stack(masks))
+    expected = attention_reference(q, k, v, block_mask=BlockMask.stack(masks))
+    torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("options", [{"window": 5000}, {"document_ids": True}], ids=str)
+def test_lists_may_be_longer_than_what_is_counted_together(options, device):
+    # 141 blocks of keys, two thirds of them in the list
+    q, k, v = random_qkv(1, 70, 9000, 1, 1, 16, torch.float32, device)
+    if "document_ids" in options:
+        options = {"document_ids": (torch.arange(9000, device=device) // 4000).int()[None]}
+    mask = holes(1, 1, 70, 9000, device)
+    assert_as_accurate_as_torch(flash_attention, q, k, v, block_mask=mask, **options)

@@ -80,6 +80,15 @@ X = torch.zeros(2, 8, 4, 16, device=DEVICE)
             {"document_ids": torch.tensor([[0, 1, 0, 1] * 2] * 2).int().to(DEVICE)},
             "document_ids must not decrease along a row, got 1 before 0 in row 0: number the documents",
         ),
+        (
+            {"document_ids": torch.zeros(2, 8, dtype=torch.int32, device="meta")},
+            f"document_ids must be on {X.device}, got meta: move it",
+        ),
+        ({"dropout_p": 0.1, "dropout_seed": 2**63}, "dropout_seed must be at least 0 and below 2.*63, got"),
+        (
+            {"dropout_p": 0.1, "dropout_seed": torch.zeros(1, dtype=torch.int64, device="meta")},
+            f"dropout_seed must be .* on {X.device}, got .* on meta",
+        ),
     ],
 )
 def test_the_kernels_and_the_definition_name_what_is_wrong(attend, change, message):

@@ -3,6 +3,7 @@
 import sys
 from copy import deepcopy
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -239,6 +240,7 @@ def test_empty_slots_that_cannot_be_counted_are_asked_for():
     assert filled(causal, 4) == filled(causal, torch.tensor(4)) == 5
     # of a window the cache holds the end
     assert filled(causal, 20, kv_offset=13) == 8
+    assert filled(causal, 20, kv_offset=15) == 6
     # a text that is looked at is whole
     assert filled(both_ways, 4) == 8
 
@@ -623,3 +625,73 @@ def test_scaled_dot_product_attention_runs_on_our_kernels(dtype, causal, device)
     finally:
         restore_flash_attention_impl()
     assert calls
+
+
+def test_a_mask_is_read_again_where_a_layer_may_be_of_another_pass_or_its_values_others():
+    readings, mask, x = [], torch.ones(1, 9), torch.zeros(1, 9, 1, 8)
+
+    def ask(layer: int, k=x, find=lambda *given: readings.append(given)):
+        module = torch.nn.Module()
+        module.layer_idx = layer
+        hugging_face.once(module, mask, find, x, k)
+        return len(readings)
+
+    def other(*given):
+        readings.append(given)
+
+    assert [ask(0), ask(1), ask(2)] == [1, 1, 1]
+    # a model of a single layer, or one whose passes end early
+    assert [ask(2), ask(3)] == [2, 2]
+    mask[0, 0] = 0
+    assert [ask(4), ask(5)] == [3, 3]
+    assert [ask(6, x[:, 1:]), ask(7)] == [4, 5]
+    assert ask(8, find=other) == 6
+
+
+def test_what_the_kernels_do_not_compute_for_a_layer_is_refused_by_name():
+    x = torch.zeros(2, 1, 8, 16)
+    for name in ("softcap", "position_bias", "output_attentions"):
+        with pytest.raises(ValueError, match=f"^{name} is not supported by nanoflash"):
+            hugging_face.attention_forward(torch.nn.Module(), x, x, x, None, is_causal=True, **{name: 1.0})
+
+
+def test_positions_of_rows_that_end_apart_are_read():
+    q, k = torch.zeros(2, 3, 1, 16), torch.zeros(2, 12, 1, 16)
+    positions = torch.tensor([[9, 10, 11], [6, 7, 8]])
+    # the second row has padding on its left
+    assert hugging_face.of_causal_positions(positions, q, k) is None
+    with pytest.raises(ValueError, match="position_ids end at 10"):
+        hugging_face.of_causal_positions(positions - 1, q, k)
+
+
+@pytest.mark.parametrize(("n_keys", "is_all"), [(4, True), (5, False)])
+def test_gemmas_window_to_both_sides_hides_what_is_as_far_as_its_number(n_keys, is_all):
+    overlay = pytest.importorskip("transformers.models.gemma3.modeling_gemma3")._bidirectional_window_overlay
+    rule = overlay(4)
+    assert all(rule(0, 0, 0, key) for key in range(n_keys)) == is_all
+    if is_all:
+        assert read_rules(rule, n_keys, are_causal=False, is_own=False) is None
+    else:
+        with pytest.raises(ValueError, match="follows _bidirectional_window_overlay"):
+            read_rules(rule, n_keys, are_causal=False, is_own=False)
+
+
+def test_one_row_of_positions_serves_every_text():
+    q = k = torch.zeros(2, 4, 1, 16)
+    ids = hugging_face.of_positions(torch.tensor([[0, 1, 0, 1]]), q, k)
+    assert ids.tolist() == [[0, 0, 1, 1]] * 2
+
+
+@pytest.mark.parametrize("value", [True, "all", "vision"])
+def test_a_model_may_look_both_ways_over_all_of_a_text_and_not_over_a_part(value):
+    masks = pytest.importorskip("transformers.masking_utils")
+    overlay = pytest.importorskip("transformers.models.gemma3.modeling_gemma3")._bidirectional_window_overlay
+    make = hugging_face.mask_interface(masks.flash_attention_mask)
+    given = {"mask_function": masks.or_masks(masks.causal_mask_function, overlay(9))}
+    given |= {"batch_size": 1, "q_length": 4, "kv_length": 4}
+    given["config"] = SimpleNamespace(use_bidirectional_attention=value)
+    if value == "vision":
+        with pytest.raises(ValueError, match="the mask of this model follows"):
+            make(**given)
+    else:
+        assert make(**given) is None

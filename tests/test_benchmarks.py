@@ -26,6 +26,7 @@ from scripts import (
 from scripts.sdpa import sdpa
 from scripts.sizes import read_model
 from train import results
+from train.passes import EAGER_STEPS
 from train.plot import draw_bars
 from train.results import machine
 
@@ -358,3 +359,15 @@ def test_a_result_says_what_it_was_measured_on(monkeypatch):
     assert (results.provenance(2)["gpu"], results.provenance(2)["n_gpus"]) == ("NVIDIA H200", 2)
     # a run on the CPU of a machine with a GPU
     assert (results.provenance(0)["gpu"], results.provenance(0)["n_gpus"]) == (None, 0)
+
+
+def test_a_benchmark_captures_no_graphs_in_a_step_that_it_times():
+    given = {"device": "cuda", "warmup_steps": EAGER_STEPS + 1}
+    benchmark_training.check_counts(benchmark_training.Arguments(**given))
+    for more in ({}, {"ladder": True, "cuda_graphs": True}):
+        arguments = benchmark_training.Arguments(**given | {"warmup_steps": EAGER_STEPS}, **more)
+        with pytest.raises(ValueError, match=f"use warmup_steps={EAGER_STEPS + 1}, or cuda_graphs=false"):
+            benchmark_training.check_counts(arguments)
+    benchmark_training.check_counts(
+        benchmark_training.Arguments(device="cuda", warmup_steps=0, cuda_graphs=False)
+    )

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from torch.profiler import ProfilerActivity, profile
 
 from kernels import bit_tiles, block_mask, block_masks
-from kernels.block_mask import BlockMask, reach, without_lists
+from kernels.block_mask import BlockMask, key_dtype, reach, without_lists
 from kernels.reference import visible_keys
 
 SHAPES = [(50, 64), (256, 64), (300, 64), (500, 128)]
@@ -310,3 +310,49 @@ def test_numbers_are_numbered_alike_by_a_table_and_by_sorting(n):
     assert values.tolist() == [0, 3, 5, 8]
     assert place.dtype == torch.int32
     assert torch.equal(values[place], x.to(values.dtype))
+
+
+def test_density_of_queries_before_the_first_key_counts_no_block():
+    visible = visible_keys(256, 64, causal=True)
+    mask = block_masks.from_dense(visible, block_size=64)
+    assert mask.causal
+    # the first three blocks of queries see nothing
+    assert mask.density() == 1.0
+
+
+def test_a_causal_mask_may_have_empty_intervals_anywhere():
+    first = torch.tensor([30, 40, 50]).repeat_interleave(20)
+    mask = block_masks.from_intervals(first, first, 60, block_size=64, causal=True)
+    assert mask.causal
+    assert not mask.to_dense().any()
+
+
+def test_reach_is_that_of_each_batch():
+    masks = [block_masks.causal(256, block_size=64), block_masks.strided(256, 4, block_size=64)]
+    dense = torch.stack([mask.to_dense()[0] for mask in masks]).expand(2, 3, 256, 256)
+    both = block_masks.from_dense(dense, block_size=64)
+    with pytest.warns(UserWarning, match="never"):
+        # all 10 pairs of the first batch, the 4 on the diagonal of the second
+        assert both.reach(1) == pytest.approx(14 / 20)
+
+
+def test_reach_counts_all_pairs_if_one_layer_is_not_causal():
+    masks = [block_masks.causal(256, block_size=64), block_masks.butterfly(256, block_size=64)]
+    with pytest.warns(UserWarning, match="never"):
+        # block 3 alone sees block 0 by a block that is not its own
+        assert reach(masks) == pytest.approx(share_of_pairs(masks))
+
+
+def share_of_pairs(masks):
+    crossed = [
+        mask.to_dense()[0, 0].unflatten(0, (-1, 64)).unflatten(2, (-1, 64)).any(3).any(1) for mask in masks
+    ]
+    seen = torch.eye(len(crossed[0]), dtype=torch.bool)
+    for c in crossed:
+        seen = (c.float() @ seen.float()) > 0
+    return seen.float().mean().item()
+
+
+@pytest.mark.parametrize(("n", "dtype"), [(2**30 - 1, torch.int32), (2**30, torch.int64)])
+def test_numbers_of_blocks_leave_room_for_twice_as_many(n, dtype):
+    assert key_dtype(n) == dtype

@@ -2,12 +2,13 @@
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import faults
 import pytest
 
-from scripts import compare_extensions
+from scripts import compare_extensions, evaluate_context
 from scripts.arguments import run_script
 from tests.test_config import composed
 from train.config import parse, write_config
@@ -292,3 +293,66 @@ def test_on_several_gpus_each_takes_a_method(started, monkeypatch):
     # what failed is not in the report
     rows = json.loads(Path("out/comparison.json").read_text())["rows"]
     assert [row["method"] for row in rows] == ["before", "linear"]
+
+
+def test_a_precision_that_is_asked_for_is_not_taken_for_another(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path, case = tmp_path / "result.json", compare_extensions.Case("example-64", "linear", 128)
+
+    def given(**evaluation) -> compare_extensions.Arguments:
+        return compare_extensions.Arguments(stages=["evaluate"], evaluation=evaluation)
+
+    settings = asdict(compare_extensions.evaluation(given(precision="fp16")))
+    path.write_text(json.dumps({"rows": [{"model": f"runs/{case.run}"}], "settings": settings}))
+    # unless it is given, the precision follows from the machine
+    for usual in (given(), given(precision="fp16")):
+        compare_extensions.check_measured(case, path, usual)
+    with pytest.raises(ValueError, match="with evaluation.precision=fp16, and this call asks for fp32: move"):
+        compare_extensions.check_measured(case, path, given(precision="fp32"))
+
+
+def test_lines_are_by_length_and_begin_with_the_model_as_pretrained(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = []
+    monkeypatch.setattr(compare_extensions, "report", lambda cases, out: told.extend(cases))
+    methods = {"stages": ["report"], "methods": ["yarn", "before", "linear"]}
+    compare_extensions.main(compare_extensions.Arguments(**methods, seq_lens=[256, 128], base_seq_len=64))
+    assert [(case.seq_len, case.method) for case in told] == [
+        (length, method) for length in (128, 256) for method in ("before", "yarn", "linear")
+    ]
+
+
+def test_a_run_is_evaluated_on_its_own_text_unless_another_is_given(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(compare_extensions, "run_config", lambda name: {"data": {"folder": "own"}})
+    monkeypatch.setattr(evaluate_context, "main", lambda arguments: read.append(arguments.data))
+    for evaluation in ({}, {"data": "another"}):
+        arguments = compare_extensions.Arguments(evaluation=evaluation)
+        case = compare_extensions.Case("example-64", "linear", 128)
+        compare_extensions.evaluate(case, tmp_path / "new.json", arguments)
+    assert read == ["own", "another"]
+
+
+def test_recall_is_no_longer_than_the_shortest_extension():
+    given = {"methods": ["linear"], "seq_lens": [256, 128], "base_seq_len": 64}
+    for length in (128, 256):
+        arguments = compare_extensions.Arguments(**given, evaluation={"lengths": [length]})
+        if length == 128:
+            compare_extensions.check_recall(arguments)
+            continue
+        with pytest.raises(ValueError, match=r"evaluation.lengths=\[256\] must be at most the 128 tokens"):
+            compare_extensions.check_recall(arguments)
+
+
+def test_a_line_has_the_losses_of_the_least_and_of_the_whole_context(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "example-128-yarn"
+    folder.mkdir(parents=True)
+    lines = [{"step": n, "tokens": n, "tokens_per_second_per_gpu": 5.0, "val_loss": 3.0 - n} for n in (0, 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    losses = {64: 2.0, 0: 4.0, 128: 1.5}
+    measured = [{"kind": "context", "seq_len": 128, "context": n, "loss": x} for n, x in losses.items()]
+    measured += [{"kind": "effective_context", "seq_len": 128, "context": 64}]
+    row = compare_extensions.summary(compare_extensions.Case("example-64", "yarn", 128), measured)
+    assert (row["loss_with_least_context"], row["loss_with_whole_context"]) == (4.0, 1.5)
+    assert (row["val_loss_at_start"], row["val_loss"]) == (3.0, 2.0)

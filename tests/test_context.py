@@ -1,5 +1,6 @@
 import json
 import math
+from statistics import mean
 
 import numpy as np
 import pytest
@@ -193,3 +194,63 @@ def test_the_picture_is_drawn(tmp_path, loss):
     ]
     draw_context(json.loads(json.dumps(rows)), tmp_path / "context.png")
     assert (tmp_path / "context.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_passkeys_lie_in_different_stretches_of_the_filler():
+    tokenizer, rng = load_tokenizer("bytes"), np.random.default_rng(0)
+    filler = np.arange(200, dtype=np.uint16)
+    begins = {int(passkey(tokenizer, filler, 100, 1.0, rng).tokens[0]) for _ in range(100)}
+    assert len(begins) > 50
+    # as long as the filler and what surrounds it, there is one place
+    longest = len(filler) + len(tokenizer.encode("\n# the passkey is 1234567\n\n# the passkey is 1234567"))
+    assert passkey(tokenizer, filler, longest, 1.0, rng).tokens[0] == 0
+
+
+def test_losses_of_windows_are_their_means(gpt):
+    class Loader(list):
+        batch = list.__getitem__
+
+    tokens = torch.randint(257, (3, 1, 65))
+    windows = [(row[:, :-1], row[:, 1:]) for row in tokens]
+    arguments = evaluate_context.Arguments(model="m", data="d", device="cpu")
+    rows, *each = (
+        evaluate_context.text_rows(gpt, Loader(chosen), 64, 8, arguments)
+        for chosen in (windows, *([window] for window in windows))
+    )
+    for row, *alone in zip(rows, *each, strict=True):
+        if row["kind"] != "effective_context":
+            assert row["loss"] == pytest.approx(mean(one["loss"] for one in alone))
+
+
+def test_recall_is_asked_at_each_length_and_depth_by_the_seed(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        evaluate_context,
+        "recall_accuracy",
+        lambda model, prompts, device: drawn.append([prompt.tokens.tolist() for prompt in prompts]) or (0, 0),
+    )
+    tokenizer = load_tokenizer("bytes")
+    filler = tokenizer.encode("some filler text, " * 20)
+    given = {"model": "m", "data": "d", "prompts": 2, "depths": [0.0, 1.0]}
+
+    def rows(seed: int) -> tuple[list[dict], list]:
+        drawn.clear()
+        arguments = evaluate_context.Arguments(**given, seed=seed)
+        found = evaluate_context.recall_rows(None, filler, [200, LEAST_LENGTH], tokenizer, [256], arguments)
+        return found, list(drawn)
+
+    (found, first), (_, again), (_, other) = rows(1), rows(1), rows(2)
+    assert first == again != other
+    assert [(row["length"], row["depth"], row["kind"]) for row in found] == [
+        (length, depth, kind)
+        for length in (LEAST_LENGTH, 200)
+        for depth in (0.0, 1.0)
+        for kind in ("passkey", "key_value")
+    ]
+    # one prompt is not another
+    assert all(one != two for one, two in first)
+
+
+def test_an_evaluation_refuses_a_sequence_without_context():
+    with pytest.raises(ValueError, match="^seq_len must be from 2 to the model's 512 positions, got 1$"):
+        evaluate_context.checked_lengths(evaluate_context.Arguments(model="a", data="b", seq_len=1), 512)

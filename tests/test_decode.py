@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import block_masks
+from kernels import block_masks, decode
 from kernels.decode import append_and_decode, decode_attention
 from kernels.portable.decode import choose_splits
 from kernels.reference import decode_reference
@@ -322,3 +322,10 @@ def test_a_block_mask_of_another_length_or_for_heads_or_queries_is_refused(
     mask = block_masks.causal(capacity, device=device).expand(1, n_head)
     with pytest.raises(ValueError, match=message):
         decode_attention(q, k, v, torch.tensor([5], device=device), block_mask=mask)
+
+
+def test_more_heads_than_a_grid_has_are_refused(monkeypatch):
+    monkeypatch.setattr(decode, "MOST_HEADS", 3)
+    x = torch.zeros(2, 1, 2, 16)
+    with pytest.raises(ValueError, match="k must have at most 3 heads over all batches, got 4"):
+        decode.decode_attention(x, x, x, torch.ones(2, dtype=torch.int32))

@@ -143,3 +143,16 @@ def test_a_scaling_that_cannot_go_on_is_refused_by_name_and_ways_out(rotary, met
         extended_config(config, 64, method)
     onward = extended_config(config, 64, "none")
     assert (onward.rotary, onward.max_seq_len) == (config.rotary, 64)
+
+
+@pytest.mark.parametrize("method", ["none", "linear", "ntk", "yarn"])
+def test_another_base_takes_no_positions_from_a_model(method):
+    config = extended_config(ROTARY, 16, method, 500_000.0)
+    assert (config.max_seq_len, config.rotary.base) == (32, 500_000.0)
+
+
+@pytest.mark.parametrize("method", ["linear", "ntk", "yarn"])
+def test_a_scaled_model_goes_on_at_its_own_length_with_another_base(method):
+    scaled = extended_config(ROTARY, 128, method)
+    again = extended_config(scaled, 128, method, 500_000.0)
+    assert (again.rotary.factor, again.rotary.base) == (4.0, 500_000.0)

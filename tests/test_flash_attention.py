@@ -312,3 +312,31 @@ def test_double_backward_is_refused_with_a_way_out(device):
     (dq,) = torch.autograd.grad(flash_attention(q, k, v).sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="attention_reference"):
         dq.sum().backward()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_channels_may_lie_far_apart_in_memory():
+    # 16 of them over more than 2**31 elements, of which hardly any memory is touched
+    distance = 2**27 + 2**24
+    far = torch.empty(15 * distance + 64, dtype=torch.float16)
+    far = far.as_strided((1, 64, 1, 16), (64, 1, 64, distance)).copy_(torch.randn(1, 64, 1, 16))
+    near = far.contiguous()
+    results = []
+    for x in (far, near):
+        inputs = [x.detach().requires_grad_() for _ in range(3)]
+        out = flash_attention(*inputs)
+        results.append((out, *torch.autograd.grad(out, inputs, x)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_the_backward_operator_takes_a_gradient_of_lse_of_any_strides():
+    q, k, v = (x.detach() for x in random_qkv(2, 40, 40, 2, 1, 16, torch.float32, "cpu"))
+    options = None, None, None, [], 0.25, True, None, 0.0, False, None
+    out, lse = attention_forward(q, k, v, *options)
+    dlse = torch.randn(2, 40, 2).transpose(1, 2)
+    assert not dlse.is_contiguous()
+    ours, expected = (
+        attention_backward(out, x, q, k, v, out, lse, *options) for x in (dlse, dlse.contiguous())
+    )
+    assert all(map(torch.equal, ours, expected))

@@ -6,9 +6,13 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from kernels.hopper import schedule
+from kernels import block_masks
+from kernels.hopper import launch, schedule
+from kernels.hopper.launch import has_room
 from kernels.hopper.tiles import EVERY, forward_tile, key_section_bytes, section_heads
+from kernels.problem import Problem
 
 
 class Order:
@@ -136,3 +140,46 @@ def test_keys_and_values_of_a_section_take_their_share_of_l2_or_are_one_head(mas
         n_sections = -(-n_heads // section)
         larger = -(-n_heads // group // max(1, n_sections - 1))
         assert n_sections == 1 or larger * 4 * seq_k * head_dim > most
+
+
+@pytest.mark.parametrize(
+    ("dropout_p", "dtype", "room"),
+    [
+        (0.0, torch.bfloat16, True),
+        (0.1, torch.bfloat16, True),
+        (0.5, torch.bfloat16, False),
+        (0.0, torch.float16, False),
+    ],
+)
+def test_probabilities_have_room_but_in_float16_and_at_rates_close_to_a_half(dropout_p, dtype, room):
+    assert has_room(Problem(softmax_scale=1.0, causal=True, dropout_p=dropout_p), dtype) == room
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_a_backward_pass_has_sums_for_every_slot_and_rounds_the_last(group, monkeypatch):
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 4)
+    monkeypatch.setattr(launch, "memory_bandwidth", lambda device: 4917.0)
+    q = torch.empty(2, 1024, 4 * group, 64, dtype=torch.bfloat16, device="meta")
+    problem = Problem(softmax_scale=1.0, causal=True)
+    plan = launch.plan_backward(problem, q, q[:, :, :4])
+    slots, heads = launch.SLOTS.value, plan.section * group
+    assert (plan.section, plan.n_sections, plan.rounded_sections) == (1, 8, 7)
+    assert plan.n_sums == slots * heads
+    launched = []
+    monkeypatch.setattr(launch, "launch", lambda kernel, grid, *given, **_: launched.append((grid, given)))
+    tensors = launch.Tensors(*[q] * 14)
+    launch.launch_round(problem, plan, tensors)
+    ((grid, given),) = launched
+    assert grid == (plan.padded // launch.PREPARE_ROWS, heads)
+    # n_head, heads that are rounded, where the slot of the others begins
+    assert given[5:8] == (4 * group, 7 * heads, 7 * heads % (slots * heads))
+
+
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_lists_read_whole_blocks_of_lse(has_blocks, monkeypatch):
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 4)
+    monkeypatch.setattr(launch, "memory_bandwidth", lambda device: 4917.0)
+    blocks = tuple(block_masks.causal(130).tensors()) if has_blocks else ()
+    problem = Problem(softmax_scale=1.0, causal=not has_blocks, deterministic=True, blocks=blocks)
+    q = torch.empty(1, 130, 2, 64, dtype=torch.bfloat16, device="meta")
+    assert launch.plan_backward(problem, q, q).padded == (256 if has_blocks else 192)

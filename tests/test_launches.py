@@ -226,3 +226,49 @@ def test_each_gpu_has_kinds_of_its_own():
     for _ in range(3):
         assert_same(gradients(*tensors), expected)
         assert_same((x.to("cuda:0") for x in gradients(*there)), expected)
+
+
+A, B = torch.zeros(8), torch.zeros(4, 8)
+LAYOUT = object()
+DESCRIBED = (B, (4, 8), (8, 1), (4, 8), LAYOUT)
+
+
+def kind(grid=(2,), x=A, number=3, described=DESCRIBED, device=0, **constants):
+    descriptor = launches.Descriptor(*described)
+    return launches.kind_of(launches, grid, (x, number, None, descriptor), {"BLOCK": 16} | constants, device)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"device": 1},
+        {"grid": (3,)},
+        {"BLOCK": 32},
+        {"number": 4},
+        {"x": A.double()},
+        {"x": torch.zeros(9)[1:]},
+        {"described": (B, (3, 8), (8, 1), (4, 8), LAYOUT)},
+        {"described": (B, (4, 8), (16, 1), (4, 8), LAYOUT)},
+        {"described": (B, (4, 8), (8, 1), (2, 8), LAYOUT)},
+        {"described": (B.int(), (4, 8), (8, 1), (4, 8), LAYOUT)},
+        {"described": (B, (4, 8), (8, 1), (4, 8), None)},
+    ],
+    ids=[
+        "device", "grid", "constant", "number", "dtype", "alignment", "shape", "strides", "block",
+        "dtype of a descriptor", "layout",
+    ],
+)  # fmt: skip
+def test_what_a_launch_may_depend_on_makes_another_kind(change):
+    (same, addresses), (other, _) = kind(), kind(x=A.clone())
+    assert same == other
+    assert addresses == [A.data_ptr(), B.data_ptr()]
+    assert kind(**change)[0] != same
+
+
+def test_who_listens_inside_leaves_the_outer_listener():
+    outer, inner = (lambda *told: None for _ in range(2))
+    with launches.telling_launches(outer):
+        with launches.telling_launches(inner):
+            assert launches.listeners.of_launches is inner
+        assert launches.listeners.of_launches is outer
+    assert launches.listeners.of_launches is None

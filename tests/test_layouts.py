@@ -114,3 +114,15 @@ def test_the_stride_of_a_dimension_of_one_element_does_not_matter():
     x = torch.randn(100).half().as_strided((1, 3, 1, 8), (7, 16, 5, 1))
     assert is_bulk_readable(x)
     assert bulk_strides(x) == (8, 16, 8)
+
+
+@pytest.mark.parametrize("dimension", [0, 1, 2], ids=["batches", "tokens", "heads"])
+def test_views_whose_rows_begin_between_aligned_addresses_are_copied(dimension):
+    strides = [1024, 64, 16, 1]
+    strides[dimension] += 4
+    x = torch.randn(4096).half().as_strided((2, 3, 4, 8), strides)
+    assert not is_bulk_readable(x)
+    assert is_bulk_readable(bulk_readable(x))
+    assert torch.equal(bulk_readable(x), x)
+    # four bytes: aligned
+    assert is_bulk_readable(torch.randn(4096).as_strided((2, 3, 4, 8), strides))

@@ -192,3 +192,15 @@ def test_text_in_the_tokens_of_a_published_model_goes_in_and_comes_out(tmp_path,
         "export=true",
     ]
     faults.run_training(faults.small_config("third", 5, *moved, "model.dropout=0.0"))
+
+
+def test_an_evaluation_drops_nothing_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    faults.write_corpus(tmp_path)
+    faults.run_training(faults.small_config("run", 2, "model.dropout=0.5", "seq_len=64"))
+    folder = next(Path("datasets").glob("text-*"))
+    given = {"model": "runs/run", "data": str(folder), "device": "cpu", "precision": "fp32", "prompts": 1}
+    for out in ("a.json", "b.json"):
+        evaluate_context.main(evaluate_context.Arguments(**given, sequences=1, depths=[0.5], out=out))
+    first, second = (json.loads(Path(out).read_text())["rows"] for out in ("a.json", "b.json"))
+    assert first == second

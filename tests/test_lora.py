@@ -200,3 +200,14 @@ def test_a_compiled_run_on_a_gpu_trains_adapters_through_our_kernels(tmp_path, m
     faults.run_training(faults.small_config("next", 1, *on_gpu, "start.weights=runs/tuned"))
     first = next(line["val_loss"] for line in faults.numbers("next"))
     assert first == pytest.approx(val_loss, abs=1e-2)
+
+
+@pytest.mark.parametrize("rank", [31, 32])
+def test_adapters_are_smaller_than_the_matrices_beside_them(rank):
+    model = ModelConfig(n_layer=1, n_head=2, n_embd=32, vocab_size=90, max_seq_len=64, dropout=0.0)
+    lora = LoraConfig(rank=rank, alpha=1.0, embeddings_and_norms=False)
+    if rank < 32:
+        lora.check_rank(model)
+        return
+    with pytest.raises(ValueError, match="lora.rank must be below the 32 channels of the model, got 32"):
+        lora.check_rank(model)

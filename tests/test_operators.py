@@ -64,3 +64,11 @@ def test_a_triton_that_cannot_build_hoppers_kernels_is_the_reason_given(monkeypa
     found = table()
     assert {name for name, _ in found.values()} == {"portable"}
     assert found["bfloat16", 64, "plain"][1] == "hopper Gluon lacks warpgroup_mma"
+
+
+def test_what_uses_another_implementation_inside_of_one_leaves_the_outer():
+    with operators.use_implementation("portable"):
+        with operators.use_implementation("hopper"):
+            assert operators.forced == "hopper"
+        assert operators.forced == "portable"
+    assert operators.forced is None

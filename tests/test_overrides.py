@@ -471,3 +471,10 @@ def test_equal_names_of_a_sweep_are_told_with_the_way_out(words, name, tmp_path)
 )
 def test_names_of_a_sweep_that_differ_or_are_not_known_yet_are_taken(words):
     refuse_equal_names(["--multirun", *words])
+
+
+def test_values_that_are_not_in_conf_are_left_to_their_runs(tmp_path):
+    # with a name in their own configuration
+    refuse_equal_names(["--config-path", str(tmp_path), "--multirun", "seed=1,2"])
+    with pytest.raises(ValueError, match="would be that of 2 runs"):
+        refuse_equal_names(["--multirun", "seed=1,2"])

@@ -282,11 +282,12 @@ def test_a_head_that_config_json_ties_must_be_the_embedding(folder):
 
 @pytest.mark.parametrize("scaling", [YARN, LLAMA3], ids=["yarn", "llama3"])
 def test_a_longest_sequence_beside_the_scaling_goes_before_the_one_in_it(scaling):
-    published = {**ROTARY_SIZES, "rope_parameters": dict(scaling), "original_max_position_embeddings": 24}
-    known = LlamaRotaryEmbedding(transformers.LlamaConfig(**published)).inv_freq
+    published = {**ROTARY_SIZES, "rope_parameters": scaling, "original_max_position_embeddings": 24}
     rotary = read_rotary(published)
-    assert rotary.original_seq_len == 24
-    torch.testing.assert_close(frequencies(rotary, 8)[0].float(), known)
+    assert rotary.original_seq_len == 24 != scaling["original_max_position_embeddings"]
+    # transformers writes into the scaling that it is given
+    theirs = transformers.LlamaConfig(**published | {"rope_parameters": dict(scaling)})
+    torch.testing.assert_close(frequencies(rotary, 8)[0].float(), LlamaRotaryEmbedding(theirs).inv_freq)
 
 
 def test_linear_scaling_has_its_longest_original_sequence_only_where_it_is_written():
@@ -464,3 +465,28 @@ def test_an_export_that_a_full_disk_ends_names_its_folder_and_leaves_nothing(
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not (tmp_path / "new").exists()
     assert list((tmp_path / "mine").iterdir()) == []
+
+
+def test_two_mscales_give_the_attention_factor_of_transformers():
+    published = {**ROTARY_SIZES, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}}
+    _, factor = frequencies(read_rotary(published), 8)
+    known = LlamaRotaryEmbedding(transformers.LlamaConfig(**published)).attention_scaling
+    assert factor == pytest.approx(known, rel=1e-12)
+    assert factor > 1.01
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_config_json_leaves_out_is_as_in_transformers(family):
+    sizes = {"hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+    sizes |= {"vocab_size": 90, "max_position_embeddings": 32}
+    if family == "GPT2LMHeadModel":
+        sizes = {"n_layer": 1, "n_head": 2, "n_embd": 32, "vocab_size": 90, "n_positions": 32}
+    ours = FAMILIES[family].read_config(sizes)
+    theirs = getattr(transformers, family).config_class(**sizes)
+    assert ours.tied_head == theirs.tie_word_embeddings
+    if family == "GPT2LMHeadModel":
+        assert ours.norm_eps == theirs.layer_norm_epsilon
+        return
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 64)
+    assert ours.rotary.base == theirs.rope_parameters["rope_theta"]

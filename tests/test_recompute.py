@@ -149,3 +149,10 @@ def test_nothing_is_recomputed_where_there_is_no_backward_pass():
 def test_an_unknown_kind_is_refused():
     with pytest.raises(ValueError, match="recompute must be one of none, selective, full, got 'half'"):
         small("half")
+
+
+def test_a_layer_is_left_as_it_is_where_there_is_no_backward_pass():
+    layer = torch.nn.Identity()
+    assert recomputed(layer, "full") is not layer
+    with torch.no_grad():
+        assert recomputed(layer, "full") is layer

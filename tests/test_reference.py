@@ -89,3 +89,10 @@ def test_a_compiled_definition_is_one_graph_that_reads_no_document():
     seed = torch.tensor([3])
     compiled = torch.compile(attend, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, ids, seed), attend(x, ids, seed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_lse_of_the_definition_has_at_least_32_bits(dtype):
+    x = torch.randn(1, 5, 1, 8, dtype=dtype)
+    out, lse = attention_reference(x, x, x, return_lse=True)
+    assert (out.dtype, lse.dtype) == (dtype, torch.promote_types(dtype, torch.float32))

@@ -12,6 +12,7 @@ from kernels.flash_attention import flash_attention, flash_attention_varlen
 from kernels.launches import Launch
 from kernels.operators import use_implementation
 from kernels.packed import flash_attention_packed
+from kernels.repeats import Place, place_of
 from tests.compile_apart import compile_apart
 from tests.on_a_gpu import (
     IS_HOPPER,
@@ -591,3 +592,11 @@ def test_each_gpu_has_calls_of_its_own():
         assert_same(gradients(*tensors), expected)
         assert_same((x.to("cuda:0") for x in gradients(*there)), expected)
     assert n_noted() == 4
+
+
+def test_an_address_behind_a_tensor_is_not_in_it():
+    memory = torch.zeros(12)
+    x = memory[:6]
+    assert place_of(memory[5:].data_ptr(), [x]) == Place(0, 20)
+    with pytest.raises(ValueError, match="neither given nor allocated"):
+        place_of(memory[6:].data_ptr(), [x])

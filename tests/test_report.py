@@ -18,6 +18,9 @@ from tests.test_config import composed
 from train import report
 from train.config import parse
 from train.distributed import Processes
+from train.export import EXPORT
+from train.logger import WANDB_ID
+from train.profiler import NEEDED, TRACE
 from train.throughput import PEAK_FLOPS, RunClock
 
 JUNIT = """<testsuites><testsuite>
@@ -176,3 +179,68 @@ def test_a_summary_is_of_its_launch_without_the_first_line_which_compiles(
         assert row[f"mfu_{name}"] == pytest.approx(per_second / 4 * count / PEAK)
     assert (row["peak_memory_bytes"], row["final_loss"]) == (40, 2.0)
     assert (row["n_gpus"], row["tokens"]) == (4, 1310720)
+
+
+def test_what_is_set_aside_is_all_that_an_attempt_left(tmp_path):
+    left = ["config.yaml", "config_from_step_2.yaml", "metrics.jsonl", "left_out.json", WANDB_ID, "loss.png"]
+    for name in left:
+        (tmp_path / name).touch()
+    # locked by the run that starts over
+    (tmp_path / "lock").touch()
+    report.set_aside(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "attempt_1").iterdir()) == sorted(left)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt_1", "lock"]
+
+
+@pytest.fixture
+def finished(four_gpus, tmp_path, monkeypatch):
+    """Ends a run of 40 steps that began at a step of it, with these settings; its exports."""
+    monkeypatch.chdir(tmp_path)
+    exports = []
+    monkeypatch.setattr(report, "export_run", lambda *given: exports.append(given))
+
+    def finish(first_step: int, *, is_saved: bool = True, **settings):
+        config = parse(composed("total_tokens=1310720", "tokens_per_step=32768", "sample.tokens=0"))
+        for key, value in settings.items():
+            setattr(config, key, value)
+        config.folder.mkdir(parents=True, exist_ok=True)
+        line = {"step": 40, "tokens": 40, "train_loss": 3.0, "tokens_per_second": 4.0}
+        line |= {"tokens_per_second_per_gpu": 1.0}
+        line |= {"step_seconds": 1.0, "data_seconds": 0.1, "peak_memory_allocated_bytes": 1}
+        (config.folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        if is_saved:
+            (config.folder / "checkpoints" / "step_00000040").mkdir(parents=True, exist_ok=True)
+            (config.folder / "checkpoints" / "step_00000040" / "checkpoint.json").touch()
+        clock = RunClock(torch.device("cpu"), 0.0)
+        report.finish_run(config, None, 2.0, clock, four_gpus, FLOPS, first_step=first_step)
+        return config.folder
+
+    return SimpleNamespace(finish=finish, exports=exports)
+
+
+def test_files_of_an_earlier_launch_are_not_told_as_this_ones(finished, capsys):
+    folder = finished.finish(0)
+    (folder / TRACE).touch()
+    (folder / EXPORT).mkdir()
+    capsys.readouterr()
+    for first_step, profile, is_told in ((0, True, True), (0, False, False), (41 - NEEDED, True, False)):
+        finished.finish(first_step, profile=profile)
+        printed = capsys.readouterr().out
+        assert (TRACE in printed) == is_told
+        assert EXPORT not in printed
+    finished.finish(0, export=True)
+    assert f"to share     {folder / EXPORT}\n" in capsys.readouterr().out
+
+
+def test_an_export_knows_the_weights_that_its_run_began_from(finished):
+    config = parse(composed())
+    config.start.weights = "published"
+    folder = finished.finish(0, export=True, start=config.start)
+    assert [given[1:] for given in finished.exports] == [(config.data.tokenizer, folder, "published")]
+
+
+def test_a_run_that_was_finished_before_tells_no_speed(finished, capsys):
+    finished.finish(0)
+    assert "\nMFU " in capsys.readouterr().out
+    finished.finish(40)
+    assert "MFU " not in capsys.readouterr().out

@@ -42,8 +42,9 @@ from scripts.paper.algorithm1 import algorithm1
 from scripts.paper.encoder import Encoder, encoder_config, train_classifier
 from scripts.paper.fused_softmax import LONGEST, fused_softmax
 from scripts.paper.registry import EXPERIMENTS, choose, load
-from scripts.paper.report import number, write_report
+from scripts.paper.report import number, part_of, write_report
 from scripts.paper.sparsity import random_blocks, two_blocks
+from scripts.paper.traffic import n_bytes
 from scripts.paper.training import MODELS, configure, hugging_face, time_training
 from scripts.paper.verdict import NOT_MEASURED, NOT_REACHED, REACHED, Verdict, least
 from scripts.reproduce_paper import Arguments, choose_sizes, main
@@ -947,3 +948,48 @@ def test_every_experiment_runs_quickly_on_a_gpu(name, tmp_path):
     done = call(name, "quick=true", f"out={tmp_path}", folder=ROOT)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / f"{name}.png").is_file()
+
+
+def test_the_latest_try_goes_before_older_rows_although_it_did_not_finish(experiment, tmp_path):
+    _, arguments = experiment
+    write_result(tmp_path / "figure1.json", paper_figure1())
+    with pytest.raises(SystemExit, match="figure1 failed"):
+        main(arguments(overwrite=True))
+    assert "**Interrupted: some rows are missing.**" in (tmp_path / "README.md").read_text()
+    main(arguments(keep=True))
+    assert [path.name for path in tmp_path.glob("*.json")] == ["figure1.json"]
+    assert "Interrupted" not in (tmp_path / "README.md").read_text()
+
+
+def test_rows_are_on_the_disk_while_others_are_measured(experiment, tmp_path, monkeypatch):
+    fake, arguments = experiment
+    written = []
+
+    def measure(sizes, device):
+        for row in paper_figure1():
+            part = part_of(tmp_path / "figure1.json")
+            written.append(len(json.loads(part.read_text())["rows"]) if part.exists() else 0)
+            yield row
+
+    fake.measure = measure
+    monkeypatch.setattr(reproduce_paper, "SECONDS_BETWEEN_WRITES", 0)
+    main(arguments())
+    assert written == list(range(len(paper_figure1())))
+
+
+def test_a_broadcast_dimension_is_read_once():
+    x = torch.empty(1, 4)
+    assert n_bytes([x.expand(3, 4), x]) == 2 * 4 * 4
+
+
+@pytest.mark.parametrize(("steps", "word"), [(999, "not measured"), (1000, "reached")])
+def test_accuracies_of_few_steps_give_no_verdict(steps, word):
+    row = {
+        "kind": "accuracy",
+        "task": "ListOps",
+        "seq_len": table3.TRAINED_LENGTHS["ListOps"],
+        "steps": steps,
+    }
+    rows = [{**row, "attention": name, "accuracy": 40.0} for name in ("ours", "eager")]
+    [verdict] = [found for found in table3.judge(rows) if found.claim.startswith("ListOps")]
+    assert verdict.word == word

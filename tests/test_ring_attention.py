@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kernels import block_masks
+from kernels import block_masks, operators, packed, sdpa
 from kernels.block_mask import BlockMask
+from kernels.flash_attention import flash_attention, flash_attention_varlen
 from kernels.reference import attention_reference, visible_keys
 from model.block_attention import BLOCK_ATTENTION
-from model.ring import Ring, tokens_of_blocks
+from model.ring import Ring, length, tokens_of_blocks
 from model.ring_attention import merge, ring_attention
 from scripts import benchmark_ring
 from tests.accuracy import assert_within_rule, random_qkv, run
@@ -453,3 +454,123 @@ def count_operations(rank: int) -> None:
 
 def test_the_benchmark_counts_what_the_mask_keeps_for_each_gpu(tmp_path):
     run_together(count_operations, 2, tmp_path / "meeting")
+
+
+@pytest.mark.parametrize("window", [None, 3, 40])
+@pytest.mark.parametrize("n_padding", [0, 40])
+def test_bounds_of_a_step_lie_within_its_rows_and_keys(window, n_padding):
+    ids = torch.zeros(2, SEQ_LEN, dtype=torch.int32)
+    # queries of padding beside others that see late keys
+    ids[0, :n_padding] = -1
+    for rank in range(2):
+        for step in Ring(NoGroup(rank, 2), SEQ_LEN, ids).steps(window):
+            if step.mask.key_bounds is not None:
+                for bounds, tokens in (
+                    (step.mask.key_bounds, step.keys),
+                    (step.mask.query_bounds, step.rows),
+                ):
+                    assert 0 <= int(bounds.min()) <= int(bounds.max()) <= length(tokens)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("padded", [0, 1])
+def test_a_sequence_of_padding_alone_sees_nothing_beside_one_of_text(size, padded):
+    ids = torch.zeros(2, SEQ_LEN, dtype=torch.int32)
+    ids[padded] = -1
+    expected = visible_keys(SEQ_LEN, SEQ_LEN, causal=True, document_ids=ids)[:, 0]
+    covered = torch.zeros(expected.shape, dtype=torch.int)
+    for rank in range(size):
+        ring = Ring(NoGroup(rank, size), SEQ_LEN, ids)
+        for step in (step for step in ring.steps() if not step.is_empty):
+            rows, keys = ring.positions[rank][step.rows], ring.positions[step.source][step.keys]
+            visible = step.mask.visible(len(rows), len(keys), torch.device("cpu"))[:, 0]
+            covered[:, rows[:, None], keys] += visible.expand(2, -1, -1).int()
+    assert torch.equal(covered, expected.int())
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_steps_of_all_ranks_cover_a_block_mask_of_each_head_exactly_once(size):
+    # of the first blocks of a rank no head but the last sees any of the rank before
+    masks = [block_masks.parse(text, 512, block_size=64) for text in ("strided(3)", "window(9)", "causal()")]
+    mask = BlockMask.stack(masks)
+    expected = mask.to_dense()
+    covered = torch.zeros(expected.shape, dtype=torch.int)
+    for rank in range(size):
+        ring = Ring(NoGroup(rank, size), 512)
+        for step in (step for step in ring.steps(block_mask=mask) if not step.is_empty):
+            rows, keys = ring.positions[rank][step.rows].long(), ring.positions[step.source][step.keys].long()
+            visible = step.mask.visible(len(rows), len(keys), torch.device("cpu"))
+            covered[:, :, rows[:, None], keys] += visible
+    assert torch.equal(covered, expected.int())
+
+
+@pytest.mark.parametrize("seq_len", [64, 128, 192])
+def test_chunks_that_blocks_do_not_fill_are_refused(seq_len):
+    mask = block_masks.causal(seq_len, block_size=64)
+    with pytest.raises(ValueError, match=r"a multiple of 2 \* 2 ranks \* 64 = 256, got"):
+        Ring(NoGroup(0, 2), seq_len).steps(block_mask=mask)
+
+
+def test_a_block_mask_of_other_keys_than_queries_is_refused():
+    mask = block_masks.from_dense(visible_keys(256, 512, causal=True), block_size=64)
+    with pytest.raises(ValueError, match="got 256 queries and 512 keys"):
+        Ring(NoGroup(0, 2), 256).steps(block_mask=mask)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("implementation", BLOCK_ATTENTION)
+def test_a_scale_replaces_the_default_in_both_passes(implementation):
+    q, k, v = random_qkv(1, SEQ_LEN, SEQ_LEN, 2, 1, 16, torch.float32, "cpu")
+    dout, options = torch.randn_like(q), {"softmax_scale": 0.1}
+    ours = ring_attention(q, k, v, Ring(NoGroup(0, 1), SEQ_LEN), implementation, **options)
+    expected = attention_reference(q, k, v, **options)
+    for a, b in zip(
+        *((out, *torch.autograd.grad(out, (q, k, v), dout)) for out in (ours, expected)), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("implementation", BLOCK_ATTENTION)
+def test_gradients_of_a_rank_whose_first_rows_see_nothing_are_those_of_the_definition(implementation):
+    # two tokens of padding, which no step computes
+    ids = documents(1)
+    q, k, v = random_qkv(1, SEQ_LEN, SEQ_LEN, 2, 1, 16, torch.float32, "cpu")
+    dout = torch.randn_like(q)
+    ring = Ring(NoGroup(0, 1), SEQ_LEN, ids)
+    assert ring.steps()[0].rows == slice(2, SEQ_LEN)
+    results = []
+    for out in (
+        ring_attention(q, k, v, ring, implementation),
+        attention_reference(q, k, v, document_ids=ids),
+    ):
+        results.append((out, *torch.autograd.grad(out, (q, k, v), dout)))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_every_form_of_the_call_tells_the_kernels_whether_gradients_are_to_repeat(deterministic, monkeypatch):
+    problems = []
+    for module in (operators, packed):
+
+        def run(problem, *given, own=module.run):
+            problems.append(problem)
+            return own(problem, *given)
+
+        monkeypatch.setattr(module, "run", run)
+    x = torch.randn(1, SEQ_LEN, 1, 16, requires_grad=True)
+    cu_seqlens = torch.tensor([0, SEQ_LEN], dtype=torch.int32)
+    flash_attention(x, x, x, deterministic=deterministic).sum().backward()
+    flash_attention_varlen(x[0], x[0], x[0], cu_seqlens, deterministic=deterministic).sum().backward()
+    packed.flash_attention_packed(torch.stack([x] * 3, 2), deterministic=deterministic).sum().backward()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        ring_attention(x, x, x, Ring(NoGroup(0, 1), SEQ_LEN), "flash").sum().backward()
+        y = x.detach().transpose(1, 2)
+        out, lse, *_, seed, offset, _ = sdpa.sdpa_forward(y, y, y)
+        sdpa.sdpa_backward(y, y, y, y, out, lse, None, None, 64, 64, 0.0, False, seed, offset)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [problem.deterministic for problem in problems] == [deterministic] * 10

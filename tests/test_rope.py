@@ -26,8 +26,8 @@ def theirs(base: float, scaling: dict) -> tuple[torch.Tensor, float]:
     return ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu", seq_len=length)
 
 
-# with 2 the ramp of yarn begins behind its end
-@pytest.mark.parametrize("base", [2.0, 10_000.0, 500_000.0])
+# with 2 the ramp of yarn begins behind its end, and with 100 it would end behind the last pair
+@pytest.mark.parametrize("base", [2.0, 100.0, 10_000.0, 500_000.0])
 @pytest.mark.parametrize(
     ("ours", "scaling"),
     [

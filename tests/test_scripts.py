@@ -1465,3 +1465,48 @@ def test_benchmarks_refuse_a_model_that_conf_does_not_have(script, tmp_path, mon
 def test_benchmarks_measure_the_model_that_training_composes(name):
     seq_len = 256
     assert read_model(name, seq_len) == parse(composed(f"model={name}", f"seq_len={seq_len}")).model
+
+
+def test_plot_run_measures_how_far_curves_differ_either_way(tmp_path):
+    write_metrics(tmp_path / "a", [4.0, 3.0, 2.0])
+    write_metrics(tmp_path / "b", [4.3, 2.9, 1.8])
+    (row,) = plot_run.compare({name: tmp_path / name / "metrics.jsonl" for name in "ab"})
+    assert row["mean_difference"] == pytest.approx(0.2)
+    assert row["largest_difference"] == pytest.approx(0.3)
+
+
+def test_the_largest_difference_of_runs_may_lie_anywhere(tmp_path):
+    write_metrics(tmp_path / "a", [4.0, 3.0, 2.0])
+    write_metrics(tmp_path / "b", [4.1, 3.4, 2.2])
+    (row,) = plot_run.compare({name: tmp_path / name / "metrics.jsonl" for name in "ab"})
+    assert row["largest_difference"] == pytest.approx(0.4)
+
+
+def test_a_picture_of_runs_has_the_title_that_is_given(tmp_path, monkeypatch):
+    titles = []
+    for name in ("a", "b"):
+        write_metrics(tmp_path / name, [4.0, 3.0])
+    monkeypatch.setattr(plot_run, "draw_loss", lambda metrics, picture, title: titles.append(title))
+    monkeypatch.chdir(tmp_path)
+    for given in ({}, {"title": "two runs"}):
+        plot_run.main(plot_run.Arguments(runs=["a", "b"], **given))
+    assert titles == ["a, b", "two runs"]
+
+
+def test_sample_generates_as_it_is_asked_to(tmp_path, monkeypatch):
+    write_model(tmp_path / "model", vocab_size=257, max_seq_len=16)
+    seen = []
+
+    def stream_text(model, tokenizer, config, prompts, seed, *, stop_tokens, compiled, **_):
+        seen.append((model.head_weight.dtype, config, prompts, seed, stop_tokens, compiled))
+        return []
+
+    monkeypatch.setattr(sample, "stream_text", stream_text)
+    given = {"checkpoint": str(tmp_path / "model"), "tokenizer": "bytes", "device": "cpu"}
+    wanted = {"tokens": 7, "temperature": 0.5, "top_k": 3, "top_p": 0.9}
+    more = {"precision": "bf16", "samples": 2, "seed": 5, "compile": True, "stop_tokens": [10]}
+    sample.main(sample.Arguments(**given, **wanted, **more, prompt="ab"))
+    [(dtype, config, prompts, seed, stop_tokens, compiled)] = seen
+    assert (dtype, prompts, seed, compiled) == (torch.bfloat16, ["ab", "ab"], 5, True)
+    assert {key: getattr(config, key) for key in wanted} == wanted
+    assert 10 in stop_tokens

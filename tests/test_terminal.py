@@ -99,3 +99,20 @@ def test_ctrl_c_saves_a_run_whose_output_goes_to_a_pipe_that_ends_with_it(tmp_pa
     assert process.wait(150) == 75
     (saved,) = Path("runs/piped/checkpoints").iterdir()
     assert (saved / "checkpoint.json").exists()
+
+
+def test_what_a_reader_that_has_gone_did_not_take_is_no_error_at_the_end():
+    run = (
+        "import sys; from train.terminal import words_may_fail\n"
+        "input()\nwith words_may_fail():\n    print('lost')\n    sys.exit(75)"
+    )
+    # Python that does not buffer has nothing left to write at its end
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", run], env={**env, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    process.stdout.close()
+    process.stdin.write("\n")
+    process.stdin.close()
+    assert (process.wait(60), process.stderr.read()) == (75, "")

@@ -140,3 +140,12 @@ def test_a_failed_download_tells_why(no_package, monkeypatch):
 
 def test_ids_take_two_bytes_up_to_as_many_as_these_hold():
     assert [token_dtype(size).itemsize for size in (1, 65_536, 65_537)] == [2, 2, 4]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bytes"])
+def test_a_known_tokenizer_is_not_taken_from_a_folder_of_its_name(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # as `git clone` leaves a model of the hub
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "tokenizer.json").write_text("{}")
+    assert load_tokenizer(name).name == name

@@ -143,3 +143,26 @@ def test_the_fastest_tiles_are_printed_best_first(tmp_path, monkeypatch, capsys)
     assert head == "dq head_dim 64 causal"
     # by the product of their speeds
     assert lines == [f"    {TILES[1]} [8, 4]", f"    {TILES[0]} [1, 9]"]
+
+
+@pytest.mark.parametrize(
+    ("given", "causal", "expected"),
+    [
+        ({"window": 64}, True, (True, 64)),
+        ({"window": 64}, False, (False, None)),
+        ({"pattern": "window(64)", "block_size": 64}, True, (False, None)),
+    ],
+)
+def test_a_tile_is_measured_under_the_mask_that_its_row_names(given, causal, expected, monkeypatch):
+    problems, randn = [], torch.randn
+    monkeypatch.setattr(torch, "randn", lambda shape, **_: randn(shape))
+    monkeypatch.setattr(tune_tiles.forward, "choose_tile", tune_tiles.forward.choose_tile)
+    monkeypatch.setattr(tune_tiles.forward, "attention_forward", lambda problem, *_: problems.append(problem))
+    monkeypatch.setattr(
+        tune_tiles,
+        "block_mask",
+        lambda given, n: block_masks.parse(given.pattern, n, block_size=given.block_size),
+    )
+    arguments = tune_tiles.Arguments(tokens=256, width=32, **given)
+    tune_tiles.launcher(arguments, "forward", 16, causal, Tile(128, 32, 4, 2), 128)()
+    assert [(problem.causal, problem.window) for problem in problems] == [expected]

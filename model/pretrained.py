@@ -63,9 +63,7 @@ def load_pretrained(folder: Path | str, attention: AttentionConfig) -> GPT:
     """
     folder = Path(folder)
     # before memory is asked for: a damaged size may be that of a model which nobody could hold
-    check_pretrained(folder)
-    family, config = _read_config(folder)
-    files = _find_tensors(folder, family)
+    family, config, files = _check_headers(folder)
     model = GPT(config, attention)
     state = model.state_dict()
     for part, tensor in _matched(folder, family, config, files, state):
@@ -83,19 +81,7 @@ def check_pretrained(folder: Path | str) -> None:
 
     So values are not compared: a head that config.json ties to the embedding passes whatever it holds.
     """
-    folder = Path(folder)
-    family, config = _read_config(folder)
-    files = _find_tensors(folder, family)
-    try:
-        with torch.device("meta"):
-            model = GPT(config, AttentionConfig(implementation="reference"))
-    # more numbers than can be counted
-    except RuntimeError as error:
-        raise ValueError(
-            f"{folder / 'config.json'}: no model is as large ({error}): copy it again from its model"
-        ) from error
-    for _ in _matched(folder, family, config, files, model.state_dict()):
-        pass
+    _check_headers(Path(folder))
 
 
 def export_pretrained(
@@ -174,6 +160,23 @@ def named_parts(
         tensor = state[ours][: config.vocab_size] if ours in PADDED else state[ours]
         for name, part in zip(source.names, tensor.split(source.rows or tensor.shape[0]), strict=True):
             yield name, part.T if source.transposed else part
+
+
+def _check_headers(folder: Path) -> tuple[Family, ModelConfig, dict[str, Path]]:
+    """What config.json says, and the file of each tensor; raises as check_pretrained."""
+    family, config = _read_config(folder)
+    files = _find_tensors(folder, family)
+    try:
+        with torch.device("meta"):
+            model = GPT(config, AttentionConfig(implementation="reference"))
+    # more numbers than can be counted
+    except RuntimeError as error:
+        raise ValueError(
+            f"{folder / 'config.json'}: no model is as large ({error}): copy it again from its model"
+        ) from error
+    for _ in _matched(folder, family, config, files, model.state_dict()):
+        pass
+    return family, config, files
 
 
 def _matched(

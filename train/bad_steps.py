@@ -10,7 +10,7 @@ from statistics import fmean, pstdev
 import torch
 from torch import Tensor
 
-from train.checkpoint import folders_of, reads_on
+from train.checkpoint import folders_of, lies_in, reads_on
 from train.whole_file import write_whole
 
 BAD_STEP_ACTIONS = ("stop", "skip")
@@ -219,7 +219,7 @@ def take_over_left_out(folder: Path, path: Path, info: dict, config: dict, corpu
     Raises ValueError if steps have another size, in which these batches have no numbers, and if a user has
     changed those that the checkpoint has passed already.
     """
-    is_own, left_out = (folder / "checkpoints").resolve() in folders_of(path), []
+    is_own, left_out = lies_in(path, folder / "checkpoints"), []
     # another run's, if it has left out any
     runs = [folder] if is_own else [place.parent for place in folders_of(path)]
     origin = next((run for run in runs if (run / LEFT_OUT).exists()), runs[0])

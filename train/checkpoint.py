@@ -81,6 +81,11 @@ def folders_of(path: Path) -> tuple[Path, Path]:
     return path.parent.resolve(), path.resolve().parent
 
 
+def lies_in(path: Path, folder: Path) -> bool:
+    """Whether a checkpoint is one of those in a folder, by its name or by its data."""
+    return folder.resolve() in folders_of(path)
+
+
 def readable_checkpoints(folder: Path) -> dict[Path, dict]:
     """The finished checkpoints of a run that read_checkpoint can read, oldest first, with what it returns."""
     infos = {}
@@ -195,7 +200,7 @@ def is_saved_by(info: dict, resume: str) -> bool:
 def _refuse_other_steps(info: dict, path: Path, folder: Path, config: dict) -> None:
     old, new = info["config"]["tokens_per_step"], config["tokens_per_step"]
     # the metrics, checkpoints and left-out batches of one folder count steps of one size
-    if old != new and folder.resolve() in folders_of(path):
+    if old != new and lies_in(path, folder):
         raise ValueError(
             f"tokens_per_step is {old} in {path} and {new} in the configuration, and a run counts its steps "
             f"in one: choose another name= to go on from there with checkpoint.resume={path}, or "
@@ -205,7 +210,7 @@ def _refuse_other_steps(info: dict, path: Path, folder: Path, config: dict) -> N
 
 def _refuse_to_replace(found: dict[Path, dict], folder: Path, resume: str, step: int) -> None:
     others = [path for path, info in found.items() if not is_saved_by(info, resume)]
-    if others and folder.resolve() not in folders_of(Path(resume)):
+    if others and not lies_in(Path(resume), folder):
         # only the newest few are kept: new checkpoints would displace those of the run that was here
         raise ValueError(
             f"checkpoint.resume={resume} is of another run than {others[-1]}, which checkpoints from there "

@@ -10,8 +10,8 @@ from train.bad_steps import StepGuard, take_over_left_out
 from train.build import build_weights, set_arithmetic
 from train.checkpoint import (
     check_fits,
-    folders_of,
     is_saved_by,
+    lies_in,
     load_tensors,
     read_checkpoint,
     run_tensors,
@@ -94,7 +94,7 @@ def build_state(
         # step * tokens_per_step are the tokens trained: a run counts all its steps in one size
         first_step = config.step_after(info["step"], info["config"]["tokens_per_step"])
         # resolved: checkpoint.resume may name the run's own checkpoint by an absolute path
-        is_own = (config.folder / "checkpoints").resolve() in folders_of(saved)
+        is_own = lies_in(saved, config.folder / "checkpoints")
         config.check_first_step(first_step, is_own=is_own)
     if left_out is None:
         left_out = processes.from_main(

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 
@@ -42,12 +43,15 @@ def run_side_by_side(
     for name, count in needed.items():
         if count > len(places):
             raise ValueError(f"{name} needs {count} GPUs, this machine has {len(places)}: leave it out")
-    free, waiting, running = list(places), list(commands), {}
+    free, waiting, running, ends = list(places), list(commands), {}, {}
+
+    def note_end(name: str, process: subprocess.Popen) -> None:
+        process.wait()
+        ends[name] = time.perf_counter()
+
     try:
         while waiting or running:
-            ended = [name for name, (process, *_) in running.items() if process.poll() is not None]
-            # what the caller does with each is not theirs
-            end = time.perf_counter()
+            ended = [name for name in running if name in ends]
             done = [(name, *running.pop(name)) for name in ended]
             free += [place for *_, taken in done for place in taken]
             # before yielding what has ended, so that no GPU waits for the caller
@@ -58,8 +62,10 @@ def run_side_by_side(
                 started = time.perf_counter()
                 process = subprocess.Popen(commands[name], env={**os.environ, **visible})
                 running[name] = process, started, taken
+                # a thread, since the caller may be busy with another one when this one ends
+                threading.Thread(target=note_end, args=(name, process), daemon=True).start()
             for name, process, started, _ in done:
-                yield name, process.returncode, end - started
+                yield name, process.returncode, ends[name] - started
             if not done:
                 time.sleep(SECONDS_BETWEEN_LOOKS)
     finally:

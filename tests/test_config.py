@@ -91,6 +91,13 @@ def test_processes_that_share_sequences_take_more_of_them_at_once():
     assert config.accumulation(world_size=4) == 1
 
 
+def export_small(folder: Path, vocab_size: int, n_embd: int = 8) -> None:
+    config = ModelConfig(
+        n_layer=1, n_head=1, n_embd=n_embd, vocab_size=vocab_size, max_seq_len=64, dropout=0.0
+    )
+    export_pretrained(GPT(config, AttentionConfig(implementation="sdpa")), folder)
+
+
 def test_a_run_from_weights_has_their_shape_with_room_for_its_sequences(tmp_path):
     llama = parse(composed("model=llama", "seq_len=64")).model
     config = replace(llama, n_layer=1, n_embd=96, mlp_width=64, vocab_size=500)
@@ -130,15 +137,13 @@ def test_weights_that_cannot_be_started_from_are_refused_by_key_value_and_way_ou
 ):
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
-    gpt2 = ModelConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=500, max_seq_len=64, dropout=0.0)
-    export_pretrained(GPT(gpt2, AttentionConfig(implementation="sdpa")), "learned")
+    export_small(Path("learned"), 500)
     with pytest.raises(ValueError, match=message):
         parse(composed(*overrides))
 
 
 def test_a_script_runs_a_model_whose_heads_flash_cannot_take_by_what_can(tmp_path):
-    gpt2 = ModelConfig(n_layer=1, n_head=1, n_embd=12, vocab_size=500, max_seq_len=64, dropout=0.0)
-    export_pretrained(GPT(gpt2, AttentionConfig(implementation="sdpa")), tmp_path / "weights")
+    export_small(tmp_path / "weights", 500, n_embd=12)
     assert run_attention(tmp_path / "weights", "", "cuda").implementation == "sdpa"
     message = "^attention=flash needs model.head_dim to be a multiple of 8 .*got 12 .* use attention=sdpa"
     with pytest.raises(ValueError, match=message):
@@ -403,11 +408,6 @@ def test_skipped_positions_of_shared_sequences_are_refused():
     ]  # fmt: skip
     with pytest.raises(ValueError, match="context_parallel=1, got False and 2"):
         parse(composed(*given))
-
-
-def export_small(folder: Path, vocab_size: int) -> None:
-    config = ModelConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=vocab_size, max_seq_len=64, dropout=0.0)
-    export_pretrained(GPT(config, AttentionConfig(implementation="sdpa")), folder)
 
 
 def test_dropout_of_a_run_from_weights_is_the_runs_own(tmp_path):

@@ -10,7 +10,6 @@ import torch
 
 from kernels import block_masks
 from kernels.hopper import launch, schedule
-from kernels.hopper.launch import has_room
 from kernels.hopper.tiles import EVERY, forward_tile, key_section_bytes, section_heads
 from kernels.problem import Problem
 
@@ -152,13 +151,18 @@ def test_keys_and_values_of_a_section_take_their_share_of_l2_or_are_one_head(mas
     ],
 )
 def test_probabilities_have_room_but_in_float16_and_at_rates_close_to_a_half(dropout_p, dtype, room):
-    assert has_room(Problem(softmax_scale=1.0, causal=True, dropout_p=dropout_p), dtype) == room
+    assert launch.has_room(Problem(softmax_scale=1.0, causal=True, dropout_p=dropout_p), dtype) == room
+
+
+@pytest.fixture
+def small_gpu(monkeypatch):
+    """A GPU of four multiprocessors, of which plans are made and nothing is launched."""
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 4)
+    monkeypatch.setattr(launch, "memory_bandwidth", lambda device: 4917.0)
 
 
 @pytest.mark.parametrize("group", [1, 2])
-def test_a_backward_pass_has_sums_for_every_slot_and_rounds_the_last(group, monkeypatch):
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 4)
-    monkeypatch.setattr(launch, "memory_bandwidth", lambda device: 4917.0)
+def test_a_backward_pass_has_sums_for_every_slot_and_rounds_the_last(group, small_gpu, monkeypatch):
     q = torch.empty(2, 1024, 4 * group, 64, dtype=torch.bfloat16, device="meta")
     problem = Problem(softmax_scale=1.0, causal=True)
     plan = launch.plan_backward(problem, q, q[:, :, :4])
@@ -176,9 +180,7 @@ def test_a_backward_pass_has_sums_for_every_slot_and_rounds_the_last(group, monk
 
 
 @pytest.mark.parametrize("has_blocks", [False, True])
-def test_lists_read_whole_blocks_of_lse(has_blocks, monkeypatch):
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 4)
-    monkeypatch.setattr(launch, "memory_bandwidth", lambda device: 4917.0)
+def test_lists_read_whole_blocks_of_lse(has_blocks, small_gpu):
     blocks = tuple(block_masks.causal(130).tensors()) if has_blocks else ()
     problem = Problem(softmax_scale=1.0, causal=not has_blocks, deterministic=True, blocks=blocks)
     q = torch.empty(1, 130, 2, 64, dtype=torch.bfloat16, device="meta")

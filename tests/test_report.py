@@ -199,7 +199,7 @@ def finished(four_gpus, tmp_path, monkeypatch):
     exports = []
     monkeypatch.setattr(report, "export_run", lambda *given: exports.append(given))
 
-    def finish(first_step: int, *, is_saved: bool = True, **settings):
+    def finish(first_step: int, **settings):
         config = parse(composed("total_tokens=1310720", "tokens_per_step=32768", "sample.tokens=0"))
         for key, value in settings.items():
             setattr(config, key, value)
@@ -208,9 +208,9 @@ def finished(four_gpus, tmp_path, monkeypatch):
         line |= {"tokens_per_second_per_gpu": 1.0}
         line |= {"step_seconds": 1.0, "data_seconds": 0.1, "peak_memory_allocated_bytes": 1}
         (config.folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-        if is_saved:
-            (config.folder / "checkpoints" / "step_00000040").mkdir(parents=True, exist_ok=True)
-            (config.folder / "checkpoints" / "step_00000040" / "checkpoint.json").touch()
+        checkpoint = config.folder / "checkpoints" / "step_00000040"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        (checkpoint / "checkpoint.json").touch()
         clock = RunClock(torch.device("cpu"), 0.0)
         report.finish_run(config, None, 2.0, clock, four_gpus, FLOPS, first_step=first_step)
         return config.folder

@@ -1467,19 +1467,15 @@ def test_benchmarks_measure_the_model_that_training_composes(name):
     assert read_model(name, seq_len) == parse(composed(f"model={name}", f"seq_len={seq_len}")).model
 
 
-def test_plot_run_measures_how_far_curves_differ_either_way(tmp_path):
+@pytest.mark.parametrize(
+    ("other", "mean", "largest"), [([4.3, 2.9, 1.8], 0.2, 0.3), ([4.1, 3.4, 2.2], 0.7 / 3, 0.4)]
+)
+def test_plot_run_measures_how_far_curves_differ_either_way_and_anywhere(other, mean, largest, tmp_path):
     write_metrics(tmp_path / "a", [4.0, 3.0, 2.0])
-    write_metrics(tmp_path / "b", [4.3, 2.9, 1.8])
+    write_metrics(tmp_path / "b", other)
     (row,) = plot_run.compare({name: tmp_path / name / "metrics.jsonl" for name in "ab"})
-    assert row["mean_difference"] == pytest.approx(0.2)
-    assert row["largest_difference"] == pytest.approx(0.3)
-
-
-def test_the_largest_difference_of_runs_may_lie_anywhere(tmp_path):
-    write_metrics(tmp_path / "a", [4.0, 3.0, 2.0])
-    write_metrics(tmp_path / "b", [4.1, 3.4, 2.2])
-    (row,) = plot_run.compare({name: tmp_path / name / "metrics.jsonl" for name in "ab"})
-    assert row["largest_difference"] == pytest.approx(0.4)
+    assert row["mean_difference"] == pytest.approx(mean)
+    assert row["largest_difference"] == pytest.approx(largest)
 
 
 def test_a_picture_of_runs_has_the_title_that_is_given(tmp_path, monkeypatch):

@@ -156,6 +156,7 @@ def test_the_fastest_tiles_are_printed_best_first(tmp_path, monkeypatch, capsys)
 def test_a_tile_is_measured_under_the_mask_that_its_row_names(given, causal, expected, monkeypatch):
     problems, randn = [], torch.randn
     monkeypatch.setattr(torch, "randn", lambda shape, **_: randn(shape))
+    # which the launcher replaces: afterwards it is as before
     monkeypatch.setattr(tune_tiles.forward, "choose_tile", tune_tiles.forward.choose_tile)
     monkeypatch.setattr(tune_tiles.forward, "attention_forward", lambda problem, *_: problems.append(problem))
     monkeypatch.setattr(

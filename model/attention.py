@@ -106,27 +106,36 @@ class SelfAttention(nn.Module):
         block_mask: BlockMask | None = None,
     ) -> Tensor:
         """Attention of x. rotation: cos and sin for queries and keys."""
-        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        return self.project(self.attend(self.qkv(x), document_ids, cache, rotation, block_mask))
+
+    def attend(
+        self,
+        qkv: Tensor,
+        document_ids: Tensor | None = None,
+        cache: LayerCache | None = None,
+        rotation: tuple[Tensor, Tensor] | None = None,
+        block_mask: BlockMask | None = None,
+    ) -> Tensor:
+        """The heads' outputs (B, T, H, D); qkv: the product of these, (B, T, (H + 2 Hkv) D)."""
+        qkv = qkv.unflatten(-1, (-1, self.head_dim))
         dropout_p = self.dropout if self.training else 0.0
         as_it_is = block_mask is None and cache is None and rotation is None and dropout_p == 0.0
         if self.takes_packed and as_it_is:
             deterministic = torch.are_deterministic_algorithms_enabled()
-            out = flash_attention_packed(
+            return flash_attention_packed(
                 qkv.unflatten(2, (3, -1)), document_ids=document_ids, deterministic=deterministic
             )
-            return self.project(out)
-        is_one_token = cache is not None and x.shape[1] == 1
+        is_one_token = cache is not None and qkv.shape[1] == 1
         # a cache rotates a single token itself
         q, k, v = self._parts(qkv, None if is_one_token else rotation)
         if is_one_token:
             if self.qk_norm:
                 qkv = torch.cat((q, k, v), dim=2)
-            out = cache.attend(qkv, self.implementation, rotation)
-            return self.project(out)
+            return cache.attend(qkv, self.implementation, rotation)
         if cache is not None:
             cache.fill(k, v)
         options = {"document_ids": document_ids, "block_mask": block_mask, "dropout_p": dropout_p}
-        return self.project(attend(q, k, v, self.implementation, **options))
+        return attend(q, k, v, self.implementation, **options)
 
     def queries_keys_values(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
         """q (B, T, H, D), k and v (B, T, Hkv, D) of x; rotation as in forward."""

@@ -1,7 +1,8 @@
-"""torch.compile of a GPT: as one graph for training, by its parts for evaluation."""
+"""torch.compile of a GPT by its parts, one of each kind however many layers it has."""
 
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,25 +10,46 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from model.gpt import GPT
+    from model.ring import Ring
 
 
 class CompiledModel(nn.Module):
-    """A GPT that is one compiled graph where gradients are wanted, and else one of each kind of part.
+    """A GPT, compiled.
 
-    One graph fuses more, which makes a training step 1.5% shorter (docs/training_speed.md), but the compiler
-    works through as many layers as the model has. Evaluation is too short to earn that back.
+    For training it is cut behind each product of queries, keys and values, so that the end of one layer and
+    the beginning of the next are in one part: the compiler makes one kernel of both, and cut between layers
+    a step is 1.5% longer (docs/training_speed.md). Evaluation is cut between layers, which makes fewer kinds
+    of parts; so are layers that keep nothing but their input, and shared sequences.
     """
 
     def __init__(self, weights: "GPT"):
         super().__init__()
         self.weights = weights
-        self.whole = torch.compile(weights)
 
-    def forward(self, *inputs, **named_inputs) -> Tensor:
-        """What GPT.forward returns for these."""
-        if torch.is_grad_enabled():
-            return self.whole(*inputs, **named_inputs)
-        return self.weights(*inputs, **named_inputs, part=compiled)
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        document_ids: Tensor | None = None,
+        positions: Tensor | None = None,
+        ring: "Ring | None" = None,
+    ) -> Tensor:
+        """The mean cross-entropy in nats, (); the arguments are those of GPT.forward."""
+        if torch.is_grad_enabled() and self.weights.recompute != "full" and ring is None:
+            return cut_behind_products(self.weights, tokens, targets, document_ids, positions)
+        return self.weights(tokens, targets, document_ids, positions, ring, part=compiled)
+
+
+def cut_behind_products(
+    model: "GPT", tokens: Tensor, targets: Tensor, document_ids: Tensor | None, positions: Tensor | None
+) -> Tensor:
+    """The mean cross-entropy in nats, (), by compiled parts."""
+    x, turn, product = compiled(model.to_first)(tokens, positions)
+    inputs = {"document_ids": document_ids, "rotation": turn}
+    *masks, last_mask = model.masks(tokens)
+    for mask, (block, following) in zip(masks, pairwise(model.blocks), strict=True):
+        x, product = compiled(block.to_next)(following, x, product, **inputs, block_mask=mask)
+    return compiled(model.from_last)(x, product, targets, **inputs, block_mask=last_mask)
 
 
 # the same as torch.compiler.disable, which would import the compiler here

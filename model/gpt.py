@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import epilogue_library, gelu_mlp
+from kernels.block_mask import BlockMask
 from kernels.cross_entropy import CHUNK, linear_cross_entropy
 from model.attention import AttentionConfig, SelfAttention, layer_masks
 from model.cache import LayerCache
@@ -122,6 +123,27 @@ class Block(nn.Module):
             return recomputed(self._layer_of_ring, "full")(*inputs, part)
         return self._layer_of_ring(*inputs, partial(recomputed, kind=self.recompute))
 
+    def product(self, x: Tensor) -> Tensor:
+        """Queries, keys and values, (B, T, (H + 2 Hkv) D), of the stream in front of this layer."""
+        return recomputed(self._product, self.recompute)(x)
+
+    def behind(self, x: Tensor, product: Tensor, **attention_inputs) -> Tensor:
+        """The stream behind this layer, of the one in front of it and of its product."""
+        return recomputed(self._behind, self.recompute)(x, product, **attention_inputs)
+
+    def to_next(
+        self, following: "Block", x: Tensor, product: Tensor, **attention_inputs
+    ) -> tuple[Tensor, Tensor]:
+        """The stream behind this layer, and the following layer's product."""
+        x = self.behind(x, product, **attention_inputs)
+        return x, following.product(x)
+
+    def _product(self, x: Tensor) -> Tensor:
+        return self.attention.qkv(self.attention_norm(x))
+
+    def _behind(self, x: Tensor, product: Tensor, **attention_inputs) -> Tensor:
+        return self._add_heads(x, self.attention.attend(product, **attention_inputs))
+
     def _layer(self, x: Tensor, **attention_inputs) -> Tensor:
         return self._add(x, self.attention(self.attention_norm(x), **attention_inputs))
 
@@ -172,7 +194,7 @@ class GPT(nn.Module):
         if recompute not in RECOMPUTE:
             raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
         self.config, self.attention = config, attention
-        self.fused_loss = fused_loss
+        self.fused_loss, self.recompute = fused_loss, recompute
         self.low_precision_residual = low_precision_residual
         self.token_embedding = nn.Embedding(config.padded_vocab_size, config.n_embd)
         if config.rotary is None:
@@ -236,6 +258,21 @@ class GPT(nn.Module):
         caches: one per layer, extended by the tokens: by whole prompts while empty, then by one token (B, 1)
         at a time. turn: rope.rotation at the positions, if known. The other arguments are those of forward.
         """
+        x, turn = self.embed(tokens, positions, turn)
+        # the caches know what one new token sees
+        sees_all = caches is not None and tokens.shape[1] == 1
+        masks = [None] * len(self.blocks) if sees_all else self.masks(tokens, ring)
+        for index, block in enumerate(self.blocks):
+            cache = None if caches is None else caches[index]
+            inputs = {"document_ids": document_ids, "cache": cache, "block_mask": masks[index]}
+            layer = block if part is None else part(block.forward)
+            x = layer(x, **inputs, rotation=turn, ring=ring)
+        return self.final_norm(x)
+
+    def embed(
+        self, tokens: Tensor, positions: Tensor | None = None, turn: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """The stream in front of the first layer, and the turn of all layers' queries and keys, if any."""
         if tokens.shape[1] > self.config.max_seq_len:
             raise ValueError(
                 f"tokens: {tokens.shape[1]} positions, but model.max_seq_len={self.config.max_seq_len}: "
@@ -251,17 +288,23 @@ class GPT(nn.Module):
         x = self.embedding_dropout(x)
         if self.low_precision_residual:
             x = x.to(compute_dtype(x))
-        masks = [None] * len(self.blocks)
-        # the caches know what one new token sees
-        if self.attention.sparse and (caches is None or tokens.shape[1] > 1):
-            seq_len = tokens.shape[1] if ring is None else ring.seq_len
-            masks = layer_masks(self.attention, len(masks), seq_len, tokens.device)
-        for index, block in enumerate(self.blocks):
-            cache = None if caches is None else caches[index]
-            inputs = {"document_ids": document_ids, "cache": cache, "block_mask": masks[index]}
-            layer = block if part is None else part(block.forward)
-            x = layer(x, **inputs, rotation=turn, ring=ring)
-        return self.final_norm(x)
+        return x, turn
+
+    def to_first(self, tokens: Tensor, positions: Tensor | None) -> tuple:
+        """What `embed` returns, and the first layer's product."""
+        x, turn = self.embed(tokens, positions)
+        return x, turn, self.blocks[0].product(x)
+
+    def from_last(self, x: Tensor, product: Tensor, targets: Tensor, **attention_inputs) -> Tensor:
+        """The loss, of the stream in front of the last layer and of that layer's product."""
+        return self.loss(self.final_norm(self.blocks[-1].behind(x, product, **attention_inputs)), targets)
+
+    def masks(self, tokens: Tensor, ring: Ring | None = None) -> list[BlockMask | None]:
+        """The block mask of every layer, None where it is dense."""
+        if not self.attention.sparse:
+            return [None] * len(self.blocks)
+        seq_len = tokens.shape[1] if ring is None else ring.seq_len
+        return layer_masks(self.attention, len(self.blocks), seq_len, tokens.device)
 
     def n_parameters(self) -> int:
         """Distinct parameters as published: a tied head once, without the vocabulary's padding."""

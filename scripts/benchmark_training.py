@@ -23,6 +23,7 @@ import torch
 
 from model import GPT, AttentionConfig, ModelConfig
 from model.attention import IMPLEMENTATIONS
+from model.compiled import CompiledModel
 from model.flops import flops_ledger
 from model.gpt import has_fused_gelu
 from model.recompute import RECOMPUTE
@@ -359,7 +360,7 @@ def build_weights(config: ModelConfig, step: Step, device: torch.device) -> GPT:
 
 def build_training(weights: GPT, step: Step, accumulation: int, device: torch.device):
     """(passes of a micro-batch, optimizer, scaler of the loss); accumulation: micro-batches in a step."""
-    model = torch.compile(weights) if step.compile else weights
+    model = CompiledModel(weights) if step.compile else weights
     optimizer = build_optimizer(weights, OPTIM)
     scaler = torch.amp.GradScaler(device.type, enabled=step.precision == "fp16")
     autocast = partial(autocast_context, device.type, step.precision)

@@ -21,14 +21,14 @@ def counter(monkeypatch):
     return counter
 
 
-def build(n_layer: int, patterns: tuple[str, ...] = (), **model) -> GPT:
+def build(n_layer: int, patterns: tuple[str, ...] = (), recompute: str = "none", **model) -> GPT:
     """Without patterns every layer is dense."""
     torch.manual_seed(n_layer)
     sizes = {"n_head": 2, "n_embd": 32, "vocab_size": 50, "max_seq_len": SEQ_LEN, "dropout": 0.0}
     attention = AttentionConfig(implementation="sdpa")
     if patterns:
         attention = AttentionConfig(implementation="reference", patterns=list(patterns), block_size=64)
-    return GPT(ModelConfig(n_layer=n_layer, **sizes, **model), attention)
+    return GPT(ModelConfig(n_layer=n_layer, **sizes, **model), attention, recompute=recompute)
 
 
 def batch() -> torch.Tensor:
@@ -65,16 +65,67 @@ def test_evaluation_compiles_each_kind_of_layer_once_however_many_there_are(coun
     assert few[0] == few[1]
 
 
-def test_a_training_pass_is_one_graph_with_the_gradients_of_the_model(counter):
-    gpt = build(3)
-    compiled = CompiledModel(gpt)
+def nothing(tokens: torch.Tensor) -> dict:
+    return {}
+
+
+def documents(tokens: torch.Tensor) -> dict:
+    return {"document_ids": (tokens == 0).cumsum(1, dtype=torch.int32)}
+
+
+def positions(tokens: torch.Tensor) -> dict:
+    return {"positions": torch.arange(SEQ_LEN).flip(0)}
+
+
+def graphs_of_training(counter, gpt: GPT, given=nothing) -> list[int]:
+    """How many graphs the compiler has got after each of two passes, with the loss and gradients of gpt."""
+    torch._dynamo.reset()
+    counter.clear()
+    compiled, counts = CompiledModel(gpt), []
     for _ in range(2):
         tokens, targets = batch()
-        loss, expected = compiled(tokens, targets), gpt(tokens, targets)
+        loss, expected = (run(tokens, targets, **given(tokens)) for run in (compiled, gpt))
         torch.testing.assert_close(loss, expected)
         gradients = (torch.autograd.grad(x, gpt.parameters()) for x in (loss, expected))
         torch.testing.assert_close(*gradients)
-    assert counter.frame_count == 1
+        counts.append(counter.frame_count)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("model", "given"),
+    [
+        ({}, nothing),
+        ({"rotary": RotaryConfig(base=100.0), "n_kv_head": 1, "tied_head": False}, nothing),
+        ({"rotary": RotaryConfig(base=100.0), "qk_norm": True, "norm": "rms", "mlp": "swiglu"}, positions),
+        ({}, documents),
+        ({}, positions),
+    ],
+    ids=["gpt2", "grouped", "qwen3", "documents", "positions"],
+)
+def test_training_compiles_the_same_parts_however_many_layers_there_are(counter, model, given):
+    # up to the first product, from one to the next, and from the last
+    for n_layer in (2, 5):
+        assert graphs_of_training(counter, build(n_layer, **model), given) == [3, 3]
+    assert graphs_of_training(counter, build(1, **model), given) == [2, 2]
+
+
+@pytest.mark.parametrize("n_patterns", [2, 5])
+def test_training_compiles_each_kind_of_layer_once_however_many_there_are(counter, n_patterns):
+    patterns = ("dense", "window(128)", "window(64)", "strided(2)", "window(192)")[:n_patterns]
+    few, many = (graphs_of_training(counter, build(n_layer, patterns)) for n_layer in (6, 11))
+    assert few == many
+    assert few[0] == few[1]
+
+
+def test_training_compiles_the_same_parts_where_cheap_results_are_recomputed(counter):
+    for n_layer in (2, 5):
+        assert graphs_of_training(counter, build(n_layer, recompute="selective")) == [3, 3]
+
+
+def test_training_compiles_one_layer_that_is_recomputed_and_the_loss(counter):
+    for n_layer in (2, 5):
+        assert graphs_of_training(counter, build(n_layer, recompute="full")) == [2, 2]
 
 
 def test_a_compiled_model_has_the_weights_once_and_their_mode():

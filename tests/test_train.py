@@ -761,6 +761,7 @@ def test_nothing_is_compiled_after_the_first_step_nor_with_evaluations_in_betwee
 def test_each_run_of_a_sweep_over_sizes_is_compiled(corpus, monkeypatch):
     counter = torch._dynamo.testing.CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    monkeypatch.setattr("model.compiled.compiled_once", cache(torch.compile))
     # after so many forms of one function torch runs it uncompiled
     with torch._dynamo.config.patch(recompile_limit=1):
         for width in (16, 32):

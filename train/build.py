@@ -93,9 +93,9 @@ def build_step_model(weights: GPT, config: Config, processes: Processes, context
     if config.separate_documents:
         model = SeparateDocuments(model, load_tokenizer(config.data.tokenizer).end_of_text)
     if processes.world_size > 1 and not shares_weights:
-        # a compiled graph split at DDP's buckets exchanges gradients during the backward pass, but every
-        # micro-batch pays for the splits, and only the last one exchanges gradients
-        torch._dynamo.config.optimize_ddp = config.accumulation(processes.world_size) == 1
+        if config.compile:
+            # DDP exchanges the gradients of each compiled part as it ends: none need be split at its buckets
+            torch._dynamo.config.optimize_ddp = False
         with on_capture_stream() if has_graphs(config, processes) else nullcontext():
             model = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     return model

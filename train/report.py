@@ -130,7 +130,7 @@ def open_run(
     for remark in _remarks(config, val_data):
         print(remark)
     if config.compile:
-        print("compiling the model: the first step takes up to a minute and a half on an H200", flush=True)
+        print("compiling the model: the first step takes up to a minute on an H200", flush=True)
     return RunLogger(folder, config.name, steps, first_step, asdict(config), config.wandb)
 
 

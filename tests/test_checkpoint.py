@@ -65,6 +65,14 @@ def test_auto_takes_the_newest_and_starts_anew_without_one(tmp_path):
     assert find_checkpoint(tmp_path, "auto") == newest
 
 
+def test_the_newest_is_that_of_the_last_step_also_beyond_eight_digits(tmp_path):
+    steps = [99_999_999, 100_000_000, 1_000_000_000, 5]
+    paths = {step: write(tmp_path, step) for step in steps}
+    (tmp_path / "step_7").mkdir()
+    assert list_checkpoints(tmp_path) == [paths[step] for step in sorted(steps)]
+    assert find_checkpoint(tmp_path, "auto") == paths[1_000_000_000]
+
+
 def test_a_folder_without_its_marker_is_no_checkpoint(tmp_path):
     whole = write(tmp_path, 1)
     (write(tmp_path, 2) / "checkpoint.json").unlink()

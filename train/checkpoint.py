@@ -6,6 +6,7 @@ tensors, and the size and CRC-32 of every shard.
 """
 
 import os
+import re
 import sys
 import warnings
 import zlib
@@ -29,7 +30,8 @@ FORMAT_VERSION = 2
 MARKER = "checkpoint.json"
 # keys that every marker has
 NEEDED = {"step": int, "shards": dict}
-STEP_FOLDERS = "step_" + "[0-9]" * 8
+# eight digits, or more from step 100,000,000 on
+STEP_FOLDER = re.compile(r"step_([0-9]{8,})")
 # bytes that are read, written and checksummed at once
 PIECE = 1 << 24
 # model settings that a run may change when it resumes
@@ -71,9 +73,20 @@ class CheckpointConfig:
             raise ValueError(f"checkpoint.keep_last must be at least 1, got {self.keep_last}")
 
 
+def step_folder(folder: Path, step: int) -> Path:
+    """Where a run's checkpoint of this step is."""
+    return folder / f"step_{step:08d}"
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """The folders of checkpoints, finished or not, in the order of their steps."""
+    found = (STEP_FOLDER.fullmatch(path.name) for path in folder.glob("step_*"))
+    return [folder / name[0] for name in sorted(filter(None, found), key=lambda name: int(name[1]))]
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """Finished checkpoints of a run, oldest first; their shards may still be damaged."""
-    return sorted(path for path in folder.glob(STEP_FOLDERS) if (path / MARKER).exists())
+    return [path for path in step_folders(folder) if (path / MARKER).exists()]
 
 
 def folders_of(path: Path) -> tuple[Path, Path]:

@@ -26,11 +26,12 @@ from train.checkpoint import (
     FORMAT_VERSION,
     MARKER,
     PIECE,
-    STEP_FOLDERS,
     CheckpointConfig,
     find_checkpoint,
     list_checkpoints,
     readable_checkpoints,
+    step_folder,
+    step_folders,
 )
 from train.distributed import Processes
 from train.free_name import first_free
@@ -138,7 +139,7 @@ class CheckpointSaver:
         return {name: self._host[name] for name in tensors}
 
     def _write(self, tensors: dict[str, Tensor], info: dict) -> bool:
-        path = self._folder / f"step_{info['step']:08d}"
+        path = step_folder(self._folder, info["step"])
         try:
             dcp.save(
                 tensors,
@@ -303,7 +304,7 @@ def _measured_on(info: dict) -> tuple:
 
 def remove_unfinished(folder: Path) -> None:
     """Removes the unfinished checkpoints of interrupted saves, and names them; no save may be running."""
-    for path in sorted(folder.glob(STEP_FOLDERS)):
+    for path in step_folders(folder):
         # a link is not made by a save, and may lead to a disk that is not mounted
         if not (path / MARKER).exists() and not path.is_symlink():
             shutil.rmtree(path)

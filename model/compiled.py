@@ -20,11 +20,15 @@ class CompiledModel(nn.Module):
     the beginning of the next are in one part: the compiler makes one kernel of both, and cut between layers
     a step is 1.5% longer (docs/training_speed.md). Evaluation is cut between layers, which makes fewer kinds
     of parts; so are layers that keep nothing but their input, and shared sequences.
+
+    whole: for training the model is one graph, which takes the compiler longer by each layer, and Python
+    less to call.
     """
 
-    def __init__(self, weights: "GPT"):
+    def __init__(self, weights: "GPT", *, whole: bool = False):
         super().__init__()
         self.weights = weights
+        self.whole = torch.compile(weights) if whole else None
 
     def forward(
         self,
@@ -35,9 +39,13 @@ class CompiledModel(nn.Module):
         ring: "Ring | None" = None,
     ) -> Tensor:
         """The mean cross-entropy in nats, (); the arguments are those of GPT.forward."""
-        if torch.is_grad_enabled() and self.weights.recompute != "full" and ring is None:
-            return cut_behind_products(self.weights, tokens, targets, document_ids, positions)
-        return self.weights(tokens, targets, document_ids, positions, ring, part=compiled)
+        inputs = tokens, targets, document_ids, positions
+        if torch.is_grad_enabled():
+            if self.whole is not None:
+                return self.whole(*inputs, ring)
+            if self.weights.recompute != "full" and ring is None:
+                return cut_behind_products(self.weights, *inputs)
+        return self.weights(*inputs, ring, part=compiled)
 
 
 def cut_behind_products(

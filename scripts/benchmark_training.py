@@ -360,7 +360,8 @@ def build_weights(config: ModelConfig, step: Step, device: torch.device) -> GPT:
 
 def build_training(weights: GPT, step: Step, accumulation: int, device: torch.device):
     """(passes of a micro-batch, optimizer, scaler of the loss); accumulation: micro-batches in a step."""
-    model = CompiledModel(weights) if step.compile else weights
+    # as train/build.py
+    model = CompiledModel(weights, whole=not step.cuda_graphs) if step.compile else weights
     optimizer = build_optimizer(weights, OPTIM)
     scaler = torch.amp.GradScaler(device.type, enabled=step.precision == "fp16")
     autocast = partial(autocast_context, device.type, step.precision)

@@ -6,7 +6,13 @@ import torch._dynamo.testing
 
 from model import GPT, AttentionConfig, ModelConfig
 from model.compiled import CompiledModel
+from model.recompute import RECOMPUTE
 from model.rope import RotaryConfig
+from tests.test_config import composed
+from train.build import build_step_model
+from train.config import parse
+from train.context_parallel import ContextGroups
+from train.distributed import Processes
 
 SEQ_LEN = 256
 
@@ -77,11 +83,11 @@ def positions(tokens: torch.Tensor) -> dict:
     return {"positions": torch.arange(SEQ_LEN).flip(0)}
 
 
-def graphs_of_training(counter, gpt: GPT, given=nothing) -> list[int]:
+def graphs_of_training(counter, gpt: GPT, given=nothing, *, whole: bool = False) -> list[int]:
     """How many graphs the compiler has got after each of two passes, with the loss and gradients of gpt."""
     torch._dynamo.reset()
     counter.clear()
-    compiled, counts = CompiledModel(gpt), []
+    compiled, counts = CompiledModel(gpt, whole=whole), []
     for _ in range(2):
         tokens, targets = batch()
         loss, expected = (run(tokens, targets, **given(tokens)) for run in (compiled, gpt))
@@ -118,6 +124,11 @@ def test_training_compiles_each_kind_of_layer_once_however_many_there_are(counte
     assert few[0] == few[1]
 
 
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_training_of_a_whole_model_is_one_graph(counter, recompute):
+    assert graphs_of_training(counter, build(3, recompute=recompute), whole=True) == [1, 1]
+
+
 def test_training_compiles_the_same_parts_where_cheap_results_are_recomputed(counter):
     for n_layer in (2, 5):
         assert graphs_of_training(counter, build(n_layer, recompute="selective")) == [3, 3]
@@ -126,6 +137,30 @@ def test_training_compiles_the_same_parts_where_cheap_results_are_recomputed(cou
 def test_training_compiles_one_layer_that_is_recomputed_and_the_loss(counter):
     for n_layer in (2, 5):
         assert graphs_of_training(counter, build(n_layer, recompute="full")) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("given", "world_size", "is_whole"),
+    [
+        ([], 1, False),
+        (["recompute=full"], 1, False),
+        (["cuda_graphs=false"], 1, True),
+        (["profile=true"], 1, True),
+        ([], 2, True),
+        (["context_parallel=2"], 2, True),
+    ],
+    ids=["one", "recompute", "no graphs", "profile", "copies", "shared"],
+)
+def test_a_run_is_compiled_by_parts_where_graphs_replay_every_pass(monkeypatch, given, world_size, is_whole):
+    # DDP asks for a process group
+    monkeypatch.setattr("train.build.DistributedDataParallel", lambda model, **_: model)
+    config = parse(composed("device=cpu", f"tokens_per_microbatch={SEQ_LEN}", f"seq_len={SEQ_LEN}", *given))
+    processes = Processes(0, world_size, torch.device("cpu"), None, None)
+    group = object() if config.context_parallel > 1 else None
+    model = build_step_model(build(2), config, processes, ContextGroups(1, 0, world_size, group))
+    compiled = model.model if group else model
+    assert isinstance(compiled, CompiledModel)
+    assert (compiled.whole is not None) == is_whole
 
 
 def test_a_compiled_model_has_the_weights_once_and_their_mode():

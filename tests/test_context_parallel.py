@@ -136,7 +136,8 @@ class NoGroup:
         return self.n_ranks
 
 
-def test_a_compiled_model_takes_part_and_is_compiled_once_whatever_it_recomputes(monkeypatch):
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_compiled_model_takes_part_and_is_compiled_once_whatever_it_recomputes(whole, monkeypatch):
     counter = torch._dynamo.testing.CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     monkeypatch.setattr("model.compiled.compiled_once", cache(torch.compile))
@@ -145,7 +146,7 @@ def test_a_compiled_model_takes_part_and_is_compiled_once_whatever_it_recomputes
         torch._dynamo.reset()
         counter.clear()
         gpt = build("llama", recompute=recompute)
-        shared = SharedSequences(CompiledModel(gpt), NoGroup(1))
+        shared = SharedSequences(CompiledModel(gpt, whole=whole), NoGroup(1))
         for _ in range(3):
             tokens, targets = torch.randint(50, (2, 2, 32))
             losses = [run(tokens, targets) for run in (shared, plain)]

@@ -368,7 +368,7 @@ def test_compiled_layers_keep_what_is_planned(shares, recompute, rotary, monkeyp
         shape = replace(given.model, n_layer=n_layer, n_embd=64, n_head=2, n_kv_head=2, rotary=rotary)
         gpt = GPT(shape, AttentionConfig(implementation=implementation), recompute=recompute)
         weights = {parameter.untyped_storage()._cdata for parameter in gpt.parameters()}
-        model, storages = CompiledModel(gpt), {}
+        model, storages = CompiledModel(gpt, whole=shares), {}
         if shares:
             model = SharedSequences(model, NoGroup(1))
 

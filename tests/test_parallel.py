@@ -10,10 +10,7 @@ import faults
 import pytest
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func
 from together import run_together
-from torch._dynamo.backends.common import aot_autograd
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.profiler import ProfilerActivity, profile
 
 from model import GPT, AttentionConfig, ModelConfig
@@ -189,46 +186,30 @@ def test_gradients_travel_once_a_step_however_many_micro_batches_it_has_and_weig
     run_together(gradients_travel_once_a_step, 2, tmp_path / "meeting")
 
 
-def gradients_travel_while_parts_compute(rank: int) -> None:
+def a_graph_is_cut_for_traveling_gradients(rank: int) -> None:
     together = Processes(rank, 2, torch.device("cpu"), None, None)
-    events, graphs = [], []
+    context = ContextGroups(1, rank, 2, None)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    graphs = []
 
-    def note(graph, inputs):
+    def count(graph, inputs):
         graphs.append(graph)
-        return make_boxed_func(graph.forward)
+        return graph
 
-    def note_backward(graph, inputs):
-        def run(*arguments):
-            events.append("part")
-            return graph(*arguments)
-
-        return make_boxed_func(run)
-
-    def travel(state, bucket):
-        events.append("bucket")
-        return allreduce_hook(dist.group.WORLD, bucket)
-
-    backend = aot_autograd(fw_compiler=note, bw_compiler=note_backward)
-    config = parse(
-        composed("device=cpu", "tokens_per_microbatch=1024", "tokens_per_step=2048", "seq_len=1024")
-    )
-    with patch.object(torch, "compile", partial(torch.compile, backend=backend)):
-        # each layer has more than the megabyte of DDP's first bucket
-        model = build_step_model(small(n_embd=256), config, together, ContextGroups(1, rank, 2, None))
-        model.register_comm_hook(None, travel)
-        tokens = torch.zeros(1, 8, dtype=torch.int64)
-        # DDP makes its buckets in the first pass
-        for _ in range(2):
-            events.clear()
+    for accumulation, n_graphs in ((2, 1), (1, 2)):
+        torch._dynamo.reset()
+        graphs.clear()
+        tokens_per_step = f"tokens_per_step={2 * 1024 * accumulation}"
+        config = parse(composed("device=cpu", "tokens_per_microbatch=1024", tokens_per_step, "seq_len=1024"))
+        with patch.object(torch, "compile", partial(torch.compile, backend=count)):
+            # more than the megabyte of DDP's first bucket
+            model = build_step_model(small(n_embd=256), config, together, context)
             model(tokens, tokens).backward()
-    # the parts of any training: DDP has cut none of them at its buckets
-    assert len(graphs) == 3
-    last_part = len(events) - 1 - events[::-1].index("part")
-    assert "bucket" in events[:last_part]
+        assert len(graphs) == n_graphs, accumulation
 
 
-def test_gradients_of_a_compiled_part_travel_while_others_compute_and_no_part_is_cut_for_it(tmp_path):
-    run_together(gradients_travel_while_parts_compute, 2, tmp_path / "meeting")
+def test_a_compiled_graph_is_cut_for_traveling_gradients_only_where_each_micro_batch_sends_them(tmp_path):
+    run_together(a_graph_is_cut_for_traveling_gradients, 2, tmp_path / "meeting")
 
 
 def test_hybrid_shards_with_muon_resume_bit_for_bit_and_on_other_shards_and_gathered_once_a_step(

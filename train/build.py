@@ -85,7 +85,11 @@ def build_step_model(weights: GPT, config: Config, processes: Processes, context
     Of sharded weights the blocks are compiled already (train.parallel.shard), and FSDP exchanges gradients.
     """
     shares_weights = is_sharded(weights)
-    model = CompiledModel(weights) if config.compile and not shares_weights else weights
+    model = weights
+    if config.compile and not shares_weights:
+        # Python calls each part, for which small micro-batches would wait where no graph replays all of them
+        is_replayed = processes.world_size == 1 and asks_for_graphs(config, 1)
+        model = CompiledModel(weights, whole=not is_replayed)
     if context.group is not None:
         model = SharedSequences(model, context.group)
     if config.pose_seq_len is not None:
@@ -93,9 +97,9 @@ def build_step_model(weights: GPT, config: Config, processes: Processes, context
     if config.separate_documents:
         model = SeparateDocuments(model, load_tokenizer(config.data.tokenizer).end_of_text)
     if processes.world_size > 1 and not shares_weights:
-        if config.compile:
-            # DDP exchanges the gradients of each compiled part as it ends: none need be split at its buckets
-            torch._dynamo.config.optimize_ddp = False
+        # a compiled graph split at DDP's buckets exchanges gradients during the backward pass, but every
+        # micro-batch pays for the splits, and only the last one exchanges gradients
+        torch._dynamo.config.optimize_ddp = config.accumulation(processes.world_size) == 1
         with on_capture_stream() if has_graphs(config, processes) else nullcontext():
             model = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     return model

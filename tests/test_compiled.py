@@ -27,13 +27,21 @@ def counter(monkeypatch):
     return counter
 
 
-def build(n_layer: int, patterns: tuple[str, ...] = (), recompute: str = "none", **model) -> GPT:
+def build(
+    n_layer: int,
+    patterns: tuple[str, ...] = (),
+    recompute: str = "none",
+    implementation: str | None = None,
+    **model,
+) -> GPT:
     """Without patterns every layer is dense."""
     torch.manual_seed(n_layer)
     sizes = {"n_head": 2, "n_embd": 32, "vocab_size": 50, "max_seq_len": SEQ_LEN, "dropout": 0.0}
-    attention = AttentionConfig(implementation="sdpa")
-    if patterns:
-        attention = AttentionConfig(implementation="reference", patterns=list(patterns), block_size=64)
+    attention = AttentionConfig(
+        implementation=implementation or ("reference" if patterns else "sdpa"),
+        patterns=list(patterns) or ["dense"],
+        block_size=64,
+    )
     return GPT(ModelConfig(n_layer=n_layer, **sizes, **model), attention, recompute=recompute)
 
 
@@ -114,6 +122,18 @@ def test_training_compiles_the_same_parts_however_many_layers_there_are(counter,
     for n_layer in (2, 5):
         assert graphs_of_training(counter, build(n_layer, **model), given) == [3, 3]
     assert graphs_of_training(counter, build(1, **model), given) == [2, 2]
+
+
+@pytest.mark.parametrize("given", [nothing, documents])
+@pytest.mark.parametrize("patterns", [(), ("dense", "window(64)")], ids=["dense", "window"])
+def test_parts_with_our_kernels_have_the_gradients_of_the_model(counter, given, patterns):
+    gpt = build(2, patterns, implementation="flash")
+    (tokens, targets), compiled = batch()[..., :70], CompiledModel(gpt)
+    inputs = given(tokens)
+    loss, expected = (run(tokens, targets, **inputs) for run in (compiled, gpt))
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(x, gpt.parameters()) for x in (loss, expected)))
+    assert counter.frame_count == 3
 
 
 @pytest.mark.parametrize("n_patterns", [2, 5])

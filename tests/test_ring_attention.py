@@ -387,23 +387,29 @@ def test_processes_together_give_the_output_and_gradients_of_one(size, tmp_path)
 def test_gpus_together_are_as_accurate_as_torch_on_one(size, tmp_path):
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs")
-    run_together(compare_with_one_gpu, size, tmp_path / "meeting", on_gpus=True)
+    run_together(compare_in_16_bits, size, tmp_path / "meeting", "flash", "cuda", 1024, on_gpus=True)
 
 
-def compare_with_one_gpu(rank: int) -> None:
-    patterns = [{"block_mask": block_masks.parse(p, 1024, device="cuda")} for p in PATTERNS]
-    all_masks = [{}, {"window": 100}, *patterns]
+@pytest.mark.parametrize("size", [2, 4])
+def test_processes_together_are_as_accurate_in_16_bits_as_torch_in_one(size, tmp_path):
+    run_together(compare_in_16_bits, size, tmp_path / "meeting", "reference", "cpu", 512)
+
+
+def compare_in_16_bits(rank: int, implementation: str, device: str, seq_len: int) -> None:
+    block_size = seq_len // 8
+    patterns = [block_masks.parse(p, seq_len, block_size=block_size, device=device) for p in PATTERNS]
+    all_masks = [{}, {"window": 100}, *({"block_mask": pattern} for pattern in patterns)]
     for masks, in_documents, n_kv_head in product(all_masks, (False, True), (4, 1)):
         torch.manual_seed(0)
-        q, k, v = random_qkv(2, 1024, 1024, 4, n_kv_head, 64, torch.bfloat16, "cuda")
-        dout, no_dlse = torch.randn_like(q), torch.zeros(2, 4, 1024, device="cuda")
-        ids = (torch.arange(1024, dtype=torch.int32) // 300).repeat(2, 1) if in_documents else None
-        options = {**masks, "document_ids": None if ids is None else ids.cuda()}
+        q, k, v = random_qkv(2, seq_len, seq_len, 4, n_kv_head, 64, torch.bfloat16, device)
+        dout, no_dlse = torch.randn_like(q), torch.zeros(2, 4, seq_len, device=device)
+        ids = (torch.arange(seq_len, dtype=torch.int32) // 300).repeat(2, 1) if in_documents else None
+        options = {**masks, "document_ids": None if ids is None else ids.to(device)}
         torchs = run(attention_reference, q, k, v, dout, no_dlse, **options)
         truths = run(attention_reference, *(x.double() for x in (q, k, v, dout, no_dlse)), **options)
-        ring = Ring(dist.group.WORLD, 1024, ids, "cuda")
+        ring = Ring(dist.group.WORLD, seq_len, ids, device)
         parts = [ring.split(x).detach().requires_grad_() for x in (q, k, v)]
-        out = ring_attention(*parts, ring, "flash", **masks)
+        out = ring_attention(*parts, ring, implementation, **masks)
         out.backward(ring.split(dout))
         ours = {"out": out.detach(), **{f"d{n}": x.grad for n, x in zip("qkv", parts, strict=True)}}
         for index, (name, x) in zip((0, 2, 3, 4), ours.items(), strict=True):

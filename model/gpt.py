@@ -219,20 +219,16 @@ class GPT(nn.Module):
         document_ids: Tensor | None = None,
         positions: Tensor | None = None,
         ring: Ring | None = None,
-        part: Callable[[Callable], Callable] | None = None,
     ) -> Tensor:
         """The mean cross-entropy in nats, (), if targets are given, else the logits, (B, T, V).
 
         tokens, targets: (B, T) int64; document_ids: (B, T) int32, non-decreasing, a token sees only its
         own document; positions: (B, T) or (T,) int64, 0 .. T-1 if not given. ring: several processes share
         the sequences, tokens are those of this process, positions must be given, and the documents are the
-        ring's. part: through this, such as `compiled`, the methods of a layer and of the loss are called.
-        Raises ValueError if T exceeds max_seq_len.
+        ring's. Raises ValueError if T exceeds max_seq_len.
         """
-        hidden = self.hidden_states(tokens, document_ids, positions, ring=ring, part=part)
-        if targets is None:
-            return self.logits(hidden)
-        return (self.loss if part is None else part(self.loss))(hidden, targets)
+        hidden = self.hidden_states(tokens, document_ids, positions, ring=ring)
+        return self.logits(hidden) if targets is None else self.loss(hidden, targets)
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """The mean cross-entropy in nats, (), of hidden states (B, T, C); targets: (B, T) int64."""
@@ -251,7 +247,6 @@ class GPT(nn.Module):
         caches: list[LayerCache] | None = None,
         ring: Ring | None = None,
         turn: tuple[Tensor, Tensor] | None = None,
-        part: Callable[[Callable], Callable] | None = None,
     ) -> Tensor:
         """The residual stream after the final norm, (B, T, C): what the head reads.
 
@@ -265,8 +260,7 @@ class GPT(nn.Module):
         for index, block in enumerate(self.blocks):
             cache = None if caches is None else caches[index]
             inputs = {"document_ids": document_ids, "cache": cache, "block_mask": masks[index]}
-            layer = block if part is None else part(block.forward)
-            x = layer(x, **inputs, rotation=turn, ring=ring)
+            x = block(x, **inputs, rotation=turn, ring=ring)
         return self.final_norm(x)
 
     def embed(
@@ -297,7 +291,11 @@ class GPT(nn.Module):
 
     def from_last(self, x: Tensor, product: Tensor, targets: Tensor, **attention_inputs) -> Tensor:
         """The loss, of the stream in front of the last layer and of that layer's product."""
-        return self.loss(self.final_norm(self.blocks[-1].behind(x, product, **attention_inputs)), targets)
+        return self.end(self.blocks[-1].behind(x, product, **attention_inputs), targets)
+
+    def end(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The loss, of the stream behind the last layer."""
+        return self.loss(self.final_norm(x), targets)
 
     def masks(self, tokens: Tensor, ring: Ring | None = None) -> list[BlockMask | None]:
         """The block mask of every layer, None where it is dense."""

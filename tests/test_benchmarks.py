@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend
 
 from kernels import block_masks
 from kernels.reference import attention_reference
-from model import GPT, AttentionConfig
+from model import GPT, AttentionConfig, ModelConfig
+from model.compiled import CompiledModel
 from scripts import (
     benchmark_attention,
     benchmark_block_sparse,
@@ -338,6 +339,18 @@ def test_a_row_of_training_is_of_its_timed_steps_in_its_own_precision(monkeypatc
     assert (row["batch"], row["peak_memory_bytes"], row["mfu_palm"]) == (2, 3, (7.0, 64.0, "fp32"))
     # asked for, but there are none on a CPU
     assert (arguments.cuda_graphs, row["cuda_graphs"]) == (True, False)
+
+
+def test_a_row_is_compiled_as_a_run_with_its_settings_is():
+    kinds = []
+    for given in ({"compile": False}, {}, {"cuda_graphs": False}):
+        arguments = benchmark_training.Arguments(implementations=["sdpa"], fused_loss=False, **given)
+        [(*_, step)] = benchmark_training.steps_to_measure(arguments)
+        sizes = {"n_layer": 1, "n_head": 1, "n_embd": 8, "vocab_size": 8, "max_seq_len": 8, "dropout": 0.0}
+        weights = benchmark_training.build_weights(ModelConfig(**sizes), step, torch.device("cpu"))
+        passes, *_ = benchmark_training.build_training(weights, step, 1, torch.device("cpu"))
+        kinds.append((type(passes.model), getattr(passes.model, "whole", None) is not None))
+    assert kinds == [(GPT, False), (CompiledModel, False), (CompiledModel, True)]
 
 
 def test_bars_stand_in_their_order_from_the_top(figures, tmp_path):

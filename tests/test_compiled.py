@@ -1,4 +1,5 @@
 from functools import cache, partial
+from itertools import product
 
 import pytest
 import torch
@@ -49,23 +50,37 @@ def batch() -> torch.Tensor:
     return torch.randint(50, (2, 2, SEQ_LEN))
 
 
-def graphs_of_evaluations(counter, gpt: GPT) -> list[int]:
+def nothing(tokens: torch.Tensor) -> dict:
+    return {}
+
+
+def documents(tokens: torch.Tensor) -> dict:
+    return {"document_ids": (tokens == 0).cumsum(1, dtype=torch.int32)}
+
+
+def positions(tokens: torch.Tensor) -> dict:
+    return {"positions": torch.arange(SEQ_LEN).flip(0)}
+
+
+def graphs_of_evaluations(counter, gpt: GPT, given=nothing) -> list[int]:
     """How many graphs the compiler has got after each of two evaluations, which compute what gpt does."""
     torch._dynamo.reset()
     counter.clear()
     compiled, counts = CompiledModel(gpt).eval(), []
     for _ in range(2):
         tokens, targets = batch()
+        inputs = given(tokens)
         with torch.no_grad():
-            torch.testing.assert_close(compiled(tokens, targets), gpt(tokens, targets))
+            torch.testing.assert_close(compiled(tokens, targets, **inputs), gpt(tokens, targets, **inputs))
         counts.append(counter.frame_count)
     return counts
 
 
+@pytest.mark.parametrize("given", [nothing, documents, positions])
 @pytest.mark.parametrize("model", [{}, {"rotary": RotaryConfig(base=100.0)}], ids=["learned", "rotary"])
-def test_evaluation_compiles_one_layer_and_the_loss(counter, model):
+def test_evaluation_compiles_one_layer_and_what_is_in_front_of_it_and_behind(counter, model, given):
     for n_layer in (2, 5):
-        assert graphs_of_evaluations(counter, build(n_layer, **model)) == [2, 2]
+        assert graphs_of_evaluations(counter, build(n_layer, **model), given) == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -79,18 +94,6 @@ def test_evaluation_compiles_each_kind_of_layer_once_however_many_there_are(coun
     assert few[0] == few[1]
 
 
-def nothing(tokens: torch.Tensor) -> dict:
-    return {}
-
-
-def documents(tokens: torch.Tensor) -> dict:
-    return {"document_ids": (tokens == 0).cumsum(1, dtype=torch.int32)}
-
-
-def positions(tokens: torch.Tensor) -> dict:
-    return {"positions": torch.arange(SEQ_LEN).flip(0)}
-
-
 def graphs_of_training(counter, gpt: GPT, given=nothing, *, whole: bool = False) -> list[int]:
     """How many graphs the compiler has got after each of two passes, with the loss and gradients of gpt."""
     torch._dynamo.reset()
@@ -98,7 +101,8 @@ def graphs_of_training(counter, gpt: GPT, given=nothing, *, whole: bool = False)
     compiled, counts = CompiledModel(gpt, whole=whole), []
     for _ in range(2):
         tokens, targets = batch()
-        loss, expected = (run(tokens, targets, **given(tokens)) for run in (compiled, gpt))
+        inputs = given(tokens)
+        loss, expected = (run(tokens, targets, **inputs) for run in (compiled, gpt))
         torch.testing.assert_close(loss, expected)
         gradients = (torch.autograd.grad(x, gpt.parameters()) for x in (loss, expected))
         torch.testing.assert_close(*gradients)
@@ -146,7 +150,8 @@ def test_training_compiles_each_kind_of_layer_once_however_many_there_are(counte
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_training_of_a_whole_model_is_one_graph(counter, recompute):
-    assert graphs_of_training(counter, build(3, recompute=recompute), whole=True) == [1, 1]
+    for given in (nothing, documents, positions):
+        assert graphs_of_training(counter, build(3, recompute=recompute), given, whole=True) == [1, 1]
 
 
 def test_training_compiles_the_same_parts_where_cheap_results_are_recomputed(counter):
@@ -154,22 +159,23 @@ def test_training_compiles_the_same_parts_where_cheap_results_are_recomputed(cou
         assert graphs_of_training(counter, build(n_layer, recompute="selective")) == [3, 3]
 
 
-def test_training_compiles_one_layer_that_is_recomputed_and_the_loss(counter):
-    for n_layer in (2, 5):
-        assert graphs_of_training(counter, build(n_layer, recompute="full")) == [2, 2]
+def test_training_compiles_one_layer_that_is_recomputed_and_what_is_in_front_of_it_and_behind(counter):
+    for given, n_layer in product((nothing, documents, positions), (2, 5)):
+        assert graphs_of_training(counter, build(n_layer, recompute="full"), given) == [3, 3]
 
 
 @pytest.mark.parametrize(
     ("given", "world_size", "is_whole"),
     [
         ([], 1, False),
-        (["recompute=full"], 1, False),
+        (["recompute=full", "model.dropout=0.0"], 1, False),
+        (["recompute=full", "model.dropout=0.1"], 1, True),
         (["cuda_graphs=false"], 1, True),
         (["profile=true"], 1, True),
         ([], 2, True),
         (["context_parallel=2"], 2, True),
     ],
-    ids=["one", "recompute", "no graphs", "profile", "copies", "shared"],
+    ids=["one", "recompute", "drawn again", "no graphs", "profile", "copies", "shared"],
 )
 def test_a_run_is_compiled_by_parts_where_graphs_replay_every_pass(monkeypatch, given, world_size, is_whole):
     # DDP asks for a process group

@@ -1,4 +1,6 @@
 from functools import cache, partial
+from itertools import product
+from unittest.mock import patch
 
 import faults
 import pytest
@@ -12,7 +14,7 @@ from model.compiled import CompiledModel
 from model.recompute import RECOMPUTE
 from model.rope import RotaryConfig
 from tests.together import run_together
-from train.context_parallel import SharedSequences, join_context_groups
+from train.context_parallel import ContextGroups, SharedSequences, join_context_groups
 from train.distributed import Processes
 from train.documents import positions_in_documents
 
@@ -49,40 +51,59 @@ def processes(rank: int, size: int) -> Processes:
     return Processes(rank, size, torch.device("cpu"), None, None)
 
 
+DOCUMENTS = torch.tensor([[0] * 11 + [3] * 21, [1] * 30 + [2] * 2], dtype=torch.int32)
+LONG_DOCUMENTS = DOCUMENTS.repeat_interleave(8, dim=1)
+SPARSE = ("window(70)", "strided(2)")
+# model, documents, tokens, patterns, recompute
+CASES = (
+    ("gpt2", None, 32, ("dense",), "none"),
+    ("llama", None, 32, ("dense",), "selective"),
+    ("llama", DOCUMENTS, 32, ("dense",), "full"),
+    ("llama", None, 256, SPARSE, "none"),
+    ("gpt2", LONG_DOCUMENTS, 256, SPARSE, "selective"),
+    ("gpt2", LONG_DOCUMENTS, 256, SPARSE, "full"),
+)
+
+
 def run_on_part(rank: int, size: int, context_size: int) -> None:
     context = join_context_groups(processes(rank, size), context_size)
     assert (context.data_rank, context.data_size) == (rank // context_size, size // context_size)
-    documents = torch.tensor([[0] * 11 + [3] * 21, [1] * 30 + [2] * 2], dtype=torch.int32)
-    sparse = ("window(70)", "strided(2)")
-    longer = documents.repeat_interleave(8, dim=1)
-    for shape, ids, seq_len, patterns, recompute in (
-        ("gpt2", None, 32, ("dense",), "none"),
-        ("llama", None, 32, ("dense",), "selective"),
-        ("llama", documents, 32, ("dense",), "full"),
-        ("llama", None, 256, sparse, "none"),
-        ("gpt2", longer, 256, sparse, "selective"),
-        ("gpt2", longer, 256, sparse, "full"),
-    ):
-        generator = torch.Generator().manual_seed(1)
-        batch = torch.randint(50, (2, context.data_size, seq_len + 1), generator=generator)
-        tokens, targets = batch[..., :-1], batch[..., 1:]
-        one = build(shape, patterns=patterns)
-        shared = build(shape, patterns=patterns, recompute=recompute)
-        positions = None if ids is None else positions_in_documents(ids)
-        losses = [
-            one(tokens[:, part], targets[:, part], document_ids=ids, positions=positions)
-            for part in range(context.data_size)
-        ]
-        expected = torch.stack(losses).mean()
-        expected.backward()
-        part = slice(None), context.data_rank
-        loss = SharedSequences(shared, context.group)(tokens[part], targets[part], ids, positions)
-        loss.backward()
+    for case in CASES:
+        compare_with_one(context, *case)
 
-        # the model takes its loss in float32
-        assert mean(loss) == pytest.approx(expected.item(), rel=1e-6)
-        for (name, x), y in zip(one.named_parameters(), shared.parameters(), strict=True):
-            torch.testing.assert_close(mean(y.grad), x.grad, rtol=1e-5, atol=1e-7, msg=name)
+
+def run_compiled_on_part(rank: int, size: int) -> None:
+    context = join_context_groups(processes(rank, size), size)
+    with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
+        for case, whole in product((CASES[0], CASES[2], CASES[3]), (True, False)):
+            torch._dynamo.reset()
+            compare_with_one(context, *case, form=partial(CompiledModel, whole=whole))
+
+
+def compare_with_one(
+    context: ContextGroups, shape: str, ids, seq_len: int, patterns, recompute: str, form=lambda model: model
+) -> None:
+    """Asserts that a model in this form, of which each process has a part, is one that has all of it."""
+    generator = torch.Generator().manual_seed(1)
+    batch = torch.randint(50, (2, context.data_size, seq_len + 1), generator=generator)
+    tokens, targets = batch[..., :-1], batch[..., 1:]
+    one = build(shape, patterns=patterns)
+    shared = build(shape, patterns=patterns, recompute=recompute)
+    positions = None if ids is None else positions_in_documents(ids)
+    losses = [
+        one(tokens[:, part], targets[:, part], document_ids=ids, positions=positions)
+        for part in range(context.data_size)
+    ]
+    expected = torch.stack(losses).mean()
+    expected.backward()
+    part = slice(None), context.data_rank
+    loss = SharedSequences(form(shared), context.group)(tokens[part], targets[part], ids, positions)
+    loss.backward()
+
+    # the model takes its loss in float32
+    assert mean(loss) == pytest.approx(expected.item(), rel=1e-6)
+    for (name, x), y in zip(one.named_parameters(), shared.parameters(), strict=True):
+        torch.testing.assert_close(mean(y.grad), x.grad, rtol=1e-5, atol=1e-7, msg=name)
 
 
 def test_a_run_whose_sequences_are_shared_follows_the_curve_of_one_process(tmp_path, monkeypatch):
@@ -117,6 +138,10 @@ def mean(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("size", "context_size"), [(2, 2), (4, 2)])
 def test_loss_and_gradients_are_those_of_one_process(size, context_size, tmp_path):
     run_together(run_on_part, size, tmp_path / "meeting", size, context_size)
+
+
+def test_compiled_loss_and_gradients_are_those_of_one_process(tmp_path):
+    run_together(run_compiled_on_part, 2, tmp_path / "meeting", 2)
 
 
 def test_one_rank_a_sequence_needs_no_group():

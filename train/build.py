@@ -87,9 +87,7 @@ def build_step_model(weights: GPT, config: Config, processes: Processes, context
     shares_weights = is_sharded(weights)
     model = weights
     if config.compile and not shares_weights:
-        # Python calls each part, for which small micro-batches would wait where no graph replays all of them
-        is_replayed = processes.world_size == 1 and asks_for_graphs(config, 1)
-        model = CompiledModel(weights, whole=not is_replayed)
+        model = CompiledModel(weights, whole=is_compiled_whole(config, processes.world_size))
     if context.group is not None:
         model = SharedSequences(model, context.group)
     if config.pose_seq_len is not None:
@@ -103,6 +101,14 @@ def build_step_model(weights: GPT, config: Config, processes: Processes, context
         with on_capture_stream() if has_graphs(config, processes) else nullcontext():
             model = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     return model
+
+
+def is_compiled_whole(config: Config, world_size: int) -> bool:
+    """Whether training is compiled as one graph: where no CUDA graphs replay all of its passes.
+
+    Python calls the parts one by one, and small micro-batches would wait for it (docs/training_speed.md).
+    """
+    return world_size > 1 or not asks_for_graphs(config, world_size)
 
 
 def build_passes(model: nn.Module, config: Config, processes: Processes, autocast, scaler) -> Passes:

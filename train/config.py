@@ -46,7 +46,8 @@ class Config:
     device: str
     # arithmetic of the matrix products; parameters and optimizer state stay float32
     precision: str
-    # torch.compile of the model: a first step of half a minute (124M) or one (1558M), then 1.4 times as fast
+    # torch.compile of the model: a first step of half a minute, for 1558M on several GPUs of one, then 1.4
+    # times as fast
     compile: bool
     # replay micro-batches as CUDA graphs if memory suffices and GPUs exchange nothing meanwhile: all of them
     # on one GPU, all but the last of each step with ddp (train/passes.py)

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain, islice
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -49,9 +50,10 @@ def encode_in_order(
     crew: list[_Worker] = []
     under_way: deque[tuple[Chunk, _Worker]] = deque()
     try:
-        for number, chunk in enumerate(chunks):
-            if number < workers:
-                crew.append(_Worker(tokenizer, encoder.dtype))
+        # all start at the same time: what is sent to one waits until it has begun to read
+        first = list(islice(chunks, workers))
+        crew.extend(_Worker(tokenizer, encoder.dtype) for _ in first)
+        for number, chunk in enumerate(chain(first, chunks)):
             if len(under_way) == CHUNKS_PER_WORKER * workers:
                 # the oldest is with the worker whose turn it is
                 done, worker = under_way.popleft()

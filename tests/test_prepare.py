@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data import encoder
 from data.encoder import ctrl_c_waits
 from data.manifest import SPLITS, corpus_digest, read_manifest, write_manifest
 from data.prepare import DataConfig, prepare
@@ -142,6 +143,34 @@ def test_the_validation_share_is_about_what_was_asked(config):
     folder = prepare(config)
     train, val = (len(tokens_of(folder, split)) for split in SPLITS)
     assert 0.09 < val / (train + val) <= 0.101
+
+
+@pytest.mark.parametrize(("n_chunks", "n_workers"), [(7, 4), (2, 2), (0, 0)])
+def test_workers_start_together_and_no_more_than_have_work(monkeypatch, n_chunks, n_workers):
+    events = []
+
+    class Worker:
+        def __init__(self, tokenizer, dtype):
+            events.append("start")
+            self.sent = []
+
+        def send(self, chunk):
+            events.append("send")
+            self.sent.append(chunk.texts)
+
+        def receive(self):
+            return np.array([len(text) for text in self.sent.pop(0)])
+
+        def end(self):
+            events.append("end")
+
+    monkeypatch.setattr(encoder, "_Worker", Worker)
+    monkeypatch.setattr(encoder, "CHUNK_CHARACTERS", 1)
+    texts = [("train", "x" * length) for length in range(1, n_chunks + 1)]
+    tokens = [int(found[0]) for _, found in encoder.encode_in_order(texts, "bytes", 4)]
+    assert tokens == list(range(1, n_chunks + 1))
+    # the first to be sent something would else keep the others from starting until it has begun to read
+    assert events == ["start"] * n_workers + ["send"] * n_chunks + ["end"] * n_workers
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_workers(config, tmp_path, monkeypatch):

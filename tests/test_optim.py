@@ -28,6 +28,42 @@ def config(**changes) -> OptimConfig:
     return OptimConfig(**{**values, **changes})
 
 
+SHARES = ("final_learning_rate_ratio", "decay_fraction")
+MOMENTS = ("beta1", "beta2", "momentum")
+
+
+def test_numbers_that_are_no_rate_share_or_moment_are_refused_by_name():
+    wrong = {name: (-1.0, float("inf"), float("nan")) for name in ("learning_rate", "weight_decay")}
+    wrong |= {"gradient_clip": (-1.0, float("inf")), "warmup_steps": (-1,)}
+    wrong |= dict.fromkeys(SHARES, (-0.1, 1.1)) | dict.fromkeys(MOMENTS, (-0.1, 1.0))
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"^optim.{name} must be .*, got {value}$"):
+                config(**{name: value})
+    for name in (*SHARES, *MOMENTS):
+        config(**{name: 0.0})
+    config(final_learning_rate_ratio=1.0, decay_fraction=1.0)
+
+
+def test_a_warm_up_may_take_all_steps_where_nothing_decays_behind_it():
+    config(schedule="wsd", decay_fraction=0.0, warmup_steps=99).check_steps(10)
+    config(schedule="cosine", warmup_steps=99).check_steps(10)
+    # the last step of all is the first behind the warm-up
+    assert learning_rate(10, 11, config()) == 1.0
+    assert learning_rate(9, 10, config()) == 1.0
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", "muon"])
+def test_frozen_parameters_are_left_to_no_optimizer(algorithm):
+    gpt = small()
+    frozen = [gpt.blocks[0].mlp.expand.weight, gpt.token_embedding.weight, gpt.final_norm.weight]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    optimizer = build_optimizer(gpt, config(algorithm=algorithm))
+    taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert taken == {id(p) for p in gpt.parameters() if p.requires_grad}
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 def test_the_rate_warms_up_linearly_and_ends_at_the_final_share(schedule):
     rates = [learning_rate(step, 100, config(schedule=schedule)) for step in range(100)]

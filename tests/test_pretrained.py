@@ -5,6 +5,7 @@ import resource
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -135,6 +136,24 @@ def test_sharded_weights_are_read_and_written(folder, tmp_path):
     for name, tensor in ours.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name]), name
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "shards")
+
+
+@pytest.mark.parametrize("kind", ["gpt2"], indirect=True)
+def test_shards_are_filled_up_to_their_limit_and_their_index_counts_bytes(folder, tmp_path):
+    export_pretrained(load_pretrained(folder, REFERENCE), tmp_path / "out", max_shard_bytes=20_000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    shards = [load_file(path) for path in sorted((tmp_path / "out").glob("model-*-of-*.safetensors"))]
+    sizes = [[tensor.nbytes for tensor in shard.values()] for shard in shards]
+    # a tensor that is larger has a file of its own
+    assert all(shard and (sum(shard) <= 20_000 or len(shard) == 1) for shard in sizes)
+    assert any(len(shard) > 2 for shard in sizes)
+    assert index["metadata"]["total_size"] == sum(map(sum, sizes))
+    assert sorted(index["weight_map"]) == sorted(name for shard in shards for name in shard)
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert settings["dtype"] == settings["torch_dtype"] == "float32"
+    with safe_open(tmp_path / "out" / index["weight_map"]["transformer.wte.weight"], "pt") as file:
+        # without it older transformers refuse the file
+        assert file.metadata() == {"format": "pt"}
 
 
 @pytest.mark.parametrize("kind", ["gpt2"], indirect=True)

@@ -28,6 +28,21 @@ def test_digests_are_remembered_exactly_while_the_table_grows():
     assert len(seen) == INITIAL_SLOTS
 
 
+def test_the_digest_that_marks_free_slots_and_those_that_meet_at_the_table_s_end_are_remembered():
+    # all of them begin their search in the last slot
+    digests = [0, *((number << 16) | (INITIAL_SLOTS - 1) for number in range(1, 50))]
+    seen = DigestSet()
+    assert [seen.add(digest) for digest in digests] == [True] * 50
+    assert [seen.add(digest) for digest in digests] == [False] * 50
+
+
+def test_texts_that_differ_in_a_lone_surrogate_are_different():
+    source = Documents((None, "a\ud800"), (None, "a\ud801"), ("b\ud800", "b"))
+    documents = list(unique_documents(source, None, Counter()))
+    assert [text for _, text in documents] == ["a\ud800", "a\ud801", "b"]
+    assert sum(plan_validation(documents, 0.5, seed=0).is_validation(group) for group, _ in documents) == 1
+
+
 def test_duplicates_and_blank_texts_are_left_out_and_counted():
     source = Documents(("p", "one"), ("q", "one"), ("q", "one "), ("q", ""), ("q", " \n"))
     counts = Counter()

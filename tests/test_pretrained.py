@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import resource
 
@@ -18,7 +19,7 @@ from model.pretrained import (
     named_parts,
     read_pretrained_config,
 )
-from model.rope import frequencies
+from model.rope import RotaryConfig, frequencies
 from tests.accuracy import assert_within_rule
 
 REFERENCE = AttentionConfig(implementation="reference")
@@ -253,6 +254,85 @@ def test_what_we_lack_is_refused_by_key(folder, changes, message):
     path.write_text(json.dumps(values))
     with pytest.raises(ValueError, match=message):
         load_pretrained(folder, REFERENCE)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        ("GPT2LMHeadModel", "activation_function", "relu"),
+        ("GPT2LMHeadModel", "scale_attn_weights", False),
+        ("GPT2LMHeadModel", "scale_attn_by_inverse_layer_idx", True),
+        ("GPT2LMHeadModel", "reorder_and_upcast_attn", True),
+        ("GPT2LMHeadModel", "add_cross_attention", True),
+        ("LlamaForCausalLM", "pretraining_tp", 2),
+        ("Qwen2ForCausalLM", "use_sliding_window", True),
+        ("Qwen3ForCausalLM", "use_sliding_window", True),
+        ("Qwen3ForCausalLM", "attention_bias", True),
+    ],
+)
+def test_what_would_make_another_model_is_refused_by_key(architecture, key, value):
+    with pytest.raises(ValueError, match=f"^config.json: {key}={value!r} is not supported: .* is$"):
+        FAMILIES[architecture].read_config({key: value})
+
+
+@pytest.mark.parametrize(("key", "value"), [("partial_rotary_factor", 0.5), ("truncate", False)])
+def test_a_rotation_of_another_kind_is_refused_by_key(key, value):
+    with pytest.raises(ValueError, match=f"{key}={value} is not supported: "):
+        read_rotary({"rope_parameters": YARN | {key: value}})
+
+
+def test_a_scaling_may_be_named_as_in_old_files():
+    old = {"max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    rotary = read_rotary(old)
+    assert (rotary.scaling, rotary.factor) == ("linear", 2.0)
+
+
+def test_a_factor_of_attention_that_is_written_goes_before_one_of_two_scales_and_one_scale_makes_none():
+    scales = {"mscale": 0.7, "mscale_all_dim": 1.4}
+    plain = {key: value for key, value in YARN.items() if key not in {*scales, "attention_factor"}}
+    by_scales, written, one = (
+        read_rotary(ROTARY_SIZES | {"rope_parameters": plain | more}).attention_factor
+        for more in (scales, {**scales, "attention_factor": 1.25}, {"mscale": 0.7})
+    )
+    log = math.log(YARN["factor"])
+    assert by_scales == pytest.approx((0.07 * log + 1) / (0.14 * log + 1))
+    assert written == 1.25
+    assert one == read_rotary(ROTARY_SIZES | {"rope_parameters": plain}).attention_factor
+
+
+ROTARY = RotaryConfig(base=1e4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"qk_norm": True}, "GPT2LMHeadModel needs model.qk_norm=False, it is True"),
+        ({"n_kv_head": 2}, "GPT2LMHeadModel needs model.n_kv_head=4, it is 2"),
+        ({"mlp": "swiglu"}, "GPT2LMHeadModel needs model.mlp=gelu, it is swiglu"),
+        (
+            {"rotary": ROTARY, "norm": "layer"},
+            "LlamaForCausalLM needs model.norm=rms, it is layer",
+        ),
+        (
+            {"rotary": ROTARY, "norm": "rms", "mlp": "gelu"},
+            "needs model.mlp=swiglu, it is gelu",
+        ),
+        (
+            {
+                "rotary": ROTARY,
+                "norm": "rms",
+                "mlp": "swiglu",
+                "qk_norm": True,
+                "bias": "qkv",
+            },
+            "Qwen3ForCausalLM needs model.bias=none, it is qkv",
+        ),
+    ],
+)
+def test_a_model_that_no_family_holds_is_refused_by_what_does_not_fit(shape, message):
+    sizes = {"n_layer": 1, "n_head": 4, "n_embd": 64, "vocab_size": 10, "max_seq_len": 8, "dropout": 0.0}
+    with pytest.raises(ValueError, match=message):
+        family_of(ModelConfig(**sizes, **shape))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama2", "qwen2.5", "qwen3"], indirect=True)

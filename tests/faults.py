@@ -10,8 +10,10 @@ import multiprocessing
 import os
 import random
 import resource
+import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -156,6 +158,20 @@ def wait_for(sign, log, seconds: float = 150.0) -> None:
     while not sign():
         assert time.monotonic() < deadline, f"no sign of it: {log()}"
         time.sleep(0.002)
+
+
+def two_hosts() -> tuple[tuple[str, int], tuple[str, ...]]:
+    """The address at which two agents of torchrun meet, and the options of each, which starts one process.
+
+    Launches that run beside them, as of a second copy of the tests, have another id.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        host, port = free.getsockname()
+    meeting = (
+        "--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{port}", f"--rdzv-id={secrets.token_hex(8)}"
+    )  # fmt: skip
+    return (host, port), (*meeting, "--nnodes=2", "--nproc-per-node=1")
 
 
 def complete(config: Config, world_size: int = 1, fault=no_fault, seconds: float = 120) -> Attempt:

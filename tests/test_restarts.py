@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from faults import ROOT, SMALL, wait_for, write_corpus
+from faults import ROOT, SMALL, two_hosts, wait_for, write_corpus
 
 from train import restarts
 from train.restarts import comes_again, tell, was_refused
@@ -124,13 +124,7 @@ def test_a_run_that_was_ended_by_what_may_pass_is_started_again(fault, words):
 
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_host_without_the_error_ends_at_once_too_where_another_one_was_refused(restarts):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        store = free.getsockname()
-    options = (
-        "--rdzv-backend=c10d", f"--rdzv-endpoint={store[0]}:{store[1]}", "--rdzv-id=test", "--nnodes=2",
-        "--nproc-per-node=1",
-    )  # fmt: skip
+    store, options = two_hosts()
     # the first torchrun keeps the store
     well = launch("seed=1", restarts=restarts, options=options)
     wait_for(lambda: listens(store), lambda: f"no torchrun listens on {store}")

@@ -8,7 +8,6 @@ import pickle
 import re
 import resource
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from faults import complete, run_training, tell_seeds
+from faults import complete, run_training, tell_seeds, two_hosts
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
@@ -894,11 +893,8 @@ def two_nodes(
     *of_nodes: list[str], roots: tuple[Path, Path] = (ROOT, ROOT)
 ) -> tuple[list[int], list[tuple[str, str]]]:
     """Exit codes and outputs of two agents of torchrun, each with its own arguments, code and one process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=test", "--nnodes=2")
-    launcher = ("-m", "torch.distributed.run", *rendezvous, "--nproc-per-node=1")
+    _, options = two_hosts()
+    launcher = ("-m", "torch.distributed.run", *options)
     nodes = [
         start(*SMALL, *arguments, launcher=launcher, root=root)
         for arguments, root in zip(of_nodes, roots, strict=True)

@@ -5,21 +5,19 @@ through a pipe each. No worker holds more than CHUNKS_PER_WORKER: memory grows w
 The standard library's pools wait forever if a worker is killed while it holds a lock; a pipe just closes.
 """
 
-import multiprocessing
 import os
-import signal
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import chain, islice
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
 
+from data.child import start_child
 from data.tokenizer import encode_documents, load_tokenizer
 
 CHUNK_CHARACTERS = 1 << 19
@@ -81,43 +79,13 @@ def _chunks(documents: Iterable[tuple[str, str]]) -> Iterator[Chunk]:
         yield Chunk(split, rest, characters[split])
 
 
-@contextmanager
-def ctrl_c_waits() -> Iterator[None]:
-    """Defers Ctrl-C until after the body, and keeps it from a process that is started inside."""
-    came: list[int] = []
-    answer = signal.getsignal(signal.SIGINT)
-    # masking is not enough: a library's thread may take the signal, and Python would answer it here
-    answers = threading.current_thread() is threading.main_thread() and answer is not None
-    if answers:
-        signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if answers:
-            signal.signal(signal.SIGINT, answer)
-        if came:
-            signal.raise_signal(signal.SIGINT)
-
-
 class _Worker:
     """A process that encodes what it is sent, in order."""
 
     def __init__(self, tokenizer: str, dtype: np.dtype) -> None:
         self._dtype = dtype
-        # spawn: this process may hold threads and a CUDA context, which do not survive a fork
-        context = multiprocessing.get_context("spawn")
-        self._pipe, other_end = context.Pipe()
-        self._process = context.Process(target=_work, args=(other_end, tokenizer), daemon=True)
-        # started first: it unblocks signals when it starts, which otherwise is with the first worker
-        resource_tracker.ensure_running()
-        # the parent answers Ctrl-C for all; a worker that is still importing would print a traceback, and so
-        # would one whose parent was stopped before it had sent all that a worker needs to begin
-        with ctrl_c_waits():
-            self._process.start()
-        # only the worker holds it now: when the worker ends, so does the pipe
-        other_end.close()
+        # the parent answers Ctrl-C for all
+        self._process, self._pipe = start_child(_work, tokenizer, daemon=True)
 
     def send(self, chunk: Chunk) -> None:
         try:

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -113,7 +113,13 @@ class DataConfig:
             raise ValueError(f"data.workers must be null or at least 1, got {self.workers}")
 
 
-def prepare(config: DataConfig) -> Path:
+def is_new(config: DataConfig) -> bool:
+    """Whether config.folder is missing or empty, so that text would be prepared."""
+    folder = Path(config.folder)
+    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+
+
+def prepare(config: DataConfig, begins: Callable[[], None] = lambda: None) -> Path:
     """The folder with the shards of both splits and their manifest, created if it does not exist yet.
 
     A folder that the same configuration prepared is verified and left as it is. Otherwise the shards are
@@ -121,7 +127,8 @@ def prepare(config: DataConfig) -> Path:
     of several processes one prepares while the others wait. Equal configurations give equal bytes, whatever
     config.workers.
 
-    Raises ValueError if the folder holds anything else or damaged shards, if the source has no documents, or
+    begins: called before text is read, if any is, when the source and the folder have been found good. Raises
+    ValueError if the folder holds anything else or damaged shards, if the source has no documents, or
     if a path is missing; OSError if the disk is full. Nothing that was there before is changed.
     """
     # the finished folder goes to the target of a link, and does not replace the link itself
@@ -155,6 +162,7 @@ def prepare(config: DataConfig) -> Path:
             # leftovers of a run that was killed
             _clear(partial)
             if not finished:
+                begins()
                 _write_corpus(partial, config)
         except BaseException:
             _remove(partial)
@@ -171,7 +179,7 @@ def prepare(config: DataConfig) -> Path:
 
 
 def _is_prepared(folder: Path, config: DataConfig) -> bool:
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    if is_new(config):
         return False
     if not (folder / FILE).is_file():
         raise ValueError(

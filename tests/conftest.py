@@ -3,6 +3,7 @@
 import os
 import sys
 from contextlib import contextmanager
+from functools import cache, partial
 
 import pytest
 import torch
@@ -104,3 +105,16 @@ def fresh_memory_is_nan(monkeypatch):
     assert torch.empty(1).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def counter(monkeypatch):
+    """Counts the graphs that torch.compile makes. The compiler behind it changes none of them."""
+    # a slow import, for a few tests
+    import torch._dynamo.testing
+
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    monkeypatch.setattr("model.compiled.compiled_once", cache(torch.compile))
+    return counter

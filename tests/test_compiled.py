@@ -1,4 +1,3 @@
-from functools import cache, partial
 from itertools import product
 
 import pytest
@@ -16,16 +15,6 @@ from train.context_parallel import ContextGroups
 from train.distributed import Processes
 
 SEQ_LEN = 256
-
-
-@pytest.fixture
-def counter(monkeypatch):
-    """Counts the graphs that the compiler is given."""
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    monkeypatch.setattr("model.compiled.compiled_once", cache(torch.compile))
-    return counter
 
 
 def build(

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from data import encoder
-from data.encoder import ctrl_c_waits
+from data.child import ctrl_c_waits
 from data.manifest import SPLITS, corpus_digest, read_manifest, write_manifest
 from data.prepare import DataConfig, prepare
 from data.shards import HEADER_BYTES, read_shard, write_shard

@@ -14,7 +14,7 @@ import sys
 import time
 import weakref
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,6 +34,7 @@ from model import GPT, AttentionConfig
 from scripts import sample
 from train.build import set_arithmetic
 from train.checkpoint import read_checkpoint
+from train.compile_ahead import compile_ahead
 from train.config import Config, parse
 from train.logger import RunLogger, read_metrics
 from train.optim import learning_rate
@@ -739,28 +740,57 @@ def test_an_evaluation_takes_the_same_tokens_on_any_number_of_processes_in_any_m
     ],
     ids=["plain", "recompute", "documents", "rest", "less"],
 )
-def test_nothing_is_compiled_after_the_first_step_nor_with_evaluations_in_between(corpus, monkeypatch, given):
-    torch._dynamo.reset()
-    # what is guarded and traced anew does not depend on the compiler behind it
-    counter = torch._dynamo.testing.CompileCounter()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    monkeypatch.setattr("model.compiled.compiled_once", cache(torch.compile))
+def test_nothing_is_compiled_after_the_text_is_there(corpus, counter, monkeypatch, capfd, given):
     compiled = []
+
+    def ahead(*arguments):
+        compile_ahead(*arguments)
+        compiled.append(counter.frame_count)
 
     def watched(*arguments, **options):
         compiled.append(counter.frame_count)
         return step_metrics(*arguments, **options)
 
+    monkeypatch.setattr(train.loop, "compile_ahead", ahead)
     monkeypatch.setattr(train.loop, "step_metrics", watched)
     run("compile=true", *given)
-    assert len(compiled) == 12
+    assert len(compiled) == 1 + 12
     assert compiled[0] == compiled[-1] > 0
+    # where the text is there, it is compiled in the first step, to the same numbers
+    torch._dynamo.reset()
+    counter.frame_count = 0
+    run("compile=true", "name=again", *given)
+    assert len(compiled) == 1 + 12 + 12
+    assert compiled[0] == compiled[13] == compiled[-1]
+    assert losses("again") == losses("test")
+    output, _ = capfd.readouterr()
+    first, again = output.split("again: ")
+    assert first.count("compiling the model while the text is prepared") == first.count("compiling") == 1
+    assert again.count("compiling the model: the first step takes") == again.count("compiling") == 1
 
 
-def test_each_run_of_a_sweep_over_sizes_is_compiled(corpus, monkeypatch):
-    counter = torch._dynamo.testing.CompileCounter()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    monkeypatch.setattr("model.compiled.compiled_once", cache(torch.compile))
+def test_a_model_that_does_not_fit_while_text_is_prepared_is_reported_in_its_first_step(corpus, monkeypatch):
+    def forward(self, *arguments):
+        raise torch.OutOfMemoryError("as on a GPU")
+
+    monkeypatch.setattr("model.compiled.CompiledModel.forward", forward)
+    with pytest.raises(MemoryError, match="out of memory on rank 0: tokens_per_microbatch=256 with"):
+        run("compile=true")
+    # it was looked for only after the text was there
+    assert Path("datasets/text-bytes").exists()
+
+
+def test_an_error_of_the_compiler_ends_the_preparation(corpus, monkeypatch):
+    def forward(self, *arguments):
+        raise RuntimeError("as of a compiler")
+
+    monkeypatch.setattr("model.compiled.CompiledModel.forward", forward)
+    with pytest.raises(RuntimeError, match="as of a compiler"):
+        run("compile=true")
+    assert not list(Path("datasets").iterdir())
+
+
+def test_each_run_of_a_sweep_over_sizes_is_compiled(corpus, counter):
     # after so many forms of one function torch runs it uncompiled
     with torch._dynamo.config.patch(recompile_limit=1):
         for width in (16, 32):

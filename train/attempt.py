@@ -36,6 +36,8 @@ class Launch:
     clock: RunClock
     # the folder of the prepared text
     text: Path
+    # whether the model was compiled while that was prepared
+    compiled_ahead: bool
 
 
 @dataclass(kw_only=True, slots=True)
@@ -93,6 +95,8 @@ def begin_attempt(launch: Launch, resume: str, left_out: list[int] | None) -> At
     def open_logger() -> None:
         nonlocal logger
         logger = open_run(config, state.first_step, processes, state.weights, train_data, val_data)
+        if config.compile and not launch.compiled_ahead:
+            print("compiling the model: the first step takes up to a minute on an H200", flush=True)
 
     processes.from_main(open_logger)
     return Attempt(

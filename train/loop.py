@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from data.background import prepare_beside
 from data.manifest import corpus_digest
 from data.prepare import prepare
 from train.agreement import refuse_other_code, refuse_other_settings
@@ -19,6 +20,7 @@ from train.bad_steps import RollBack, Rollbacks, write_left_out
 from train.build import build_weights, open_text
 from train.checkpoint import refuse_other_run
 from train.collector import Collector
+from train.compile_ahead import compile_ahead, is_compiled_ahead
 from train.config import Config, check_machine
 from train.context_parallel import join_context_groups
 from train.distributed import Processes, join_processes
@@ -73,7 +75,8 @@ def train(config: Config) -> float:
         config.check_processes(processes.world_size)
         config.accumulation(processes.world_size)
         _refuse_taken_folder(config, processes)
-        text = _prepare_text(config, processes)
+        compiled_ahead = is_compiled_ahead(config, processes)
+        text = _prepare_text(config, processes, compiled_ahead=compiled_ahead)
         with (
             lock_run(folder, processes),
             Interruption() as interruption,
@@ -90,6 +93,7 @@ def train(config: Config) -> float:
                 interruption=interruption,
                 clock=RunClock(processes.device, launched),
                 text=text,
+                compiled_ahead=compiled_ahead,
             )
             return _train_with_rollbacks(launch)
 
@@ -103,9 +107,15 @@ def _refuse_taken_folder(config: Config, processes: Processes) -> None:
         refuse_to_replace(config.folder)
 
 
-def _prepare_text(config: Config, processes: Processes) -> Path:
-    """The folder of the prepared text. Raises ValueError for too little text, or other text on some hosts."""
-    text = processes.main_first(lambda: prepare(config.data))
+def _prepare_text(config: Config, processes: Processes, *, compiled_ahead: bool) -> Path:
+    """The folder of the prepared text; the model is compiled meanwhile if compiled_ahead.
+
+    Raises ValueError for too little text, or other text on some hosts.
+    """
+    if compiled_ahead:
+        text = prepare_beside(config.data, lambda: compile_ahead(config, processes))
+    else:
+        text = processes.main_first(lambda: prepare(config.data))
     corpus = corpus_digest(text)
     # hosts without a shared disk each prepare their own copy, from files that may differ
     if processes.any(corpus != processes.from_main(lambda: corpus)):

@@ -129,8 +129,6 @@ def open_run(
         print(f"continues after step {first_step}{changed}")
     for remark in _remarks(config, val_data):
         print(remark)
-    if config.compile:
-        print("compiling the model: the first step takes up to a minute on an H200", flush=True)
     return RunLogger(folder, config.name, steps, first_step, asdict(config), config.wandb)
 
 

@@ -1,0 +1,203 @@
+"""data/background.py: text is prepared by another process, which ends with this one, however it ends."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from data.background import prepare_beside
+from data.prepare import LOCK, DataConfig, prepare
+from tests.test_prepare import alive, children, contents, large_corpus, text_config, wait_for
+
+ROOT = Path(__file__).resolve().parent.parent
+# as scripts/prepare_data.py starts it, with work that never ends
+ENDLESS = """
+import json, pathlib, sys, time
+from data.background import prepare_beside
+from data.prepare import DataConfig
+def work():
+    pathlib.Path(sys.argv[2]).touch()
+    time.sleep(1000)
+prepare_beside(DataConfig(**json.loads(sys.argv[1])), work)
+"""
+
+
+@pytest.fixture
+def config(tmp_path) -> DataConfig:
+    return text_config(large_corpus(tmp_path / "text", 1), tmp_path / "shards")
+
+
+def refused() -> None:
+    pytest.fail("work was begun")
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_bytes_are_those_of_prepare_and_work_is_done_before_it_returns(config, tmp_path, workers):
+    done = []
+    folder = prepare_beside(replace(config, workers=workers), lambda: done.append(os.getpid()))
+    assert done == [os.getpid()]
+    assert contents(folder) == contents(prepare(replace(config, folder=str(tmp_path / "alone"))))
+    assert not others()
+
+
+def others() -> list[int]:
+    """This process's children that prepare text."""
+    return [pid for pid in children(os.getpid()) if b"spawn_main" in command_of(pid)]
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def test_text_is_prepared_while_work_is_done(config):
+    partial = Path(f"{config.folder}.partial")
+
+    def work():
+        # not before this returns, if they took turns
+        wait_for(lambda: Path(config.folder).exists())
+        assert not partial.exists()
+
+    prepare_beside(config, work)
+
+
+def test_work_is_not_begun_where_there_is_nothing_to_prepare(config):
+    folder = prepare(config)
+    before = contents(folder)
+    assert prepare_beside(config, refused) == folder
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("where", ["paths", "folder"])
+def test_what_prepare_refuses_at_once_is_refused_before_work_is_begun(config, tmp_path, where):
+    bad = replace(config, paths=[str(tmp_path / "absent")])
+    if where == "folder":
+        (tmp_path / "file").touch()
+        bad = replace(config, folder=str(tmp_path / "file" / "shards"))
+    with pytest.raises(ValueError, match=f"data.{where}") as alone:
+        prepare(bad)
+    with pytest.raises(ValueError, match=f"data.{where}") as beside:
+        prepare_beside(bad, refused)
+    assert str(beside.value) == str(alone.value)
+    assert isinstance(beside.value.__cause__, OSError) == (where == "folder")
+
+
+def test_an_error_that_is_found_later_is_raised_after_work(config, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    done = []
+    with pytest.raises(ValueError, match="holds no text, left out: {'empty': 1}"):
+        prepare_beside(replace(config, paths=[str(tmp_path / "empty.txt")]), lambda: done.append(True))
+    assert done == [True]
+    assert names(tmp_path) == {"text", "empty.txt"}
+
+
+def test_a_full_disk_is_told_as_the_same_kind_of_error(config, tmp_path):
+    # the children of this one may write no larger files
+    code = (
+        "import json, resource, signal, sys\n"
+        "from data.background import prepare_beside\nfrom data.prepare import DataConfig\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "try:\n    prepare_beside(DataConfig(**json.loads(sys.argv[1])), lambda: None)\n"
+        "except OSError as error:\n    print(type(error).__name__, error, error.__cause__)\n"
+    )
+    command = [sys.executable, "-c", code, json.dumps(asdict(config))]
+    output = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=150).stdout
+    assert output.startswith(f"OSError data.folder={config.folder!r} was not written ("), output
+    assert output.count(os.strerror(errno.EFBIG)) == 2, output
+    assert names(tmp_path) == {"text"}
+
+
+def test_work_that_fails_stops_the_preparation_and_nothing_is_left(tmp_path):
+    config = text_config(large_corpus(tmp_path / "text", 48), tmp_path / "shards", workers=2)
+
+    def fail():
+        raise RuntimeError("as of a compiler")
+
+    with pytest.raises(RuntimeError, match="as of a compiler"):
+        prepare_beside(config, fail)
+    assert names(tmp_path) == {"text"}
+    assert not others()
+
+
+def start_endless(config: DataConfig, sign: Path) -> subprocess.Popen:
+    command = [sys.executable, "-c", ENDLESS, json.dumps(asdict(config)), str(sign)]
+    # a group of its own, to which a terminal would send Ctrl-C
+    return subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE, process_group=0)
+
+
+@pytest.mark.parametrize("ends_by", ["a terminal", "SIGINT", "SIGTERM", "SIGKILL"])
+def test_preparation_ends_with_the_process_that_asked_for_it_and_nothing_is_left(tmp_path, ends_by):
+    config = text_config(
+        large_corpus(tmp_path / "text", 48), tmp_path / "shards", workers=2, shard_tokens=4_000_000
+    )
+    process = start_endless(config, tmp_path / "begun")
+    wait_for(lambda: (tmp_path / "begun").exists() and (tmp_path / "shards.partial").exists())
+    started = [pid for child in children(process.pid) for pid in (child, *children(child))]
+    if ends_by == "a terminal":
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.send_signal(signal.Signals[ends_by])
+    errors = process.communicate(timeout=30)[1]
+    wait_for(lambda: not any(map(alive, started)), seconds=10)
+    assert names(tmp_path) == {"text", "begun"}, errors
+    is_ctrl_c = ends_by in ("a terminal", "SIGINT")
+    # that of this process, which a caller answers, and of no other
+    assert errors.count("Traceback") == errors.count("KeyboardInterrupt") == is_ctrl_c, errors
+
+
+def test_a_process_that_waits_for_another_ones_text_ends_with_the_one_that_asked_for_it(config, tmp_path):
+    partial = tmp_path / "shards.partial"
+    partial.mkdir()
+    with (partial / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = start_endless(config, tmp_path / "begun")
+        wait_for(lambda: [pid for pid in children(process.pid) if b"spawn_main" in command_of(pid)])
+        waiting = children(process.pid)
+        # time to come to the lock
+        time.sleep(1.5)
+        process.kill()
+        process.communicate(timeout=30)
+        wait_for(lambda: not any(map(alive, waiting)), seconds=10)
+    assert not (tmp_path / "begun").exists()
+
+
+def test_a_killed_preparation_is_told_with_the_way_out(tmp_path):
+    config = text_config(large_corpus(tmp_path / "text", 48), tmp_path / "shards", workers=1)
+
+    def kill():
+        for pid in others():
+            os.kill(pid, signal.SIGKILL)
+
+    with pytest.raises(ChildProcessError, match=r"ended with code -9; -9 most .*: lower data\.workers"):
+        prepare_beside(config, kill)
+    # as after a run that was killed
+    assert not Path(config.folder).exists()
+
+
+def test_what_is_done_is_logged_as_by_prepare(config):
+    code = (
+        "import json, logging, sys\n"
+        "from data.background import prepare_beside\nfrom data.prepare import DataConfig\n"
+        "logging.getLogger('data').setLevel(sys.argv[2])\n"
+        "prepare_beside(DataConfig(**json.loads(sys.argv[1])), lambda: None)\n"
+    )
+    for level, times in (("INFO", 1), ("ERROR", 0)):
+        given = json.dumps(asdict(replace(config, folder=f"{config.folder}_{level}")))
+        command = [sys.executable, "-c", code, given, level]
+        errors = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=150).stderr
+        assert errors.count("prepared ") == times, errors

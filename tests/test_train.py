@@ -435,10 +435,10 @@ def test_kept_checkpoints_that_are_fewer_than_asked_for_are_told_with_their_step
 def test_never_refuses_a_run_that_another_one_has_filled_while_its_text_was_prepared(corpus, monkeypatch):
     prepare_text = train.loop._prepare_text
 
-    def meanwhile(config, processes):
+    def meanwhile(*arguments, **options):
         monkeypatch.setattr(train.loop, "_prepare_text", prepare_text)
         run("seed=2")
-        return prepare_text(config, processes)
+        return prepare_text(*arguments, **options)
 
     monkeypatch.setattr(train.loop, "_prepare_text", meanwhile)
     with pytest.raises(ValueError, match="resume=never, but .* holds 2 checkpoints: choose another name="):

@@ -1,9 +1,13 @@
 """Whether quack-kernels, which epilogues.py extends, is installed; and its import at first use."""
 
+import getpass
+import os
+import tempfile
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -25,6 +29,14 @@ def serves(device: torch.device) -> bool:
         and torch.version.hip is None
         and torch.cuda.get_device_capability(device) >= (9, 0)
     )
+
+
+def has_compiled() -> bool:
+    """Whether quack-kernels keeps products on this machine that it compiled before, of whatever kind."""
+    # as quack/cache/jit.py, whose import would take seconds
+    folder = os.environ.get("QUACK_CACHE_DIR")
+    default = Path(tempfile.gettempdir(), getpass.getuser(), "quack_cache")
+    return any((default if folder is None else Path(folder)).rglob("*.o"))
 
 
 def epilogues() -> ModuleType:

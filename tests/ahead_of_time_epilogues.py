@@ -2,6 +2,7 @@
 
 Run by test_epilogues.py in separate processes, since quack must know the GPU before it is imported:
     python -m tests.ahead_of_time_epilogues sm_90a
+    python -m tests.ahead_of_time_epilogues sm_90a '[[128, 64, 256], [1024, 768, 3072]]'
 """
 
 import json
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -36,27 +38,29 @@ def transposed(*shape: int) -> Tensor:
     return torch.empty_strided(shape, (1, shape[0]), device="cuda", dtype=torch.bfloat16)
 
 
-def products() -> dict[str, Callable[[], object]]:
+def products(
+    n_rows: int = N_ROWS, n_embd: int = N_EMBD, mlp_width: int = WIDTH
+) -> dict[str, Callable[[], object]]:
     from kernels import epilogues
 
     def exponentials(n_columns: int, width: int) -> None:
         epilogues.mm_exp2_and_sum(
-            tensor(N_ROWS, N_EMBD), transposed(N_EMBD, n_columns), tensor(N_ROWS, dtype=torch.float32),
-            tensor(n_columns, dtype=torch.float32), tensor(N_ROWS, n_columns), width,
+            tensor(n_rows, n_embd), transposed(n_embd, n_columns), tensor(n_rows, dtype=torch.float32),
+            tensor(n_columns, dtype=torch.float32), tensor(n_rows, n_columns), width,
         )  # fmt: skip
 
     x, w1, dout, w2 = (
-        tensor(N_ROWS, N_EMBD),
-        transposed(N_EMBD, WIDTH),
-        tensor(N_ROWS, N_EMBD),
-        tensor(N_EMBD, WIDTH),
+        tensor(n_rows, n_embd),
+        transposed(n_embd, mlp_width),
+        tensor(n_rows, n_embd),
+        tensor(n_embd, mlp_width),
     )
-    hidden, slope = tensor(N_ROWS, WIDTH), tensor(N_ROWS, WIDTH)
+    hidden, slope = tensor(n_rows, mlp_width), tensor(n_rows, mlp_width)
     return {
         "gelu": lambda: epilogues.mm_gelu(x, w1, None),
-        "gelu with bias": lambda: epilogues.mm_gelu(x, w1, tensor(WIDTH)),
+        "gelu with bias": lambda: epilogues.mm_gelu(x, w1, tensor(mlp_width)),
         "residual": lambda: epilogues.mm_added(hidden, w2.T, None, x),
-        "residual and bias": lambda: epilogues.mm_added(hidden, w2.T, tensor(N_EMBD), x),
+        "residual and bias": lambda: epilogues.mm_added(hidden, w2.T, tensor(n_embd), x),
         "scaled": lambda: epilogues.mm_scaled(dout, w2, slope),
         "scaled and sum": lambda: epilogues.mm_scaled_and_sum(dout, w2, slope),
         "exponentials, 192 columns": lambda: exponentials(50304, 192),
@@ -64,9 +68,10 @@ def products() -> dict[str, Callable[[], object]]:
     }
 
 
-def compile_products(architecture: str) -> Iterator[dict]:
+@contextmanager
+def compiling_for(architecture: str) -> Iterator[None]:
+    """A context in which products are compiled for this architecture and not run."""
     os.environ.update(QUACK_ARCH=CAPABILITIES[architecture], CUTE_DSL_ARCH=architecture)
-    import quack.cache
     import quack.epilogue.frontend as frontend
     import quack.gemm_runtime.host as host
 
@@ -77,6 +82,13 @@ def compile_products(architecture: str) -> Iterator[dict]:
     # tensors without data have no address
     epilogues._check = lambda **matrices: None
     with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def compile_products(architecture: str) -> Iterator[dict]:
+    with compiling_for(architecture):
+        import quack.cache
+
         for name, product in products().items():
             if name.startswith("exponentials") and architecture != "sm_90a":
                 continue
@@ -85,6 +97,18 @@ def compile_products(architecture: str) -> Iterator[dict]:
                 product()
                 (compiled,) = Path(folder).rglob("*.o")
                 yield {"product": name} | machine_code_of(compiled)
+
+
+def count_products(architecture: str, sizes: str) -> Iterator[dict]:
+    """How many kernels there are after the products of each size; sizes: rows, channels, width of the MLP."""
+    with compiling_for(architecture), tempfile.TemporaryDirectory() as folder:
+        import quack.cache
+
+        quack.cache.CACHE_DIR = folder
+        for size in json.loads(sizes):
+            for product in products(*size).values():
+                product()
+            yield {"size": size, "kernels": len(list(Path(folder).rglob("*.o")))}
 
 
 def machine_code_of(compiled: Path) -> dict:
@@ -115,7 +139,7 @@ def cubin_in(host_object: bytes) -> bytes:
 
 
 def main(arguments: list[str]) -> None:
-    for row in compile_products(*arguments):
+    for row in (compile_products if len(arguments) == 1 else count_products)(*arguments):
         print(json.dumps(row), flush=True)
 
 

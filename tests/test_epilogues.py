@@ -9,21 +9,23 @@ import pytest
 
 from kernels.epilogue_library import is_installed
 from tests.compile_record import compiled_once
+from train.compile_ahead import CHANNELS, ROWS
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="needs quack-kernels")
 
 
-def compiled(architecture: str) -> list[dict]:
+def compiled(*arguments: str) -> list[dict]:
     module = "tests.ahead_of_time_epilogues"
 
     def make() -> dict:
-        command = [sys.executable, "-m", module, architecture]
+        command = [sys.executable, "-m", module, *arguments]
         process = subprocess.run(command, capture_output=True, text=True)
         assert process.returncode == 0, process.stderr[-2000:]
         return {"rows": [json.loads(line) for line in process.stdout.splitlines()]}
 
     quack, dsl = (metadata.version(name) for name in ("quack-kernels", "nvidia-cutlass-dsl"))
-    return compiled_once(f"quack_{quack}_dsl_{dsl}", f"products {architecture}", "", [module], make)["rows"]
+    name = f"products {' '.join(arguments)}"
+    return compiled_once(f"quack_{quack}_dsl_{dsl}", name, "", [module], make)["rows"]
 
 
 def test_every_product_compiles_for_hopper_and_keeps_its_tile_in_registers():
@@ -40,3 +42,10 @@ def test_products_with_gelu_compile_for_blackwell_and_keep_their_tiles_in_regist
     rows = compiled(architecture)
     assert len(rows) == 6
     assert all(row["stack"] == 0 for row in rows), rows
+
+
+def test_one_kernel_serves_all_sizes():
+    """So that train/compile_ahead.py may compile those of a small model in place of the run's own."""
+    sizes = [[ROWS, CHANNELS, 4 * CHANNELS], [32_768, 768, 3072], [1024, 1600, 6400], [16, 8, 8]]
+    counts = [row["kernels"] for row in compiled("sm_90a", json.dumps(sizes))]
+    assert counts == [8] * len(sizes)

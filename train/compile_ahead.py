@@ -1,11 +1,25 @@
-"""Compiles what the first evaluation and the first step run, before there is text."""
+"""Compiles what a run calls before it calls it, so that the first step comes sooner.
+
+A model is compiled while its text is prepared, which other processes do (data/background.py). Matrix products
+with epilogues are compiled by quack-kernels, one after another when they are first called; a process of its
+own calls them from the launch on.
+"""
 
 import gc
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection
 
 import torch
 
+from data.child import start_child
 from data.prepare import is_new
+from kernels import epilogue_library
+from model import AttentionConfig
 from model.modes import evaluating
 from train.build import build_step_model, build_weights, set_arithmetic
 from train.config import Config
@@ -13,8 +27,12 @@ from train.context_parallel import join_context_groups
 from train.distributed import Processes
 from train.out_of_memory import is_out_of_memory
 from train.passes import Passes
+from train.restarts import is_first_here
 from train.step import autocast_context
 from train.throughput import reset_peak_memory
+
+# of the model whose products are compiled: quack compiles the same for any number of rows and channels
+ROWS, CHANNELS = 128, 64
 
 
 def is_compiled_ahead(config: Config, processes: Processes) -> bool:
@@ -55,3 +73,54 @@ def _run_once(config: Config, processes: Processes) -> None:
     passes = Passes(model, 1, autocast, scaler)
     passes.forward(nothing, nothing)
     passes.backward()
+
+
+@contextmanager
+def products_compiled_beside(config: Config, device: torch.device) -> Iterator[None]:
+    """Has a process compile the products with epilogues during the body, unless some were compiled before.
+
+    quack-kernels keeps them on disk, and whoever needs one that is being compiled waits for it.
+    """
+    if not calls_products(config, device) or epilogue_library.has_compiled() or not is_first_here():
+        yield
+        return
+    process, pipe = start_child(compile_products, config, device, daemon=True)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+        pipe.close()
+
+
+def calls_products(config: Config, device: torch.device) -> bool:
+    """Whether the run may call products with epilogues on this device."""
+    wanted = config.precision != "fp32" and (config.fused_gelu or config.fused_loss)
+    return wanted and epilogue_library.serves(device) and epilogue_library.is_installed()
+
+
+def compile_products(pipe: Connection | None, config: Config, device: torch.device) -> None:
+    """Trains a small model of one layer for a step. Ends the process, and says nothing if it fails.
+
+    The run would then fail alike, and say so.
+    """
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.dup2(nowhere, sys.stderr.fileno())
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        train_small(config, device)
+    finally:
+        os._exit(0)
+
+
+def train_small(config: Config, device: torch.device) -> None:
+    """Runs a layer and a head with the products that this configuration calls, forward and backward."""
+    sizes = {"n_layer": 1, "n_head": 1, "n_kv_head": 1, "n_embd": CHANNELS, "head_dim": CHANNELS}
+    model = replace(config.model, **sizes, mlp_width=4 * CHANNELS)
+    small = replace(config, model=model, attention=AttentionConfig(implementation="sdpa"))
+    tokens = torch.zeros((1, min(ROWS, config.seq_len)), dtype=torch.int64, device=device)
+    with autocast_context(device.type, config.precision):
+        loss = build_weights(small, device)(tokens, tokens)
+    loss.backward()

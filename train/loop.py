@@ -20,7 +20,7 @@ from train.bad_steps import RollBack, Rollbacks, write_left_out
 from train.build import build_weights, open_text
 from train.checkpoint import refuse_other_run
 from train.collector import Collector
-from train.compile_ahead import compile_ahead, is_compiled_ahead
+from train.compile_ahead import compile_ahead, is_compiled_ahead, products_compiled_beside
 from train.config import Config, check_machine
 from train.context_parallel import join_context_groups
 from train.distributed import Processes, join_processes
@@ -68,7 +68,7 @@ def train(config: Config) -> float:
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     folder = config.folder
-    with join_processes(config.device) as processes:
+    with join_processes(config.device) as processes, products_compiled_beside(config, processes.device):
         reset_peak_memory(processes.device)
         refuse_other_code(processes)
         refuse_other_settings(config, processes)

@@ -210,7 +210,8 @@ def test_a_step_of_the_run_finds_all_its_products_compiled(tmp_path, monkeypatch
     given += ["data.paths=[text]", "tokens_per_step=4096", "tokens_per_microbatch=4096", "sample.tokens=0"]
     given += ["total_tokens=16384", "evaluation.tokens=4096", "data.validation_fraction=0.2"]
     config = replace(config_of(*given), compile=False)
-    environment = {**os.environ, "QUACK_CACHE_DIR": str(tmp_path / "kept"), "PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join([str(ROOT), *sys.path])
+    environment = {**os.environ, "QUACK_CACHE_DIR": str(tmp_path / "kept"), "PYTHONPATH": paths}
     code = "import pickle, sys, torch; from train.compile_ahead import compile_products\n"
     code += "compile_products(None, pickle.load(sys.stdin.buffer), torch.device('cuda', 0))"
     command = [sys.executable, "-c", code]

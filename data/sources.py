@@ -17,6 +17,8 @@ from typing import Any, Protocol
 PLAIN_SUFFIXES = (".txt", ".md", ".py")
 TEXT_SUFFIXES = (*PLAIN_SUFFIXES, ".jsonl", ".parquet")
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")
+# where training writes, in the working directory: samples and metrics of models are no text to train on
+RUNS = Path("runs")
 # in characters; a longer file becomes several documents, cut at line ends: memory must not grow with the
 # longest file
 LONGEST_DOCUMENT = 1 << 22
@@ -80,7 +82,7 @@ class TextFiles:
     """The user's own files, and those in the user's folders, by suffix: .txt .md .py .jsonl .parquet.
 
     A suffix may be in capitals. A plain file is one document, and so is each .jsonl line and .parquet row.
-    Hidden files and folders are left out, linked ones are read.
+    Hidden files and folders are left out, and runs/ within a given folder; linked ones are read.
     text_field: which field of a line or row is the text.
     """
 
@@ -121,7 +123,16 @@ class TextFiles:
 
     def _files(self, counts: Counter[str]) -> Iterator[Path]:
         for path in self.paths:
-            yield from [path] if path.is_file() else walk(path, TEXT_SUFFIXES, counts)
+            files = [path] if path.is_file() else walk(path, TEXT_SUFFIXES, counts)
+            runs = RUNS.resolve()
+            if path.resolve() not in runs.parents:
+                yield from files
+                continue
+            for file in files:
+                if runs in file.absolute().resolve().parents:
+                    counts["written by a run"] += 1
+                else:
+                    yield file
 
     def _read_jsonl(self, path: Path, counts: Counter[str]) -> Iterator[str]:
         has_field = False
@@ -267,6 +278,11 @@ def read_plain(path: Path, counts: Counter[str]) -> Iterator[str]:
     """The text of a UTF-8 file; one longer than LONGEST_DOCUMENT in parts, cut at line ends."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
+            if os.fstat(file.fileno()).st_size > LONGEST_DOCUMENT:
+                # no part is taken of a file that cannot be read to its end
+                while file.read(LONGEST_DOCUMENT):
+                    pass
+                file.seek(0)
             # to the end of the line, unless that is as far away again
             yield file.read(LONGEST_DOCUMENT) + file.readline(LONGEST_DOCUMENT)
             while part := file.read(LONGEST_DOCUMENT) + file.readline(LONGEST_DOCUMENT):

@@ -175,6 +175,37 @@ def test_a_long_file_comes_in_parts_that_end_with_a_line(tmp_path, monkeypatch):
     assert all(part.endswith("\n") for part in parts[:8])
 
 
+@pytest.mark.parametrize("place", [10, 500, 1990])
+def test_no_part_is_read_of_a_long_file_that_cannot_be_decoded_to_its_end(tmp_path, monkeypatch, place):
+    monkeypatch.setattr(sources, "LONGEST_DOCUMENT", 97)
+    text = b"\xef\xbb\xbf" + b"a line\n" * 300
+    (tmp_path / "good.txt").write_bytes(text)
+    (tmp_path / "bad.txt").write_bytes(text[:place] + b"\xff" + text[place:])
+    counts = Counter()
+    found = [text for _, text in TextFiles([str(tmp_path)], "text").documents(counts)]
+    assert "".join(found).encode() == text[3:]
+    assert counts == {"undecodable": 1}
+
+
+def test_what_runs_have_written_is_read_only_where_it_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, runs__one__sample_dot_txt="S", runs__b_dot_txt="B")
+    write(tmp_path, a_dot_txt="A", sub__runs__c_dot_txt="C")
+    # found before runs/ is
+    (tmp_path / "link").symlink_to(tmp_path / "runs" / "one")
+    for path in (".", str(tmp_path), "../" + tmp_path.name):
+        counts = Counter()
+        source = TextFiles([path], "text")
+        assert [text for _, text in source.documents(counts)] == ["A", "C"]
+        assert counts == {"written by a run": 2}
+    before = source.fingerprint()
+    write(tmp_path, runs__two__sample_dot_txt="T")
+    assert source.fingerprint() == before
+    assert texts(TextFiles(["runs/one"], "text")) == ["S"]
+    assert texts(TextFiles(["runs"], "text")) == ["B", "S", "T"]
+    assert texts(TextFiles(["runs/one/sample.txt", "sub/runs"], "text")) == ["S", "C"]
+
+
 def test_a_missing_path_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"data\.paths names '.*nowhere', which does not exist"):
         TextFiles([str(tmp_path / "nowhere")], "text").check()

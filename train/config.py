@@ -8,6 +8,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from data.prepare import DataConfig
+from data.sources import RUNS
 from data.tokenizer import is_tokenizer, load_tokenizer, same_tokens, without_surrogates
 from model import AttentionConfig, ModelConfig
 from model.attention import why_not_flash
@@ -169,7 +170,7 @@ class Config:
 
     @property
     def folder(self) -> Path:
-        return Path("runs") / self.name
+        return RUNS / self.name
 
     @property
     def steps(self) -> int:

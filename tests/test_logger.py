@@ -19,7 +19,7 @@ OFFLINE = WandbConfig(mode="offline", project="tests")
 
 
 def line(step: int) -> dict:
-    return {"step": step, "train_loss": 1.0 / step, "val_loss": None}
+    return {"step": step, "tokens": 512 * step, "train_loss": 1.0 / step, "val_loss": None}
 
 
 def write(folder, steps, start_step=0, settings=SETTINGS):
@@ -37,13 +37,13 @@ def test_each_logged_step_is_one_line_of_json(tmp_path):
 def test_numbers_that_are_not_finite_are_null_in_the_file_before_and_after_a_resumption(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with RunLogger(tmp_path, "test", 10, 0, {}, SETTINGS) as logger:
-        logger.log({"step": 1, "train_loss": math.nan, "grad_norm": math.inf})
-    assert path.read_text() == '{"step": 1, "train_loss": null, "grad_norm": null}\n'
+        logger.log({"step": 1, "tokens": 512, "train_loss": math.nan, "grad_norm": math.inf})
+    assert path.read_text() == '{"step": 1, "tokens": 512, "train_loss": null, "grad_norm": null}\n'
     # as older files have it
-    path.write_text('{"step": 1, "train_loss": NaN, "grad_norm": Infinity}\n')
-    assert read_metrics(path) == [{"step": 1, "train_loss": None, "grad_norm": None}]
+    path.write_text('{"step": 1, "tokens": 512, "train_loss": NaN, "grad_norm": Infinity}\n')
+    assert read_metrics(path) == [{"step": 1, "tokens": 512, "train_loss": None, "grad_norm": None}]
     write(tmp_path, [], start_step=1)
-    assert path.read_text() == '{"step": 1, "train_loss": null, "grad_norm": null}\n'
+    assert path.read_text() == '{"step": 1, "tokens": 512, "train_loss": null, "grad_norm": null}\n'
 
 
 def test_a_line_can_be_read_as_soon_as_it_is_logged(tmp_path):
@@ -79,7 +79,14 @@ def test_bytes_that_are_no_text_are_named_by_their_line(tmp_path):
         read_metrics(path)
 
 
-@pytest.mark.parametrize("broken", ["null", "[1]", '{"tokens": 5}', '{"step": "2"}'])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "null", "[1]", '{"tokens": 5}', '{"step": "2", "tokens": 5}', '{"step": 2}',
+        '{"step": 2, "tokens": null}',
+        '{"step": 2, "tokens": 5, "train_loss": "x"}', '{"step": 2, "tokens": 5, "val_loss": []}',
+    ],
+)  # fmt: skip
 def test_a_line_that_is_of_no_step_is_named(tmp_path, broken):
     path = write(tmp_path, [1, 2])
     path.write_text(f"{path.read_text()}{broken}\n")
@@ -224,7 +231,9 @@ def test_wandb_gets_the_numbers_that_there_are_at_their_step(tmp_path, monkeypat
     wandb = Broken("nowhere")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     write(tmp_path, [7], settings=OFFLINE)
-    assert wandb.logged == ({"step": 7, "train_loss": 1.0 / 7}, 7), "no evaluation, no val_loss"
+    assert wandb.logged == ({"step": 7, "tokens": 3584, "train_loss": 1.0 / 7}, 7), (
+        "no evaluation, no val_loss"
+    )
 
 
 def test_wandb_may_be_missing(tmp_path, monkeypatch, capsys):

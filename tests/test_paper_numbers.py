@@ -146,8 +146,11 @@ def test_curves_are_compared_from_their_first_step_on_and_drawn_less_the_referen
             folder = tmp_path / run
             folder.mkdir()
             losses = curves[run.removeprefix("paper-figure4-")]
-            lines = [{"step": 0, "val_loss": 10.0}]
-            lines += [{"step": n, "train_loss": x, "val_loss": x + 1} for n, x in enumerate(losses, 1)]
+            lines = [{"step": 0, "tokens": 0, "val_loss": 10.0}]
+            lines += [
+                {"step": n, "tokens": 512 * n, "train_loss": x, "val_loss": x + 1}
+                for n, x in enumerate(losses, 1)
+            ]
             (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
             yield run, folder
 

@@ -178,8 +178,8 @@ def _read_wandb_id(path: Path) -> tuple[str, str]:
 def read_metrics(path: Path) -> list[dict]:
     """The lines of a metrics.jsonl; a half line that a crash left at the end is skipped.
 
-    A loss or norm that was not finite is None. Raises ValueError, naming the line, for any other that is not
-    a step's.
+    A loss or norm that was not finite is None. Raises ValueError, naming the line, for any other that lacks
+    the numbers of its step and tokens, or has a loss that is no number.
     """
     metrics = []
     # bytes that are not text are also reported by their line
@@ -194,13 +194,22 @@ def read_metrics(path: Path) -> list[dict]:
                 ) from None
             continue
         # somebody may have edited the file
-        if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+        if not _is_of_a_step(found):
             raise ValueError(
-                f"{path}, line {number} must be an object with the number of its step, got {line[:80]!r}: "
-                "take the line out"
+                f"{path}, line {number} must be an object with integers step and tokens, and losses that are "
+                f"numbers, got {line[:80]!r}: take the line out"
             )
         metrics.append(found)
     return metrics
+
+
+def _is_of_a_step(found) -> bool:
+    if not isinstance(found, dict):
+        return False
+    counts, losses = ("step", "tokens"), ("train_loss", "val_loss")
+    return all(isinstance(found.get(key), int) for key in counts) and all(
+        isinstance(found.get(key), int | float | None) for key in losses
+    )
 
 
 def readable(value: float) -> str:

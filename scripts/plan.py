@@ -39,6 +39,7 @@ from train.overrides import (
 from train.results import write_result
 from train.speed import RATES, Rates, fit_rates, step_seconds
 from train.throughput import peak_flops
+from train.weights import start_positions
 
 # bytes, as torch tells them, of the cards of RATES
 MEMORY = {"H200": 150_123_077_632}
@@ -312,8 +313,8 @@ def composed(overrides: list[str]) -> Config:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             config = parse(compose("config", overrides))
     except HydraException as error:
-        raise ValueError(explain(error, Config)) from error
-    refuse_idle_overrides(overrides, config)
+        raise ValueError(explain(error, Config, sweeps=False)) from error
+    refuse_idle_overrides(overrides, config, start_positions(config.start))
     return config
 
 

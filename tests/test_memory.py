@@ -23,6 +23,7 @@ from scripts import plan
 from scripts.plan import Arguments, choose_rates, compare, measured
 from tests.test_config import composed
 from tests.test_context_parallel import NoGroup
+from tests.test_scripts import write_model
 from train.config import Config, parse
 from train.context_parallel import SharedSequences
 from train.logger import readable
@@ -189,11 +190,21 @@ def test_a_plan_refuses_processes_that_do_not_divide_into_those_that_share_seque
         ({"out": "plan.json"}, "out=plan.json is read with compare="),
         ({"probe_bandwidth": 2e12}, "probe_bandwidth=2000000000000.0 is read with probe="),
         ({"compare": FILES, "train": ["model=gpt2_xl"]}, r"of its rows, got \['model=gpt2_xl'\]: leave"),
+        ({"train": ["model=gpt2,llama"]}, "model=gpt2,llama has several values: give one, or put brackets"),
     ],
 )
 def test_a_plan_refuses_what_it_would_not_read(given, message):
     with pytest.raises(ValueError, match=message):
         plan.main(Arguments(gpu="H200", memory_gib=140.0, **given))
+
+
+def test_a_plan_refuses_longer_positions_of_weights_that_have_room_as_training_does(tmp_path):
+    write_model(tmp_path / "start", vocab_size=257, max_seq_len=64)
+    given = ["experiment=laptop", "data.tokenizer=bytes", f"start.weights={tmp_path / 'start'}"]
+    given += ["start.positions=interpolate", "name=test"]
+    assert plan.composed([*given, "seq_len=128"]).model.max_seq_len == 128
+    with pytest.raises(ValueError, match="start.positions=interpolate has no effect with seq_len=64"):
+        plan.composed([*given, "seq_len=64"])
 
 
 def test_a_plan_says_what_it_leaves_out_where_that_is_there(capsys):

@@ -58,8 +58,11 @@ def checked(given: DictConfig, schema: type):
         raise ValueError(wrong_value(error, given)) from error
 
 
-def explain(error: Exception, schema: type) -> str:
-    """What Hydra, or YAML in conf/, found wrong. schema: the dataclass of the whole configuration."""
+def explain(error: Exception, schema: type, *, sweeps: bool = True) -> str:
+    """What Hydra, or YAML in conf/, found wrong.
+
+    schema: the dataclass of the whole configuration. sweeps: whether the command takes --multirun.
+    """
     if isinstance(error, OverrideParseException):
         return (
             f"{error.override!r} cannot be read: write KEY=VALUE, and quote brackets, commas, ~, accents and "
@@ -90,9 +93,10 @@ def explain(error: Exception, schema: type) -> str:
             f"`- override /{key}: NAME`"
         )
     if several := re.match(r"Ambiguous value for argument '(.*)' 1\. ", reason):
+        way = "add --multirun for a run with each" if sweeps else "give one"
         return (
-            f"{several[1]} has several values: add --multirun for a run with each, or put brackets around a "
-            "list, and quotes that the shell leaves around a text, as in 'sample.prompt=\"a, b\"'"
+            f"{several[1]} has several values: {way}, or put brackets around a list, and quotes that the "
+            "shell leaves around a text, as in 'sample.prompt=\"a, b\"'"
         )
     if reason.startswith("In '"):
         return f"{reason.rstrip('.?')}: {EXPERIMENT_FILE}"

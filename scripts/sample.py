@@ -117,8 +117,8 @@ def check_vocabulary(arguments: Arguments, tokenizer: Tokenizer, model: GPT) -> 
     n_ids = model.config.vocab_size
     if tokenizer.vocab_size > n_ids:
         raise ValueError(
-            f"tokenizer={tokenizer.name} has {tokenizer.vocab_size} tokens, the model {n_ids}: leave "
-            "tokenizer empty for the model's own"
+            f"tokenizer={tokenizer.name} has {tokenizer.vocab_size} tokens, the model {n_ids}: give the one "
+            "that the model was trained with"
         )
     if not all(0 <= token < n_ids for token in arguments.stop_tokens):
         raise ValueError(f"stop_tokens must be ids from 0 to {n_ids - 1}, got {arguments.stop_tokens}")

@@ -930,7 +930,7 @@ def test_a_damaged_checkpoint_is_told_once_by_a_script_that_takes_the_one_before
 def test_sample_refuses_a_tokenizer_that_the_model_does_not_know(tmp_path):
     write_model(tmp_path / "model", vocab_size=100, max_seq_len=8)
     given = {"checkpoint": str(tmp_path / "model"), "device": "cpu", "precision": "fp32"}
-    with pytest.raises(ValueError, match="tokenizer=bytes has 257 tokens, the model 100: leave tokenizer"):
+    with pytest.raises(ValueError, match="tokenizer=bytes has 257 tokens, the model 100: give the one that"):
         sample.main(sample.Arguments(**given, tokenizer="bytes"))
 
 

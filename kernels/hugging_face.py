@@ -2,10 +2,10 @@
 
 Supported are padding masks, (B, Tk) or over the filled slots of a static cache, packed position_ids or
 cu_seq_lens, sliding windows, grouped heads, values narrower than keys, dropout and the learned sinks of
-GPT-OSS. What these kernels do not compute (soft caps, attention weights, windows that look ahead, images that
-see all of themselves, the paged cache of continuous batching) is refused, and so are models for which
-transformers supports no flash attention. Inside torch.compile packed position_ids are found only by layers
-that are given them. Only `register` imports transformers.
+GPT-OSS. What these kernels do not compute (soft caps, attention weights where a model asks its layers for
+them, windows that look ahead, images that see all of themselves, the paged cache of continuous batching) is
+refused, and so are models for which transformers supports no flash attention. Inside torch.compile packed
+position_ids are found only by layers that are given them. Only `register` imports transformers.
 """
 
 from collections.abc import Callable

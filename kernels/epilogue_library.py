@@ -31,12 +31,15 @@ def serves(device: torch.device) -> bool:
     )
 
 
-def has_compiled() -> bool:
-    """Whether quack-kernels keeps products on this machine that it compiled before, of whatever kind."""
+def has_none_compiled() -> bool:
+    """Whether quack-kernels keeps what it compiles on this machine's disk, and nothing is there yet."""
     # as quack/cache/jit.py, whose import would take seconds
+    if os.environ.get("QUACK_CACHE_ENABLED", "1") != "1":
+        return False
     folder = os.environ.get("QUACK_CACHE_DIR")
-    default = Path(tempfile.gettempdir(), getpass.getuser(), "quack_cache")
-    return any((default if folder is None else Path(folder)).rglob("*.o"))
+    if folder is None:
+        folder = Path(tempfile.gettempdir(), getpass.getuser(), "quack_cache")
+    return not any(Path(folder).rglob("*.o"))
 
 
 def epilogues() -> ModuleType:

@@ -177,13 +177,18 @@ def test_what_was_compiled_before_is_found_where_quack_kernels_keeps_it(monkeypa
     monkeypatch.delenv("QUACK_CACHE_DIR", raising=False)
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr("getpass.getuser", lambda: "someone")
-    assert not epilogue_library.has_compiled()
+    assert epilogue_library.has_none_compiled()
     folder = tmp_path / "someone" / "quack_cache" / "of a version"
     folder.mkdir(parents=True)
     (folder / "one.lock").touch()
-    assert not epilogue_library.has_compiled()
+    assert epilogue_library.has_none_compiled()
     (folder / "one.o").touch()
-    assert epilogue_library.has_compiled()
+    assert not epilogue_library.has_none_compiled()
+    monkeypatch.setenv("QUACK_CACHE_DIR", str(tmp_path / "other"))
+    assert epilogue_library.has_none_compiled()
+    # nothing would be kept
+    monkeypatch.setenv("QUACK_CACHE_ENABLED", "0")
+    assert not epilogue_library.has_none_compiled()
 
 
 @pytest.mark.skipif(not epilogue_library.is_installed(), reason="needs quack-kernels")

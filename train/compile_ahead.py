@@ -81,7 +81,7 @@ def products_compiled_beside(config: Config, device: torch.device) -> Iterator[N
 
     quack-kernels keeps them on disk, and whoever needs one that is being compiled waits for it.
     """
-    if not calls_products(config, device) or epilogue_library.has_compiled() or not is_first_here():
+    if not (is_first_here() and calls_products(config, device) and epilogue_library.has_none_compiled()):
         yield
         return
     process, pipe = start_child(compile_products, config, device, daemon=True)

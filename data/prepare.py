@@ -127,8 +127,9 @@ def prepare(config: DataConfig, begins: Callable[[], None] = lambda: None) -> Pa
     of several processes one prepares while the others wait. Equal configurations give equal bytes, whatever
     config.workers.
 
-    begins: called before text is read, if any is, when the source and the folder have been found good. Raises
-    ValueError if the folder holds anything else or damaged shards, if the source has no documents, or
+    begins: called before text is read, if any is, when the source and the folder have been found good.
+
+    Raises ValueError if the folder holds anything else or damaged shards, if the source has no documents, or
     if a path is missing; OSError if the disk is full. Nothing that was there before is changed.
     """
     # the finished folder goes to the target of a link, and does not replace the link itself

@@ -189,6 +189,21 @@ def test_a_killed_preparation_is_told_with_the_way_out(tmp_path):
     assert not Path(config.folder).exists()
 
 
+@pytest.mark.parametrize("call", ["prepare(config)", "prepare_beside(config, lambda: None)"])
+def test_a_script_that_prepares_text_where_it_is_imported_is_run_once(config, tmp_path, call):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, sys\nprint('runs')\n"
+        "from data.background import prepare_beside\nfrom data.prepare import DataConfig, prepare\n"
+        f"config = DataConfig(**json.loads(sys.argv[1]))\nprint({call})\n"
+    )
+    command = [sys.executable, str(script), json.dumps(asdict(replace(config, workers=2)))]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=60)
+    assert done.stdout == f"runs\n{config.folder}\n", done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_what_is_done_is_logged_as_by_prepare(config):
     code = (
         "import json, logging, sys\n"

@@ -99,6 +99,12 @@ def has_fused_gelu(device: torch.device) -> bool:
     return True
 
 
+def lacks_products(device: torch.device) -> bool:
+    """Whether this device has products with GELU or a softmax inside, none of which was compiled so far."""
+    there = epilogue_library.serves(device) and epilogue_library.is_installed()
+    return there and epilogue_library.has_none_compiled()
+
+
 class Block(nn.Module):
     """One transformer layer: attention, then the MLP, each added to the residual stream (B, T, C)."""
 

@@ -20,9 +20,11 @@ from tests.test_prepare import alive, children, contents, large_corpus, text_con
 ROOT = Path(__file__).resolve().parent.parent
 # as scripts/prepare_data.py starts it, with work that never ends
 ENDLESS = """
-import json, pathlib, sys, time
+import json, pathlib, signal, sys, time
 from data.background import prepare_beside
 from data.prepare import DataConfig
+# ignored in what a shell runs in the background
+signal.signal(signal.SIGINT, signal.default_int_handler)
 def work():
     pathlib.Path(sys.argv[2]).touch()
     time.sleep(1000)

@@ -13,10 +13,16 @@ import pytest
 import torch
 
 from kernels import epilogue_library
+from model.gpt import lacks_products
 from tests.test_config import composed
 from tests.test_prepare import alive
 from train import compile_ahead
-from train.compile_ahead import calls_products, is_compiled_ahead, products_compiled_beside, train_small
+from train.compile_ahead import (
+    is_compiled_ahead,
+    may_call_products,
+    products_compiled_beside,
+    train_small,
+)
 from train.config import Config, parse
 from train.distributed import Processes
 
@@ -66,13 +72,16 @@ def test_a_run_is_compiled_ahead_where_it_is_compiled_for_one_process_and_lacks_
     ],
     ids=["gelu", "loss", "neither", "32 bits"],
 )
-def test_products_are_compiled_ahead_where_they_may_be_called(hopper, monkeypatch, given, expected):
-    config = config_of(*given)
-    assert calls_products(config, CPU) == expected
-    for name in ("serves", "is_installed"):
+def test_products_are_compiled_ahead_where_they_may_be_called(given, expected):
+    assert may_call_products(config_of(*given)) == expected
+
+
+def test_products_are_lacking_where_a_device_has_them_and_none_is_compiled(hopper, monkeypatch):
+    assert lacks_products(CPU)
+    for name in ("serves", "is_installed", "has_none_compiled"):
         with monkeypatch.context() as changed:
             changed.setattr(epilogue_library, name, lambda *given: False)
-            assert not calls_products(config, CPU)
+            assert not lacks_products(CPU)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +214,8 @@ def test_quack_kernels_keeps_products_where_they_are_looked_for():
 
 @pytest.mark.gpu
 def test_a_step_of_the_run_finds_all_its_products_compiled(tmp_path, monkeypatch):
-    if not calls_products(config_of("precision=bf16", *ON_GPU), torch.device("cuda")):
+    monkeypatch.setenv("QUACK_CACHE_DIR", str(tmp_path / "kept"))
+    if not lacks_products(torch.device("cuda")):
         pytest.skip("needs Hopper and quack-kernels")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").mkdir()
@@ -216,7 +226,7 @@ def test_a_step_of_the_run_finds_all_its_products_compiled(tmp_path, monkeypatch
     given += ["total_tokens=16384", "evaluation.tokens=4096", "data.validation_fraction=0.2"]
     config = replace(config_of(*given), compile=False)
     paths = os.pathsep.join([str(ROOT), *sys.path])
-    environment = {**os.environ, "QUACK_CACHE_DIR": str(tmp_path / "kept"), "PYTHONPATH": paths}
+    environment = {**os.environ, "PYTHONPATH": paths}
     code = "import pickle, sys, torch; from train.compile_ahead import compile_products\n"
     code += "compile_products(None, pickle.load(sys.stdin.buffer), torch.device('cuda', 0))"
     command = [sys.executable, "-c", code]

@@ -18,8 +18,8 @@ import torch
 
 from data.child import start_child
 from data.prepare import is_new
-from kernels import epilogue_library
 from model import AttentionConfig
+from model.gpt import lacks_products
 from model.modes import evaluating
 from train.build import build_step_model, build_weights, set_arithmetic
 from train.config import Config
@@ -81,7 +81,7 @@ def products_compiled_beside(config: Config, device: torch.device) -> Iterator[N
 
     quack-kernels keeps them on disk, and whoever needs one that is being compiled waits for it.
     """
-    if not (is_first_here() and calls_products(config, device) and epilogue_library.has_none_compiled()):
+    if not (is_first_here() and may_call_products(config) and lacks_products(device)):
         yield
         return
     process, pipe = start_child(compile_products, config, device, daemon=True)
@@ -93,10 +93,9 @@ def products_compiled_beside(config: Config, device: torch.device) -> Iterator[N
         pipe.close()
 
 
-def calls_products(config: Config, device: torch.device) -> bool:
-    """Whether the run may call products with epilogues on this device."""
-    wanted = config.precision != "fp32" and (config.fused_gelu or config.fused_loss)
-    return wanted and epilogue_library.serves(device) and epilogue_library.is_installed()
+def may_call_products(config: Config) -> bool:
+    """Whether the run calls products with epilogues where the device has them."""
+    return config.precision != "fp32" and (config.fused_gelu or config.fused_loss)
 
 
 def compile_products(pipe: Connection | None, config: Config, device: torch.device) -> None:

@@ -64,7 +64,7 @@ def load_pretrained(folder: Path | str, attention: AttentionConfig) -> GPT:
     folder = Path(folder)
     # before memory is asked for: a damaged size may be that of a model which nobody could hold
     family, config, files = _check_headers(folder)
-    model = GPT(config, attention)
+    model = GPT.empty(config, attention)
     state = model.state_dict()
     for part, tensor in _matched(folder, family, config, files, state):
         part.copy_(tensor[:])

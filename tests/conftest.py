@@ -108,6 +108,18 @@ def fresh_memory_is_nan(monkeypatch):
 
 
 @pytest.fixture
+def no_weights_are_drawn(monkeypatch):
+    """Random numbers for weights come only to tensors without memory."""
+
+    def draw(tensor, *arguments, **options):
+        assert tensor.is_meta, f"{tuple(tensor.shape)} would be drawn, and then loaded"
+        return tensor
+
+    for name in ("normal_", "uniform_", "kaiming_uniform_"):
+        monkeypatch.setattr(torch.nn.init, name, draw)
+
+
+@pytest.fixture
 def counter(monkeypatch):
     """Counts the graphs that torch.compile makes. The compiler behind it changes none of them."""
     # a slow import, for a few tests

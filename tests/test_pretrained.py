@@ -109,6 +109,16 @@ def test_logits_and_gradients_are_as_accurate_as_those_of_transformers(kind, fol
         assert_within_rule(name, value, expected[name], exact[name])
 
 
+def test_all_values_of_a_model_are_loaded_and_none_is_drawn(
+    folder, fresh_memory_is_nan, no_weights_are_drawn
+):
+    ours = load_pretrained(folder, REFERENCE)
+    assert all(tensor.isfinite().all() for tensor in ours.parameters())
+    assert ours.padding_bias[: ours.config.vocab_size].eq(0).all()
+    assert ours.padding_bias[ours.config.vocab_size :].eq(float("-inf")).all()
+    assert ours(torch.randint(100, (1, 3))).isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_round_trip_changes_no_bit_and_transformers_loads_it(kind, tmp_path, dtype):
     theirs(kind, dtype).save_pretrained(tmp_path / "theirs")

@@ -291,6 +291,17 @@ def test_a_resumed_run_ends_with_the_same_weights_and_metrics_as_one_that_was_no
     assert len(whole["guard"]["losses"]) == 12
 
 
+def test_a_run_draws_no_weights_that_it_loads(corpus, request):
+    run("total_tokens=3072")
+    request.getfixturevalue("no_weights_are_drawn")
+    run()
+    run("name=second", "start.weights=runs/test")
+    # and a model that is loaded to be sampled
+    sample.main(sample.Arguments(run="runs/second", tokens=2, device="cpu", precision="fp32"))
+    with pytest.raises(AssertionError, match="would be drawn"):
+        run("name=third")
+
+
 def test_a_finished_run_is_not_trained_further_and_tells_so_and_its_loss_once(corpus, capsys):
     first = run()
     before = weights("test", 12)
@@ -1099,7 +1110,7 @@ def test_metrics_are_on_the_disk_before_the_checkpoint_that_they_lead_to(corpus,
 
 
 def test_memory_that_a_cpu_lacks_ends_a_run_with_what_takes_less(corpus, monkeypatch):
-    monkeypatch.setattr(train.state, "build_weights", lambda *given: torch.empty(2**50))
+    monkeypatch.setattr(train.state, "build_weights", lambda *given, **options: torch.empty(2**50))
     with pytest.raises(
         MemoryError, match="^out of memory on rank 0: tokens_per_microbatch=256 with recompute="
     ):
@@ -1107,7 +1118,7 @@ def test_memory_that_a_cpu_lacks_ends_a_run_with_what_takes_less(corpus, monkeyp
 
 
 def test_errors_that_are_not_of_memory_keep_their_words(corpus, monkeypatch):
-    monkeypatch.setattr(train.state, "build_weights", lambda *given: torch.ones(2) @ torch.ones(3))
+    monkeypatch.setattr(train.state, "build_weights", lambda *given, **options: torch.ones(2) @ torch.ones(3))
     with pytest.raises(RuntimeError, match="inconsistent tensor size"):
         run()
 

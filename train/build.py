@@ -62,9 +62,15 @@ def set_arithmetic(config: Config) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def build_weights(config: Config, device: torch.device, start: str | None = None) -> GPT:
-    """A model with random weights from PyTorch's generator, or those of start, and with its adapters."""
-    weights = GPT(
+def build_weights(
+    config: Config, device: torch.device, start: str | None = None, *, empty: bool = False
+) -> GPT:
+    """A model with random weights from PyTorch's generator, or those of start, and with its adapters.
+
+    empty: without values, which are loaded afterwards.
+    """
+    build = GPT if start is None and not empty else GPT.empty
+    weights = build(
         config.model,
         config.attention,
         fused_loss=config.fused_loss,

@@ -278,7 +278,9 @@ def _finish(launch: Launch, attempt: Attempt, val_loss: float) -> None:
     attempt.state.optimizer.state.clear()
     del attempt.passes
     weights = gather(
-        attempt.state.weights, lambda: build_weights(config, processes.device), is_main=processes.is_main
+        attempt.state.weights,
+        lambda: build_weights(config, processes.device, empty=True),
+        is_main=processes.is_main,
     )
     if processes.is_main:
         if config.lora.rank:

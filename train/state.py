@@ -74,7 +74,7 @@ def build_state(
     start = None
     if config.start.weights and not saved:
         start = processes.from_main(lambda: str(locate(config.start.weights)))
-    weights = build_weights(config, processes.device, start)
+    weights = build_weights(config, processes.device, start, empty=saved is not None)
     if config.distributed == "fsdp" and processes.world_size > 1:
         shard(
             weights,

@@ -159,7 +159,7 @@ def load_model(source: Path | str, attention: AttentionConfig) -> GPT:
         return load_pretrained(source, attention)
     checkpoint = _checkpoint(source)
     config = read_checkpoint(checkpoint)["config"]
-    model = GPT(ModelConfig(**config["model"]), attention)
+    model = GPT.empty(ModelConfig(**config["model"]), attention)
     lora = adapters_of(config)
     if lora is not None:
         add_adapters(model, lora)

@@ -66,12 +66,14 @@ def _run_once(config: Config, processes: Processes) -> None:
     weights = build_weights(config, processes.device)
     model = build_step_model(weights, config, processes, join_context_groups(processes, 1))
     autocast = partial(autocast_context, processes.device.type, config.precision)
-    nothing = torch.zeros((config.microbatch, config.seq_len), dtype=torch.int64, device=processes.device)
+    shape = config.microbatch, config.seq_len
+    # two tensors: PyTorch compiles anew where these are no longer one
+    tokens, targets = (torch.zeros(shape, dtype=torch.int64, device=processes.device) for _ in range(2))
     with torch.no_grad(), evaluating(model), autocast():
-        model(nothing, nothing)
+        model(tokens, targets)
     scaler = torch.amp.GradScaler(processes.device.type, enabled=False)
     passes = Passes(model, 1, autocast, scaler)
-    passes.forward(nothing, nothing)
+    passes.forward(tokens, targets)
     passes.backward()
 
 

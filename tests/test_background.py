@@ -200,7 +200,7 @@ def test_a_script_that_prepares_text_where_it_is_imported_is_run_once(config, tm
         f"config = DataConfig(**json.loads(sys.argv[1]))\nprint({call})\n"
     )
     command = [sys.executable, str(script), json.dumps(asdict(replace(config, workers=2)))]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=60)
     assert done.stdout == f"runs\n{config.folder}\n", done.stderr
     assert "Traceback" not in done.stderr

@@ -3,6 +3,8 @@
 import errno
 import fcntl
 import json
+import logging
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from data import background
 from data.background import prepare_beside
 from data.prepare import LOCK, DataConfig, prepare
 from tests.test_prepare import alive, children, contents, large_corpus, text_config, wait_for
@@ -24,10 +27,11 @@ import json, pathlib, signal, sys, time
 from data.background import prepare_beside
 from data.prepare import DataConfig
 # ignored in what a shell runs in the background
-signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[3] == "deaf" else signal.default_int_handler)
 def work():
     pathlib.Path(sys.argv[2]).touch()
-    time.sleep(1000)
+    if sys.argv[3] != "deaf":
+        time.sleep(1000)
 prepare_beside(DataConfig(**json.loads(sys.argv[1])), work)
 """
 
@@ -136,8 +140,8 @@ def test_work_that_fails_stops_the_preparation_and_nothing_is_left(tmp_path):
     assert not others()
 
 
-def start_endless(config: DataConfig, sign: Path) -> subprocess.Popen:
-    command = [sys.executable, "-c", ENDLESS, json.dumps(asdict(config)), str(sign)]
+def start_endless(config: DataConfig, sign: Path, how: str = "") -> subprocess.Popen:
+    command = [sys.executable, "-c", ENDLESS, json.dumps(asdict(config)), str(sign), how]
     # a group of its own, to which a terminal would send Ctrl-C
     return subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE, process_group=0)
 
@@ -160,6 +164,53 @@ def test_preparation_ends_with_the_process_that_asked_for_it_and_nothing_is_left
     is_ctrl_c = ends_by in ("a terminal", "SIGINT")
     # that of this process, which a caller answers, and of no other
     assert errors.count("Traceback") == errors.count("KeyboardInterrupt") == is_ctrl_c, errors
+
+
+def test_ctrl_c_that_a_process_ignores_does_not_stop_its_preparation(tmp_path):
+    config = text_config(large_corpus(tmp_path / "text", 48), tmp_path / "shards", workers=2)
+    process = start_endless(config, tmp_path / "begun", "deaf")
+    wait_for(lambda: (tmp_path / "begun").exists())
+    os.killpg(process.pid, signal.SIGINT)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 0, errors
+    assert names(tmp_path) == {"text", "begun", "shards"}
+
+
+class WordlessError(ValueError):
+    """As of a library: its words do not travel, or it does not arrive at all."""
+
+    def __init__(self, text: str, place: int):
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (WordlessError("told in words", 3), ValueError, "told in words"),
+        (FileNotFoundError(2, "No such file", "a.txt"), FileNotFoundError, "[Errno 2] No such file: 'a.txt'"),
+        (ChildProcessError("a worker ended"), OSError, "a worker ended"),
+        (MemoryError("no room"), MemoryError, "no room"),
+    ],
+    ids=["words", "file", "child", "memory"],
+)
+def test_errors_arrive_with_their_words_and_where_they_come_from(config, monkeypatch, error, kind, text):
+    def refuse(*arguments, **options):
+        raise error from OSError("a cause")
+
+    monkeypatch.setattr(background, "prepare", refuse)
+    ours, theirs = multiprocessing.Pipe()
+    # in a thread of this process, where no signal comes
+    monkeypatch.setattr(signal, "signal", lambda *given: None)
+    monkeypatch.setattr(background, "_stop_with", lambda pipe: None)
+    background._prepare(theirs, config, logging.getLogger("data").level)
+    arrived, cause = ours.recv()
+    assert isinstance(arrived, kind)
+    assert str(arrived) == text
+    assert str(cause) == "a cause"
+    assert "in refuse" in arrived.__notes__[0]
 
 
 def test_a_process_that_waits_for_another_ones_text_ends_with_the_one_that_asked_for_it(config, tmp_path):

@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,6 +61,16 @@ def test_a_run_is_compiled_ahead_where_it_is_compiled_for_one_process_and_lacks_
     # whatever it is, prepare looks at it first
     (folder / "a file").touch()
     assert not is_compiled_ahead(config, processes)
+
+
+def test_a_daemon_which_may_start_no_process_compiles_when_it_trains(hopper, monkeypatch, tmp_path):
+    daemon = SimpleNamespace(daemon=True)
+    monkeypatch.setattr(compile_ahead, "current_process", lambda: daemon)
+    config = config_of("compile=true", "precision=bf16", f"data.folder={tmp_path / 'text'}")
+    assert not is_compiled_ahead(config, Processes(0, 1, CPU, None, None))
+    monkeypatch.setattr(compile_ahead, "start_child", lambda *given, **options: pytest.fail("started"))
+    with products_compiled_beside(config, CPU):
+        pass
 
 
 @pytest.mark.parametrize(

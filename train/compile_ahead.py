@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from multiprocessing import current_process
 from multiprocessing.connection import Connection
 
 import torch
@@ -38,9 +39,10 @@ ROWS, CHANNELS = 128, 64
 def is_compiled_ahead(config: Config, processes: Processes) -> bool:
     """Whether there is text to prepare meanwhile, and what compile_ahead makes is what the run calls.
 
-    Of several processes it is not: they exchange gradients in between.
+    Of several processes it is not: they exchange gradients in between. And a daemon may start no process.
     """
-    return config.compile and processes.world_size == 1 and is_new(config.data)
+    alone = processes.world_size == 1 and not current_process().daemon
+    return config.compile and alone and is_new(config.data)
 
 
 def compile_ahead(config: Config, processes: Processes) -> None:
@@ -83,7 +85,8 @@ def products_compiled_beside(config: Config, device: torch.device) -> Iterator[N
 
     quack-kernels keeps them on disk, and whoever needs one that is being compiled waits for it.
     """
-    if not (is_first_here() and may_call_products(config) and lacks_products(device)):
+    may_start = is_first_here() and not current_process().daemon
+    if not (may_start and may_call_products(config) and lacks_products(device)):
         yield
         return
     process, pipe = start_child(compile_products, config, device, daemon=True)

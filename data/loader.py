@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from itertools import accumulate
+from operator import index
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,9 @@ class TokenLoader:
     ) -> None:
         if split not in SPLITS:
             raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
+        # NumPy's integers have 8 to 64 bits, and a product of theirs no more
+        seq_len, sequences_per_step = index(seq_len), index(sequences_per_step)
+        rank, world_size = index(rank), index(world_size)
         if seq_len < 1 or sequences_per_step < 1:
             raise ValueError(
                 f"seq_len and sequences_per_step must be at least 1, got {seq_len} and {sequences_per_step}"
@@ -97,6 +101,7 @@ class TokenLoader:
         """
         if step < 0:
             raise ValueError(f"step must be at least 0, got {step}")
+        step = index(step)
         rows = self.sequences_per_step // self.world_size
         first = step * self.sequences_per_step + self.rank * rows
         windows = np.empty((rows, self.seq_len + 1), dtype=self._shards[0].dtype)

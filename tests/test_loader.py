@@ -87,6 +87,14 @@ def test_a_batch_depends_on_seed_and_step_alone(folder):
     assert not torch.equal(load(folder, seed=2).batch(5)[0], later[1])
 
 
+def test_small_integers_of_numpy_count_as_far_as_others(folder):
+    given = {"sequences_per_step": 100, "seq_len": 4}
+    small = load(folder, **{key: np.int8(value) for key, value in given.items()})
+    for step in (100, 2**30):
+        batches = small.batch(np.int32(step)), load(folder, **given).batch(step)
+        assert all(torch.equal(*pair) for pair in zip(*batches, strict=True))
+
+
 def test_another_epoch_has_another_order(folder):
     loader = load(folder, sequences_per_step=SEQUENCES)
     assert not torch.equal(loader.batch(0)[0], loader.batch(1)[0])

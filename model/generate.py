@@ -72,10 +72,12 @@ def stream(
             draw = partial(largest, find=likeliest if compiled else partial(torch.argmax, dim=-1))
         else:
             draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-        stops = torch.tensor(stop_tokens, dtype=torch.int64, device="cpu")
+        stops = torch.as_tensor(stop_tokens, device="cpu")
+        has_stops = stops.numel() > 0
+        if has_stops and (stops.dim() != 1 or stops.dtype.is_floating_point or stops.dtype == torch.bool):
+            raise ValueError(f"stop_tokens must be a sequence of integers, got {stop_tokens!r}: write [ID]")
+        stops = stops.to(torch.int64)
         stops_there, stopped = stops.to(tokens.device), torch.zeros(batch, dtype=torch.bool, device="cpu")
-        # not the list itself: compiled code would be specialized for its numbers
-        has_stops = bool(stop_tokens)
 
         def choose(logits: Tensor, newest: Tensor | None) -> Tensor:
             """The next tokens, (B,), from logits (B, V); newest: those before, (B,), None after a prompt."""

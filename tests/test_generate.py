@@ -2,6 +2,7 @@ import gc
 import weakref
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
@@ -104,6 +105,20 @@ def test_prompts_of_different_lengths_go_on_as_each_would_alone(gpt, implementat
     for row, length in enumerate(lengths):
         alone = generate(gpt, prompts[row : row + 1, :length], 8, temperature=0.0)
         assert torch.equal(together[row], alone[0, length:])
+
+
+@pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor, lambda ids: np.array(ids, np.uint8)])
+def test_stop_tokens_may_be_arrays(gpt, kind):
+    prompt = torch.randint(100, (1, 5))
+    free = generate(gpt, prompt, 20, temperature=0.0)
+    for places in ([8], [8, 12]):
+        stops = free[0, places].tolist()
+        expected = generate(gpt, prompt, 20, temperature=0.0, stop_tokens=stops)
+        assert expected.shape[1] < free.shape[1]
+        assert torch.equal(generate(gpt, prompt, 20, temperature=0.0, stop_tokens=kind(stops)), expected)
+    for wrong in (0, [1.5], [True], [[1]]):
+        with pytest.raises(ValueError, match="stop_tokens must be a sequence of integers, got .*: write"):
+            generate(gpt, prompt, 20, stop_tokens=wrong)
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.gpu)])

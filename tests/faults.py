@@ -476,10 +476,10 @@ def watch_weights(rank: int, fault) -> None:
     fault(rank)
     build, before = train.state.build_weights, []
 
-    def watched(*given):
+    def watched(*given, **options):
         if before:
             print("the old weights are", "here" if before[-1]() else "gone")
-        weights = build(*given)
+        weights = build(*given, **options)
         before.append(weakref.ref(weights))
         return weights
 
@@ -503,9 +503,9 @@ def slow_rollbacks(rank: int, fault) -> None:
     fault(rank)
     build = train.state.build_weights
 
-    def slowly(*given):
+    def slowly(*given, **options):
         time.sleep(0.5)
-        return build(*given)
+        return build(*given, **options)
 
     train.state.build_weights = slowly
 

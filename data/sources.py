@@ -122,14 +122,11 @@ class TextFiles:
         return fingerprint(self._files(Counter()), as_written=as_written)
 
     def _files(self, counts: Counter[str]) -> Iterator[Path]:
+        runs = RUNS.resolve()
         for path in self.paths:
-            files = [path] if path.is_file() else walk(path, TEXT_SUFFIXES, counts)
-            runs = RUNS.resolve()
-            if path.resolve() not in runs.parents:
-                yield from files
-                continue
-            for file in files:
-                if runs in file.absolute().resolve().parents:
+            holds_runs = path.resolve() in runs.parents
+            for file in [path] if path.is_file() else walk(path, TEXT_SUFFIXES, counts):
+                if holds_runs and runs in file.resolve().parents:
                     counts["written by a run"] += 1
                 else:
                     yield file

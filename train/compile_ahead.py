@@ -46,7 +46,7 @@ def is_compiled_ahead(config: Config, processes: Processes) -> bool:
 
 
 def compile_ahead(config: Config, processes: Processes) -> None:
-    """Runs one micro-batch of no text through a model of its own, with random weights, and drops both.
+    """Runs one micro-batch of no text through a model of its own, of whatever weights, and drops both.
 
     PyTorch keeps whatever torch.compile has made, for all models that are alike. Nothing that the run
     computes depends on it; what does not fit into memory is for the first step to report.
@@ -65,7 +65,7 @@ def compile_ahead(config: Config, processes: Processes) -> None:
 def _run_once(config: Config, processes: Processes) -> None:
     # before anything is compiled, since PyTorch compiles again where these have changed
     set_arithmetic(config)
-    weights = build_weights(config, processes.device)
+    weights = build_weights(config, processes.device, empty=True)
     model = build_step_model(weights, config, processes, join_context_groups(processes, 1))
     autocast = partial(autocast_context, processes.device.type, config.precision)
     shape = config.microbatch, config.seq_len

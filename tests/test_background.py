@@ -21,7 +21,7 @@ from data.prepare import LOCK, DataConfig, prepare
 from tests.test_prepare import alive, children, contents, large_corpus, text_config, wait_for
 
 ROOT = Path(__file__).resolve().parent.parent
-# as scripts/prepare_data.py starts it, with work that never ends
+# prepares text beside work that never ends; if "deaf", Ctrl-C is ignored, and the work is short
 ENDLESS = """
 import json, pathlib, signal, sys, time
 from data.background import prepare_beside

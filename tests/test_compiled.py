@@ -117,7 +117,6 @@ def test_training_compiles_the_same_parts_however_many_layers_there_are(counter,
     assert graphs_of_training(counter, build(1, **model), given) == [2, 2]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a CPU our kernels run where there is no GPU")
 @pytest.mark.parametrize("given", [nothing, documents])
 @pytest.mark.parametrize("patterns", [(), ("dense", "window(64)")], ids=["dense", "window"])
 def test_parts_with_our_kernels_have_the_gradients_of_the_model(counter, given, patterns):

@@ -321,7 +321,6 @@ def test_double_backward_is_refused_with_a_way_out(device):
         dq.sum().backward()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_the_backward_operator_takes_a_gradient_of_lse_of_any_strides():
     q, k, v = (x.detach() for x in random_qkv(2, 40, 40, 2, 1, 16, torch.float32, "cpu"))
     options = None, None, None, [], 0.25, True, None, 0.0, False, None

@@ -20,8 +20,6 @@ from tests.accuracy import (
 from tests.gluon_on_cpu import hopper_on_cpu
 from tests.gluon_partitions import DeadlockError
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the real kernels run on the GPU")
-
 HEAD_DIMS = [40, 64, 128, 136, 256]
 MASKS = ["full", "causal", "window", "documents", "blocks"]
 # what a head's backward pass is asked for: wide ones have one, which is deterministic unasked

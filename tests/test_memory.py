@@ -280,7 +280,6 @@ def test_a_plan_reads_which_biases_a_measured_model_had(tmp_path):
     assert peak_bytes(without) < peak_bytes(older)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has its own rates")
 def test_a_plan_without_a_gpu_asks_for_one_by_name():
     with pytest.raises(ValueError, match=r"sees no GPU: give gpu=H200, or .* probe=\[FILE\] and memory_gib"):
         choose_rates(Arguments())

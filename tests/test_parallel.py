@@ -250,7 +250,6 @@ def test_more_processes_than_gpus_are_refused_by_each_of_them(monkeypatch):
         pass
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_process_without_a_gpu_is_told_so():
     message = "device=cuda, but torch sees no GPU: use device=cpu"
     with pytest.raises(ValueError, match=message), join_processes("cuda"):

@@ -92,21 +92,23 @@ def test_a_report_that_is_stopped_tells_what_has_run(stop, tmp_path):
     assert sums == "1 passed, 0 failed, 0 skipped, stopped before the end"
 
 
-def test_with_a_gpu_every_test_that_takes_a_device_is_one_of_the_gpus(monkeypatch):
-    marks = {}
+@pytest.mark.parametrize(
+    ("sees_gpu", "run"), [(False, ["takes_any", "plain"]), (True, ["takes_any", "gpus"])]
+)
+def test_a_process_runs_the_gpus_tests_or_the_others_and_those_of_any_device(sees_gpu, run, monkeypatch):
+    def item(name: str, marks: set, *fixtures: str) -> SimpleNamespace:
+        def add_marker(mark):
+            marks.add(mark if isinstance(mark, str) else mark.name)
 
-    def item(name: str, *fixtures: str) -> SimpleNamespace:
-        marks[name] = []
-        add_marker = marks[name].append
-        return SimpleNamespace(path=Path(name), fixturenames=fixtures, keywords={}, add_marker=add_marker)
+        path = Path(f"{name}.py")
+        return SimpleNamespace(path=path, fixturenames=fixtures, keywords=marks, add_marker=add_marker)
 
-    items = [item("test_a.py", "seed", "device"), item("test_b.py", "seed")]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    items = [item("takes_any", set(), "seed", "device"), item("gpus", {"gpu"}, "seed"), item("plain", set())]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_gpu)
     pytest_collection_modifyitems(items)
-    assert marks == {"test_a.py": [], "test_b.py": []}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    pytest_collection_modifyitems(items)
-    assert marks == {"test_a.py": ["gpu"], "test_b.py": []}
+    assert [item.path.stem for item in items if "skip" not in item.keywords] == run
+    # what tests.report selects
+    assert ("gpu" in items[0].keywords) == sees_gpu
 
 
 FLOPS = {"palm": 8e8, "causal": 6e8, "mask": 5e8, "kept": 7e8, "executed": 9e8}

@@ -479,10 +479,7 @@ def test_numbers_are_written_plainly():
 
 
 def test_the_command_writes_results_pictures_and_a_report(tmp_path):
-    # two at a time; where there is a GPU for each
-    processes = "" if torch.cuda.is_available() else "processes=2"
-    arguments = [word for word in ("figure1", "figure2_left", "quick=true", processes) if word]
-    done = call(*arguments, f"out={tmp_path}", folder=tmp_path)
+    done = call("figure1", "figure2_left", "quick=true", "processes=2", f"out={tmp_path}", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     report = (tmp_path / "README.md").read_text()
     for name in ("figure1", "figure2_left"):
@@ -491,10 +488,9 @@ def test_the_command_writes_results_pictures_and_a_report(tmp_path):
         assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
         assert f"]({name}.png)" in report
     assert "Not run: `python -m scripts.reproduce_paper table2`" in report
-    if not torch.cuda.is_available():
-        # a CPU counts bytes and claims no speed
-        assert "| fewer bytes through memory | 9.2x | 25.87x (at least 9x) | **reached** |" in report
-        assert "faster, forward and backward: this machine has no GPU" in report
+    # a CPU counts bytes and claims no speed
+    assert "| fewer bytes through memory | 9.2x | 25.87x (at least 9x) | **reached** |" in report
+    assert "faster, forward and backward: this machine has no GPU" in report
     measured = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")}
     again = call("figure1", "figure2_left", "keep=true", "quick=true", f"out={tmp_path}", folder=tmp_path)
     assert again.returncode == 0, again.stderr
@@ -610,7 +606,6 @@ def test_sizes_come_from_the_paper_then_quick_then_the_command_line():
         choose_sizes("figure1", figure1, Arguments(sizes={"tokens": 3}))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU nothing is missing")
 def test_the_papers_sizes_without_a_gpu_are_refused(tmp_path):
     with pytest.raises(ValueError, match="need a CUDA GPU; none was found: use quick=true"):
         main(Arguments(experiments=["figure1"], out=str(tmp_path)))

@@ -523,7 +523,6 @@ def test_a_block_mask_of_other_keys_than_queries_is_refused():
         Ring(NoGroup(0, 2), 256).steps(block_mask=mask)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize("implementation", BLOCK_ATTENTION)
 def test_a_scale_replaces_the_default_in_both_passes(implementation):
     q, k, v = random_qkv(1, SEQ_LEN, SEQ_LEN, 2, 1, 16, torch.float32, "cpu")
@@ -536,7 +535,6 @@ def test_a_scale_replaces_the_default_in_both_passes(implementation):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize("implementation", BLOCK_ATTENTION)
 def test_gradients_of_a_rank_whose_first_rows_see_nothing_are_those_of_the_definition(implementation):
     # two tokens of padding, which no step computes
@@ -555,7 +553,6 @@ def test_gradients_of_a_rank_whose_first_rows_see_nothing_are_those_of_the_defin
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_every_form_of_the_call_tells_the_kernels_whether_gradients_are_to_repeat(deterministic, monkeypatch):
     problems = []

@@ -1018,8 +1018,6 @@ def test_a_launch_that_ends_before_the_profile_is_whole_says_so_and_leaves_none(
     ],
 )
 def test_a_wrong_command_ends_with_one_clear_error_and_no_traceback(corpus, arguments, message):
-    if "device=cuda" in arguments and torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
     process = start(*SMALL, *arguments)
     _, errors = process.communicate(timeout=150)
     assert process.returncode == 2

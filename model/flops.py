@@ -58,7 +58,9 @@ def flops_ledger(
     for mask in set(masks):
         count = masks.count(mask)
         visible += count * visible_pairs(seq_len, mask, document_ids) / seq_len
-        whole = attention.implementation == "reference"
+        # PyTorch's attention computes every pair under a mask that it is given
+        masked = attention.implementation == "sdpa" and document_ids is not None
+        whole = attention.implementation == "reference" or masked
         pairs = seq_len**2 if whole else computed_pairs(seq_len, mask, document_ids)
         computed += count * pairs / seq_len
     products = 2 + BACKWARD_PRODUCTS[attention.implementation]
@@ -123,15 +125,23 @@ def visible_pairs(seq_len: int, mask: BlockMask | None, document_ids: Tensor | N
 
 
 def computed_pairs(seq_len: int, mask: BlockMask | None, document_ids: Tensor | None = None) -> float:
-    """The same, with each tile that holds a visible pair counted whole: the mask's blocks, else TILE's."""
-    if mask is not None:
-        return len(mask.keys) / (mask.n_batch * mask.n_head) * mask.block_size**2
-    last = torch.arange(-(-seq_len // TILE), device="cpu")
-    first = torch.zeros_like(last)[None]
+    """The same, with each tile that may hold a visible pair counted whole: the mask's blocks, else TILE's.
+
+    Of a mask's blocks those count that end behind the beginning of some query's document.
+    """
+    size = TILE if mask is None else mask.block_size
+    n_rows = -(-seq_len // size)
+    # the first tile that each row of tiles sees, (B, n_rows)
+    first = torch.zeros(1, n_rows, dtype=torch.int64, device="cpu")
     if document_ids is not None:
-        starts = F.pad(_document_starts(document_ids), (0, -seq_len % TILE), value=NOWHERE)
-        first = starts.unflatten(1, (-1, TILE)).amin(2) // TILE
-    return (last + 1 - first).clamp(min=0).sum().item() / len(first) * TILE**2
+        starts = F.pad(_document_starts(document_ids), (0, -seq_len % size), value=NOWHERE)
+        first = starts.unflatten(1, (-1, size)).amin(2) // size
+    if mask is None:
+        tiles = (torch.arange(1, n_rows + 1, device="cpu") - first).clamp(min=0).sum()
+    else:
+        _, row, column = mask.coordinates()
+        tiles = (column >= first[:, row]).sum() / (mask.n_batch * mask.n_head)
+    return tiles.item() / len(first) * size**2
 
 
 def attended_pairs(attention: AttentionConfig, n_layer: int, seq_len: int) -> float:

@@ -15,6 +15,8 @@ from train.lora import LoraConfig, add_adapters
 
 T = 300
 LORA = {"lora_rank": 4}
+# under documents a block that both let see something may still hold no visible pair where there are gaps
+WITHOUT_GAPS = ("window(70)", "strided(2)", "power_of_two_strided()", "causal()")
 PATTERNS = ("window(70)", "window(33) | sinks(5)", "strided(2)", "power_of_two_strided()")
 
 
@@ -59,7 +61,8 @@ def test_window_pairs_are_those_that_brute_force_counts(window):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "documents"), [*((pattern, None) for pattern in (None, *PATTERNS)), (None, PADDED)]
+    ("pattern", "documents"),
+    [*((pattern, None) for pattern in (None, *PATTERNS)), *((x, PADDED) for x in (None, *WITHOUT_GAPS))],
 )
 def test_computed_pairs_are_those_of_tiles_that_hold_a_visible_one(pattern, documents):
     mask = block_masks.parse(pattern, T, block_size=64) if pattern else None
@@ -149,11 +152,14 @@ def test_a_window_costs_less_and_recomputation_executes_more():
     assert window["executed"] < again["executed"] < 4 / 3 * window["executed"]
 
 
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one-document", "documents"])
 @pytest.mark.parametrize(("implementation", "products"), [("flash", 7), ("sdpa", 7), ("reference", 6)])
-def test_attention_executes_what_its_passes_multiply_of_whole_tiles(implementation, products):
-    config = model_config()
-    executed = flops_ledger(config, AttentionConfig(implementation=implementation), T)["executed"]
-    pairs = T**2 if implementation == "reference" else computed_pairs(T, None)
+def test_attention_executes_what_its_passes_multiply_of_whole_tiles(implementation, products, documents):
+    config, attention = model_config(), AttentionConfig(implementation=implementation)
+    executed = flops_ledger(config, attention, T, document_ids=documents)["executed"]
+    # a mask of documents tells PyTorch's attention nothing of what it may leave out
+    tiled = implementation == "flash" or (implementation == "sdpa" and documents is None)
+    pairs = computed_pairs(T, None, documents) if tiled else T**2
     width = config.n_head * config.head_dim
     matrices = sum(rows * columns for rows, columns in layer_matrices(config).values())
     products_of_weights = 6 * (config.n_layer * matrices + config.padded_vocab_size * config.n_embd)

@@ -3,12 +3,14 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from numbers import Integral
 from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.checks import check_is_tensor
 from kernels.decode import can_overlap
 from model.attention import layer_masks, window_of
 from model.cache import LayerCache
@@ -60,23 +62,18 @@ def stream(
     left as it was found. Raises ValueError if prompts and new tokens exceed the model's positions, and for
     logits of ids that may be drawn that are not finite: any after the prompts, the largest later.
     """
+    _check(model, tokens, n_new, temperature, top_k, top_p, vocab_size)
     batch, prompt_len = tokens.shape
-    _check(model, prompt_len, n_new, temperature, top_k, top_p, vocab_size)
-    if lengths is not None and (
-        lengths.shape != (batch,) or bool(((lengths < 1) | (lengths > prompt_len)).any())
-    ):
-        raise ValueError(f"lengths must be ({batch},), each from 1 to {prompt_len}, got {lengths.tolist()}")
+    if lengths is not None:
+        _check_lengths(lengths, batch, prompt_len)
     with evaluating(model):
         is_greedy = temperature < LEAST_TEMPERATURE
         if is_greedy:
             draw = partial(largest, find=likeliest if compiled else partial(torch.argmax, dim=-1))
         else:
             draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-        stops = torch.as_tensor(stop_tokens, device="cpu")
-        has_stops = stops.numel() > 0
-        if has_stops and (stops.dim() != 1 or stops.dtype.is_floating_point or stops.dtype == torch.bool):
-            raise ValueError(f"stop_tokens must be a sequence of integers, got {stop_tokens!r}: write [ID]")
-        stops = stops.to(torch.int64)
+        stops = _integers(stop_tokens)
+        has_stops = len(stops) > 0
         stops_there, stopped = stops.to(tokens.device), torch.zeros(batch, dtype=torch.bool, device="cpu")
 
         def choose(logits: Tensor, newest: Tensor | None) -> Tensor:
@@ -89,7 +86,9 @@ def stream(
 
         # random numbers in a captured graph would need a generator that is registered with it
         choose_in_step = choose if is_greedy else None
-        decoder = Decoder(model, batch, prompt_len + n_new, choose_in_step, compiled=compiled)
+        # made in inference mode, its tensors could not be changed outside, where the caller may read on
+        with torch.inference_mode(False), torch.no_grad():
+            decoder = Decoder(model, batch, prompt_len + n_new, choose_in_step, compiled=compiled)
         drawn, arrivals = decoder.drawn, Arrivals(decoder.drawn[:n_new])
         is_ahead = False
         for place in range(n_new):
@@ -321,16 +320,54 @@ def _refuse_infinite(place: str, dtype: torch.dtype) -> NoReturn:
     raise ValueError(f"the model's logits {place} are not finite in {kind}: {way_out}")
 
 
+def _integers(stop_tokens: Sequence[int]) -> Tensor:
+    """The ids as a tensor (n,) int64 on the CPU."""
+    try:
+        ids = torch.as_tensor(stop_tokens, device="cpu")
+        # an empty list makes floats
+        is_wrong = ids.dim() != 1 or (ids.numel() > 0 and not _holds_integers(ids))
+    # a set, a text or None
+    except (RuntimeError, TypeError, ValueError):
+        is_wrong = True
+    if is_wrong:
+        raise ValueError(f"stop_tokens must be a sequence of integers, got {stop_tokens!r}: write [ID]")
+    return ids.to(torch.int64)
+
+
+def _holds_integers(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def _check_lengths(lengths: Tensor, batch: int, prompt_len: int) -> None:
+    check_is_tensor("lengths", lengths)
+    if (
+        lengths.shape != (batch,)
+        or not _holds_integers(lengths)
+        or bool(((lengths < 1) | (lengths > prompt_len)).any())
+    ):
+        raise ValueError(
+            f"lengths must be ({batch},) integers, each from 1 to {prompt_len}, got {lengths.tolist()}"
+        )
+
+
 def _check(
     model: GPT,
-    prompt_len: int,
+    tokens: Tensor,
     n_new: int,
     temperature: float,
     top_k: int | None,
     top_p: float | None,
     vocab_size: int | None,
 ) -> None:
-    limit = model.config.max_seq_len
+    check_is_tensor("tokens", tokens)
+    if tokens.dim() != 2 or not _holds_integers(tokens):
+        raise ValueError(f"tokens must be (B, T) integers, got {tokens.dtype} of shape {tuple(tokens.shape)}")
+    prompt_len, limit = tokens.shape[1], model.config.max_seq_len
+    given = {"n_new": n_new, "top_k": 1 if top_k is None else top_k}
+    given["vocab_size"] = 1 if vocab_size is None else vocab_size
+    for name, x in given.items():
+        if isinstance(x, bool) or not isinstance(x, Integral):
+            raise ValueError(f"{name} must be an integer, got {x!r}")
     if prompt_len < 1:
         raise ValueError("tokens must hold at least one token a row to start from, got none")
     if n_new < 0:

@@ -403,6 +403,15 @@ def test_a_default_device_changes_no_token(gpt, stop_tokens):
         assert torch.equal(generate(gpt, prompt, 4, temperature=0.0, stop_tokens=stop_tokens), expected)
 
 
+def test_a_stream_that_was_begun_in_inference_mode_may_be_read_on_outside(gpt):
+    gpt, prompt = reshaped(gpt, "reference", ["window(20)"]), torch.randint(100, (2, 7))
+    with torch.inference_mode():
+        tokens = stream(gpt, prompt, 6, temperature=0.0)
+        first = next(tokens)
+    together = torch.stack([first, *tokens], dim=1)
+    assert torch.equal(together, generate(gpt, prompt, 6, temperature=0.0)[:, 7:])
+
+
 def test_a_default_dtype_changes_no_token(gpt, other_default_dtype):
     gpt, prompt = reshaped(gpt, "reference", ["window(20)"]), torch.randint(100, (40, 7))
 
@@ -493,11 +502,28 @@ def test_logits_of_ids_that_are_never_drawn_need_not_be_finite(gpt, temperature)
         ({"n_new": 1, "top_p": 0.0}, r"top_p must be in \(0, 1\]"),
         ({"n_new": 1, "vocab_size": 0}, "vocab_size must be from 1 to the model's 100, or None .* got 0"),
         ({"n_new": 1, "vocab_size": 101}, "got 101"),
-        ({"n_new": 1, "lengths": torch.tensor([0])}, r"lengths must be \(1,\), each from 1 to 5, got \[0\]"),
+        (
+            {"n_new": 1, "lengths": torch.tensor([0])},
+            r"lengths must be \(1,\) integers, .* got \[0\]",
+        ),
         ({"n_new": 1, "lengths": torch.tensor([6])}, r"each from 1 to 5, got \[6\]"),
         ({"n_new": 1, "lengths": torch.tensor([5, 5])}, r"lengths must be \(1,\)"),
+        ({"n_new": 1, "lengths": torch.tensor([2.5])}, r"lengths must be \(1,\) integers, .*got \[2.5\]"),
+        ({"n_new": 1, "lengths": [5]}, "lengths must be a tensor, got list"),
+        ({"n_new": 3.0}, "n_new must be an integer, got 3.0"),
+        ({"n_new": 1, "top_k": True}, "top_k must be an integer, got True"),
+        ({"n_new": 1, "vocab_size": 5.0}, "vocab_size must be an integer, got 5.0"),
+        ({"n_new": 1, "stop_tokens": {3}}, r"stop_tokens must be a sequence of integers, got \{3\}"),
+        ({"n_new": 1, "stop_tokens": "ab"}, "stop_tokens must be a sequence of integers, got 'ab'"),
+        ({"n_new": 1, "stop_tokens": None}, "stop_tokens must be a sequence of integers, got None"),
     ],
 )
 def test_impossible_requests_are_refused(gpt, arguments, message):
     with pytest.raises(ValueError, match=message):
         generate(gpt, torch.zeros(1, 5, dtype=torch.long), **arguments)
+
+
+@pytest.mark.parametrize("tokens", [torch.zeros(5, dtype=torch.long), torch.zeros(1, 5)])
+def test_what_is_no_batch_of_token_ids_is_refused(gpt, tokens):
+    with pytest.raises(ValueError, match=rf"tokens must be \(B, T\) integers, got {tokens.dtype} of shape"):
+        generate(gpt, tokens, 1)

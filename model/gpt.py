@@ -220,10 +220,13 @@ class GPT(nn.Module):
 
     @classmethod
     def empty(cls, *arguments, **options) -> "GPT":
-        """A model on the CPU whose weights are yet to be loaded: to draw them takes 12 s for 1558M."""
+        """A model on the CPU whose weights are yet to be loaded: to draw them takes 12 s for 1558M.
+
+        They are float32 whatever PyTorch's default dtype.
+        """
         with torch.device("meta"):
             model = cls(*arguments, **options)
-        model.to_empty(device="cpu")
+        model.float().to_empty(device="cpu")
         fill_padding_bias(model)
         return model
 

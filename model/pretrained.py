@@ -97,9 +97,15 @@ def export_pretrained(
 
     token_ids: entries of config.json that do not follow from the model, such as eos_token_id. files: others
     to write beside them, by path in the folder.
-    Raises ValueError for a model that no family can hold, for weights that dtype makes infinite, and for a
-    folder that is not empty; OSError if it cannot be written, and then leaves nothing behind.
+    Raises ValueError for a model that no family can hold, for weights that dtype makes infinite, for what is
+    to be written beside them but cannot be, and for a folder that is not empty; OSError if it cannot be
+    written, and then leaves nothing behind.
     """
+    if not dtype.is_floating_point:
+        raise ValueError(f"dtype must be floating-point, got {dtype}: use torch.float32 or torch.bfloat16")
+    for name, content in (files or {}).items():
+        if not isinstance(content, bytes):
+            raise ValueError(f"files: {name} must be bytes, got {type(content).__name__}: call .encode()")
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: choose a new folder, nothing is overwritten")
@@ -111,24 +117,29 @@ def export_pretrained(
     }
     theirs = {"architectures": [architecture], **family.write_config(config), **(token_ids or {})}
     theirs["dtype"] = theirs["torch_dtype"] = str(dtype).removeprefix("torch.")
+    try:
+        text = json.dumps(theirs, indent=2) + "\n"
+    except TypeError as error:
+        raise ValueError(f"token_ids must be what JSON holds, got {token_ids}: {error}") from error
     others = {folder / name: content for name, content in (files or {}).items()}
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folders = {folder, *folder.parents, *(parent for path in others for parent in path.parents)}
+    # the innermost first
+    made = sorted((x for x in folders if not x.exists()), key=lambda x: len(x.parts), reverse=True)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         _write_tensors(folder, tensors, max_shard_bytes)
-        (folder / "config.json").write_text(json.dumps(theirs, indent=2) + "\n", encoding="utf-8")
+        (folder / "config.json").write_text(text, encoding="utf-8")
         for path, content in others.items():
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
     # save_file's error on a full disk is not an OSError
     except (OSError, SafetensorError) as error:
-        # what another process put there meanwhile stays
-        with suppress(OSError):
-            for path in (*weight_files(folder), folder / "config.json", *others):
+        for path in (*weight_files(folder), folder / "config.json", *others):
+            with suppress(OSError):
                 path.unlink(missing_ok=True)
-            for path in {path.parent for path in others} - {folder}:
-                path.rmdir()
-            for path in made:
+        for path in made:
+            # what another process put there meanwhile stays
+            with suppress(OSError):
                 path.rmdir()
         raise OSError(
             f"{folder} was not written ({error}): make room there, or choose another folder"
@@ -157,6 +168,8 @@ def named_parts(
 ) -> Iterator[tuple[str, Tensor]]:
     """Each tensor of theirs, by name, as a view of ours; state: parameters, or anything of their shapes."""
     for ours, source in family.tensors(config):
+        if ours not in state:
+            raise ValueError(f"the model has no {ours}: if it has adapters, merge them first (train/lora.py)")
         tensor = state[ours][: config.vocab_size] if ours in PADDED else state[ours]
         for name, part in zip(source.names, tensor.split(source.rows or tensor.shape[0]), strict=True):
             yield name, part.T if source.transposed else part

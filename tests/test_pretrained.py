@@ -21,6 +21,7 @@ from model.pretrained import (
 )
 from model.rope import RotaryConfig, frequencies
 from tests.accuracy import assert_within_rule
+from train.lora import LoraConfig, add_adapters
 
 REFERENCE = AttentionConfig(implementation="reference")
 ROTARY_SIZES = {
@@ -117,6 +118,14 @@ def test_all_values_of_a_model_are_loaded_and_none_is_drawn(
     assert ours.padding_bias[: ours.config.vocab_size].eq(0).all()
     assert ours.padding_bias[ours.config.vocab_size :].eq(float("-inf")).all()
     assert ours(torch.randint(100, (1, 3))).isfinite().all()
+
+
+def test_weights_are_float32_under_another_default_dtype(folder, other_default_dtype):
+    expected = load_pretrained(folder, REFERENCE).state_dict()
+    with other_default_dtype():
+        ours = load_pretrained(folder, REFERENCE).state_dict()
+    assert {tensor.dtype for tensor in ours.values()} == {torch.float32}
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -574,6 +583,41 @@ def test_an_export_that_a_full_disk_ends_names_its_folder_and_leaves_nothing(
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not (tmp_path / "new").exists()
     assert list((tmp_path / "mine").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["gpt2"], indirect=True)
+def test_other_files_of_an_export_may_lie_in_folders_which_go_with_it_if_it_fails(folder, tmp_path):
+    ours = load_pretrained(folder, REFERENCE)
+    export_pretrained(ours, tmp_path / "out", files={"a/b/c.txt": b"x"})
+    assert (tmp_path / "out" / "a" / "b" / "c.txt").read_bytes() == b"x"
+    # a folder cannot be written to as a file
+    with pytest.raises(OSError, match="was not written"):
+        export_pretrained(ours, tmp_path / "new", files={"a/b/c.txt": b"x", "a/b": b"x"})
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("kind", ["gpt2"], indirect=True)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"files": {"a.txt": "x"}}, r"files: a.txt must be bytes, got str: call .encode\(\)"),
+        ({"token_ids": {"eos_token_id": b"x"}}, "token_ids must be what JSON holds, got .*eos_token_id"),
+        ({"dtype": torch.int8}, "dtype must be floating-point, got torch.int8"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_before_anything_is_written(folder, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        export_pretrained(load_pretrained(folder, REFERENCE), tmp_path / "new", **options)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("kind", ["gpt2"], indirect=True)
+def test_a_model_with_adapters_is_not_exported_before_they_are_merged(folder, tmp_path):
+    ours = load_pretrained(folder, REFERENCE)
+    add_adapters(ours, LoraConfig(rank=2, alpha=1.0, embeddings_and_norms=False))
+    with pytest.raises(ValueError, match="has no blocks.0.attention.qkv.weight: if it has adapters, merge"):
+        export_pretrained(ours, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_two_mscales_give_the_attention_factor_of_transformers():

@@ -363,8 +363,9 @@ def reach(masks: Sequence[BlockMask]) -> float:
     layer passes on what it has. Warns below 100%. Takes n_rows x n_columns numbers, and a product of two such
     matrices for each layer until all is reached: on a CPU, minutes for a million tokens.
     """
-    if isinstance(masks, BlockMask):
-        raise ValueError("reach takes the mask of each layer, got a single one: write reach([mask])")
+    if not isinstance(masks, Sequence):
+        got = "a single one" if isinstance(masks, BlockMask) else type(masks).__name__
+        raise ValueError(f"reach takes the mask of each layer, got {got}: write reach([mask])")
     if not masks:
         raise ValueError("reach needs at least one layer, got none")
     for mask in masks:

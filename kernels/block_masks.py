@@ -239,6 +239,8 @@ def top_k(q: Tensor, k: Tensor, n: int, *, causal: bool = True, block_size: int 
     for name, x in (("q", q), ("k", k)):
         check_is_tensor(name, x)
     check_flags(causal=causal)
+    # of a tensor or a number, which passed
+    causal = bool(causal)
     if q.device != k.device:
         raise ValueError(f"q and k must be on one device, got {q.device} and {k.device}: move one")
     others = (*q.shape[:2], *k.shape[2:3], *q.shape[3:])

@@ -143,7 +143,7 @@ def _(qkv, k, *options):
 
 def _check_turn(turn: tuple[Tensor, Tensor], qkv: Tensor) -> None:
     shape = (len(qkv), 1, 1, qkv.shape[3] // 2)
-    if not isinstance(turn, tuple | list | Tensor):
+    if not isinstance(turn, tuple | list | Tensor) or (isinstance(turn, Tensor) and turn.dim() == 0):
         raise ValueError(f"turn must be (cos, sin), got {type(turn).__name__}")
     if len(turn) != 2:
         raise ValueError(f"turn must be (cos, sin), got {len(turn)} tensors")

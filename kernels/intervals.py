@@ -64,6 +64,7 @@ def varlen_bounds(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seq_q: int, seq_k: int, *, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """key_bounds (1, 2, Tq) and query_bounds (1, 2, Tk), int32, of packed sequences."""
+    cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
     rows = torch.arange(seq_q, dtype=torch.int32, device=cu_seqlens_q.device)
     columns = torch.arange(seq_k, dtype=torch.int32, device=cu_seqlens_q.device)
     of_row = torch.searchsorted(cu_seqlens_q, rows, right=True).clamp(max=cu_seqlens_q.shape[0] - 1)

@@ -64,6 +64,8 @@ def attention_reference(
     scores = scores.masked_fill(~visible, float("-inf")).masked_fill(~sees_any, 0.0)
     probabilities = scores.softmax(dim=-1).masked_fill(~sees_any, 0.0)
     if dropout_p > 0.0:
+        # of a tensor of one number, too
+        dropout_p = float(dropout_p)
         keep = dropout_keep_mask(dropout_seed, dropout_p, batch, n_head, seq_q, seq_k, q.device)
         probabilities = probabilities.masked_fill(~keep, 0.0) * keep_scale(dropout_p)
     out = torch.einsum("bhqk,bkhd->bqhd", probabilities, v)

@@ -73,6 +73,14 @@ def test_packed_sequences_equal_each_sequence_alone(options, device):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
 
 
+def test_boundaries_of_packed_sequences_may_lie_apart_in_memory(device, recwarn):
+    q = torch.randn(20, 1, 16, device=device)
+    apart = torch.tensor([0, 9, 8, 9, 20, 9], dtype=torch.int32, device=device)[::2]
+    out, expected = (flash_attention_varlen(q, q, q, starts) for starts in (apart, apart.clone()))
+    assert torch.equal(out, expected)
+    assert not [warning for warning in recwarn if "contiguous" in str(warning.message)]
+
+
 MASKS = ["causal", "window", "documents", "documents and window", "varlen"]
 
 

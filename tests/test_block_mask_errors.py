@@ -247,6 +247,7 @@ REFUSED = {
         lambda: reach(block_masks.causal(100)),
         r"reach takes the mask of each layer, got a single one: write reach\(\[mask\]\)",
     ),
+    "reach of a number": (lambda: reach(1), r"reach takes the mask of each layer, got int: write reach"),
     "reach of no mask": (
         lambda: reach([block_masks.causal(100), None]),
         "masks must be BlockMasks, got NoneType: leave out dense layers",

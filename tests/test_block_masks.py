@@ -1,5 +1,6 @@
 """The patterns are as they are drawn, and top_k is what its formula says, in every block and head."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -127,6 +128,15 @@ def test_top_k_is_its_formula_block_by_block(n, causal, seq_len):
     mask = block_masks.top_k(q, k, n, causal=causal, block_size=SIZE)
     assert torch.equal(mask.to_dense(), expected)
     assert mask.causal == causal
+
+
+@pytest.mark.parametrize("kind", [np.bool_, float, torch.tensor])
+@pytest.mark.parametrize("causal", [True, False])
+def test_top_k_takes_a_flag_of_any_kind(causal, kind):
+    q, k = torch.randn(2, 1, 3 * SIZE, 1, 8)
+    mask, expected = (block_masks.top_k(q, k, 2, causal=x, block_size=SIZE) for x in (kind(causal), causal))
+    assert mask.causal is causal
+    assert torch.equal(mask.to_dense(), expected.to_dense())
 
 
 def test_autocast_changes_no_choice_of_top_k():

@@ -249,6 +249,7 @@ def test_what_does_not_fit_is_refused(changes, message, device):
         ({"qkv": torch.zeros(1, 1, 64, 6).mT}, "qkv must have contiguous channels, got strides"),
         ({"turn": (torch.zeros(1, 1, 1, 32),)}, r"turn must be \(cos, sin\), got 1 tensors"),
         ({"turn": 5}, r"turn must be \(cos, sin\), got int"),
+        ({"turn": torch.tensor(1.0)}, r"turn must be \(cos, sin\), got Tensor"),
         ({"qkv": torch.zeros(1, 1, 6, 64).half()}, "one dtype, got q torch.float16 and k torch.float32"),
         (
             {"turn": (torch.zeros(1, 1, 1, 64),) * 2},

@@ -51,6 +51,14 @@ def test_dropout_needs_a_seed():
         attention_reference(x, x, x, dropout_p=0.1)
 
 
+def test_dropout_may_be_a_tensor_of_one_number():
+    x = torch.randn(1, 8, 1, 8)
+    tensor, number = (
+        attention_reference(x, x, x, dropout_p=p, dropout_seed=3) for p in (torch.tensor(0.5), 0.5)
+    )
+    assert torch.equal(tensor, number)
+
+
 def test_a_window_looks_back_only():
     x = torch.randn(1, 4, 1, 8)
     with pytest.raises(ValueError, match="window looks back only, got window=3 with causal=False"):

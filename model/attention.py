@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kernels import block_masks
 from kernels.block_mask import BLOCK_SIZES, BlockMask, reach
-from kernels.checks import HEAD_DIMS, takes_head_dim
+from kernels.checks import HEAD_DIMS, check_document_ids, takes_head_dim
 from kernels.flash_attention import flash_attention
 from kernels.packed import flash_attention_packed
 from kernels.reference import attention_reference
@@ -178,8 +178,9 @@ def attend(
 ) -> Tensor:
     """Causal attention by the implementation that the configuration names, and by no other.
 
-    q: (B, T, H, D); k, v: (B, T, Hkv, D). document_ids: (B, T) int32, a token sees only its own document.
-    Returns (B, T, H, D).
+    q: (B, T, H, D); k, v: (B, T, Hkv, D). document_ids: (B, T) int32, non-decreasing; a token sees only its
+    own document, a negative id is padding. Returns (B, T, H, D), 0 for padding. Raises ValueError for another
+    implementation, and for a block_mask that sdpa does not take.
     """
     options = {"document_ids": document_ids, "block_mask": block_mask, "dropout_p": dropout_p}
     if implementation == "flash":
@@ -190,8 +191,15 @@ def attend(
             # drawn as flash draws its own: recomputation resets the generator, and draws the same seed
             options["dropout_seed"] = torch.randint(2**62, (1,), device=q.device)
         return attention_reference(q, k, v, causal=True, **options)
+    if implementation != "sdpa":
+        raise ValueError(
+            f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
+        )
+    if block_mask is not None:
+        raise ValueError("block_mask needs implementation flash or reference: sdpa computes every block")
     mask = None
     if document_ids is not None:
+        check_document_ids(document_ids, q, k)
         mask = (document_ids[:, None, :, None] == document_ids[:, None, None, :]).tril()  # (B, 1, T, T)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
@@ -201,8 +209,9 @@ def attend(
         dropout_p=dropout_p,
         is_causal=mask is None,
         enable_gqa=q.shape[2] != k.shape[2],
-    )
-    return out.transpose(1, 2)
+    ).transpose(1, 2)
+    # padding has seen padding, or its softmax would be one of nothing
+    return out if document_ids is None else out * (document_ids >= 0)[:, :, None, None]
 
 
 def window_of(pattern: str) -> int | None:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
 
 from kernels.checks import check_dropout
 from model.rope import RotaryConfig
@@ -121,5 +122,8 @@ def flops_per_token(config: ModelConfig, seq_len: int, *, causal: bool) -> int:
 
 
 def _check_positive(config: ModelConfig, name: str) -> None:
-    if getattr(config, name) < 1:
-        raise ValueError(f"model.{name} must be at least 1, got {getattr(config, name)}")
+    size = getattr(config, name)
+    if isinstance(size, bool) or not isinstance(size, Integral):
+        raise ValueError(f"model.{name} must be an integer, got {size!r}")
+    if size < 1:
+        raise ValueError(f"model.{name} must be at least 1, got {size}")

@@ -243,7 +243,7 @@ class GPT(nn.Module):
         tokens, targets: (B, T) int64; document_ids: (B, T) int32, non-decreasing, a token sees only its
         own document; positions: (B, T) or (T,) int64, 0 .. T-1 if not given. ring: several processes share
         the sequences, tokens are those of this process, positions must be given, and the documents are the
-        ring's. Raises ValueError if T exceeds max_seq_len.
+        ring's. Raises ValueError if the sequences exceed max_seq_len, and for what does not go with a ring.
         """
         hidden = self.hidden_states(tokens, document_ids, positions, ring=ring)
         return self.logits(hidden) if targets is None else self.loss(hidden, targets)
@@ -269,11 +269,21 @@ class GPT(nn.Module):
         """The residual stream after the final norm, (B, T, C): what the head reads.
 
         caches: one per layer, extended by the tokens: by whole prompts while empty, then by one token (B, 1)
-        at a time. turn: rope.rotation at the positions, if known. The other arguments are those of forward.
+        at a time, which sees all of them: there are no documents behind prompts. turn: rope.rotation at the
+        positions, if known. The other arguments are those of forward.
         """
-        x, turn = self.embed(tokens, positions, turn)
         # the caches know what one new token sees
         sees_all = caches is not None and tokens.shape[1] == 1
+        if sees_all and document_ids is not None:
+            raise ValueError("document_ids: a token behind cached ones sees all of them, give it none")
+        if ring is not None:
+            self._check_length(ring.seq_len)
+            if positions is None or document_ids is not None:
+                raise ValueError(
+                    "with a ring, positions must be given and document_ids not: ring.split(positions) gives "
+                    "this process's, and ring.with_documents(document_ids) takes those of whole sequences"
+                )
+        x, turn = self.embed(tokens, positions, turn)
         masks = [None] * len(self.blocks) if sees_all else self.masks(tokens, ring)
         for index, block in enumerate(self.blocks):
             cache = None if caches is None else caches[index]
@@ -285,11 +295,7 @@ class GPT(nn.Module):
         self, tokens: Tensor, positions: Tensor | None = None, turn: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """The stream in front of the first layer, and the turn of all layers' queries and keys, if any."""
-        if tokens.shape[1] > self.config.max_seq_len:
-            raise ValueError(
-                f"tokens: {tokens.shape[1]} positions, but model.max_seq_len={self.config.max_seq_len}: "
-                "use shorter sequences"
-            )
+        self._check_length(tokens.shape[1])
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token_embedding(tokens)
@@ -321,6 +327,13 @@ class GPT(nn.Module):
             return [None] * len(self.blocks)
         seq_len = tokens.shape[1] if ring is None else ring.seq_len
         return layer_masks(self.attention, len(self.blocks), seq_len, tokens.device)
+
+    def _check_length(self, seq_len: int) -> None:
+        if seq_len > self.config.max_seq_len:
+            raise ValueError(
+                f"tokens: {seq_len} positions, but model.max_seq_len={self.config.max_seq_len}: use shorter "
+                "sequences"
+            )
 
     def n_parameters(self) -> int:
         """Distinct parameters as published: a tied head once, without the vocabulary's padding."""

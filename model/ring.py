@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels.block_mask import BlockMask
-from kernels.checks import check_is_tensor, check_order
+from kernels.checks import check_is_int, check_is_tensor, check_order
 from kernels.intervals import document_bounds
 from model.block_attention import Mask
 
@@ -61,6 +61,7 @@ class Ring:
     ):
         self.group = group
         self.rank, self.size = group.rank(), group.size()
+        check_is_int("seq_len", seq_len)
         self.seq_len = seq_len
         self.device = device
         if seq_len % (2 * self.size):

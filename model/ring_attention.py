@@ -61,6 +61,10 @@ def ring_attention(
                 f"{name} must hold this rank's {ring.seq_len // ring.size} of {ring.seq_len} tokens, got "
                 f"{x.shape[1]}: ring.split(x) gives them"
             )
+    if torch.device(ring.device).type != q.device.type:
+        raise ValueError(
+            f"ring must have its masks on {q.device}, as q, got {ring.device}: give Ring device={q.device}"
+        )
     checks.check_options(q, True, softmax_scale, window, 0.0, None)
     if block_mask is not None:
         checks.check_is_block_mask(block_mask)

@@ -4,11 +4,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import operators, packed
+from kernels import block_masks, operators, packed
+from kernels.reference import attention_reference
 from model import GPT, AttentionConfig, ModelConfig
+from model.attention import attend
 from model.config import flops_per_token
+from model.generate import empty_caches
 from model.gpt import gelu
 from model.recompute import RECOMPUTE
+from model.ring import Ring
 from model.rope import RotaryConfig
 
 PUBLISHED = {
@@ -88,6 +92,34 @@ def test_a_prediction_depends_on_no_later_token():
     before, after = gpt(tokens), gpt(changed)
     torch.testing.assert_close(before[:, :20], after[:, :20])
     assert (before[:, 20:] - after[:, 20:]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "reference", "flash"])
+def test_padding_gives_zero_and_nothing_sees_it(implementation, device):
+    q, k, v = torch.randn(3, 2, 24, 2, 16, device=device)
+    document_ids = torch.tensor([[-1] * 5 + [0] * 19, [-1] * 2 + [0] * 10 + [1] * 12], device=device).int()
+    out = attend(q, k, v, implementation, document_ids=document_ids)
+    expected = attention_reference(q, k, v, document_ids=document_ids)
+    assert not out[document_ids < 0].any()
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "reference", "flash"])
+def test_documents_out_of_order_are_refused(implementation, device):
+    q, document_ids = (
+        torch.randn(1, 4, 2, 16, device=device),
+        torch.tensor([[0, 1, 0, 1]], device=device).int(),
+    )
+    with pytest.raises(ValueError, match="document_ids must not decrease along a row"):
+        attend(q, q, q, implementation, document_ids=document_ids)
+
+
+def test_attention_that_nothing_computes_is_refused():
+    q, mask = torch.randn(1, 4, 2, 16), block_masks.window(4, 2)
+    with pytest.raises(ValueError, match=r"implementation must be one of .*flash, sdpa.*, got 'falsh'"):
+        attend(q, q, q, "falsh")
+    with pytest.raises(ValueError, match="block_mask needs implementation flash or reference: sdpa"):
+        attend(q, q, q, "sdpa", block_mask=mask)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "reference", "flash"])
@@ -195,6 +227,34 @@ def test_flops_follow_the_published_convention():
     assert flops_per_token(gpt2, 1024, causal=True) == 6 * n + 6 * 12 * 768 * 1024
 
 
+class AloneInTwo:
+    """Stands for the first rank of a process group of two, where nothing is sent."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+def test_a_ring_needs_positions_and_has_the_documents_and_the_longest_sequence_of_all_processes():
+    gpt, ring = model("reference"), Ring(AloneInTwo(), 64)
+    tokens = torch.zeros(1, 32, dtype=torch.long)
+    positions = ring.positions[0].long()[None]
+    for inputs in ({}, {"positions": positions, "document_ids": torch.zeros(1, 32).int()}):
+        with pytest.raises(ValueError, match="with a ring, positions must be given and document_ids not"):
+            gpt(tokens, ring=ring, **inputs)
+    with pytest.raises(ValueError, match="128 positions, but model.max_seq_len=64"):
+        gpt(torch.zeros(1, 64, dtype=torch.long), ring=Ring(AloneInTwo(), 128), positions=positions)
+
+
+def test_a_token_behind_cached_ones_takes_no_documents():
+    gpt, tokens = model("reference"), torch.zeros(1, 1, dtype=torch.long)
+    caches = empty_caches(gpt, 8, torch.tensor([3]))
+    with pytest.raises(ValueError, match="document_ids: a token behind cached ones sees all of them"):
+        gpt.hidden_states(tokens, torch.zeros(1, 1).int(), torch.tensor([[2]]), caches)
+
+
 def test_more_tokens_than_positions_are_refused():
     with pytest.raises(ValueError, match="65 positions, but model.max_seq_len=64"):
         model()(torch.zeros(1, 65, dtype=torch.long))
@@ -205,6 +265,8 @@ def test_more_tokens_than_positions_are_refused():
     [
         ({"n_head": 3}, "model.n_embd=32 must be a multiple of model.n_head=3: n_embd=30"),
         ({"n_layer": 0}, "model.n_layer must be at least 1, got 0"),
+        ({"n_layer": 2.0}, "model.n_layer must be an integer, got 2.0"),
+        ({"mlp_width": True}, "model.mlp_width must be an integer, got True"),
         ({"dropout": 1.0}, "model.dropout must be at least 0 and at most 0.9961, got 1.0"),
         ({"norm_eps": -1.0}, "model.norm_eps must be at least 0 and finite, got -1.0"),
         ({"norm_eps": float("nan")}, "model.norm_eps must be at least 0 and finite, got nan"),

@@ -197,6 +197,11 @@ def test_a_length_that_does_not_divide_is_refused():
         Ring(NoGroup(0, 4), 100)
 
 
+def test_a_length_that_is_no_integer_is_refused():
+    with pytest.raises(ValueError, match=r"seq_len must be an int, got float 64.0"):
+        Ring(NoGroup(0, 2), 64.0)
+
+
 def test_an_implementation_without_an_lse_is_refused():
     q = torch.zeros(1, 32, 2, 16)
     with pytest.raises(ValueError, match="implementation='sdpa' does not run over several processes"):
@@ -245,12 +250,13 @@ ELSEWHERE.bits = MASK.bits.to("meta")
             "block_mask must have 1 or 3 batches, as q, got 2",
         ),
         ({"block_mask": ELSEWHERE}, "block_mask must be on cpu, got meta"),
+        ({"device": "meta"}, "ring must have its masks on cpu, as q, got meta: give Ring device=cpu"),
         ({"document_ids": torch.zeros(2, 256).int()}, r"document_ids must have 1 or 3 rows, as q, got 2"),
     ],
 )
 def test_tensors_and_masks_that_do_not_fit_are_refused(implementation, change, message):
     arguments = {"q": Q, "k": Q, "v": Q} | change
-    ring = Ring(NoGroup(0, 2), 256, arguments.pop("document_ids", None))
+    ring = Ring(NoGroup(0, 2), 256, arguments.pop("document_ids", None), arguments.pop("device", "cpu"))
     with pytest.raises(ValueError, match=message):
         ring_attention(**arguments, ring=ring, implementation=implementation)
 

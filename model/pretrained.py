@@ -66,8 +66,10 @@ def load_pretrained(folder: Path | str, attention: AttentionConfig) -> GPT:
     family, config, files = _check_headers(folder)
     model = GPT.empty(config, attention)
     state = model.state_dict()
-    for part, tensor in _matched(folder, family, config, files, state):
-        part.copy_(tensor[:])
+    # safetensors would read to a default device
+    with torch.device("cpu"):
+        for part, tensor in _matched(folder, family, config, files, state):
+            part.copy_(tensor[:])
     for ours in PADDED:
         if ours in state:
             state[ours][config.vocab_size :].zero_()

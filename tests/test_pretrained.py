@@ -120,6 +120,13 @@ def test_all_values_of_a_model_are_loaded_and_none_is_drawn(
     assert ours(torch.randint(100, (1, 3))).isfinite().all()
 
 
+def test_weights_are_on_the_cpu_under_another_default_device(folder):
+    expected = load_pretrained(folder, REFERENCE).state_dict()
+    with torch.device("meta"):
+        ours = load_pretrained(folder, REFERENCE).state_dict()
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
 def test_weights_are_float32_under_another_default_dtype(folder, other_default_dtype):
     expected = load_pretrained(folder, REFERENCE).state_dict()
     with other_default_dtype():

@@ -2,9 +2,9 @@
 
 Short work is timed as the replay of a CUDA graph with a cold L2 cache: the GPU's own time, as in a captured
 or deeply queued training step, without the time Python takes to issue it. The GPU's clock follows the power
-that is drawn, some 45 ms late (docs/hopper.md, "Power"). So a pause before each turn lets it recover: without
+that is drawn, some 50 ms late (docs/hopper.md, "Power"). So a pause before each turn lets it recover: without
 one, FlexAttention took from 1.17 to 1.43 ms, depending on what had run just before it. And a turn is shorter
-than that: the same call has 705 TFLOP/s up to its ninth repetition, and 650 from the eleventh on.
+than that: the same call has 709 TFLOP/s in its ninth repetition, and 670 from the eleventh on.
 """
 
 import time

@@ -48,6 +48,9 @@ from scripts.paper.traffic import n_bytes
 from scripts.paper.training import MODELS, configure, hugging_face, time_training
 from scripts.paper.verdict import NOT_MEASURED, NOT_REACHED, REACHED, Verdict, least
 from scripts.reproduce_paper import Arguments, choose_sizes, main
+from train import weights
+from train.config import Config
+from train.overrides import refuse_idle_overrides, refuse_misread
 from train.results import write_result
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -918,6 +921,36 @@ def test_a_baseline_of_longer_context_that_does_not_fit_is_a_row_too(monkeypatch
     assert speed.word == NOT_MEASURED
     assert "CUDA out of memory." in table4.describe(rows)
     table4.draw(rows, tmp_path / "picture.png")
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("experiment", [figure4, table4])
+def test_training_refuses_no_run_of_an_experiment(experiment, quick, tmp_path, monkeypatch):
+    models = {}
+
+    def side_by_side(commands, gpus):
+        for name, command in commands.items():
+            words = command[3:]
+            refuse_misread(words, Config)
+            config = configure(*words)
+            refuse_idle_overrides(words, config, weights.start_positions(config.start))
+            models[f"runs/{name}"] = config.model
+        return iter([(name, 0, 1.0) for name in commands])
+
+    def stop(*arguments):
+        raise InterruptedError("all are trained")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runs, "run_side_by_side", side_by_side)
+    monkeypatch.setattr(weights, "read_model_config", models.get)
+    # what reads the runs
+    monkeypatch.setattr(experiment, "train_losses" if experiment is figure4 else "held_out_windows", stop)
+    sizes = choose_sizes(experiment.__name__, experiment, Arguments(quick=quick))
+    sizes.speed = False
+    with pytest.raises(InterruptedError, match="all are trained"):
+        list(experiment.measure(sizes, CPU))
+    n_runs = len(sizes.implementations) if experiment is figure4 else 1 + len(sizes.seq_lens)
+    assert len(models) == n_runs
 
 
 def test_runs_of_an_earlier_reproduction_are_set_aside_and_none_is_lost(tmp_path, monkeypatch, capsys):

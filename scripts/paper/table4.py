@@ -42,6 +42,8 @@ Speed: the steps of Table 2, fp16 and dropout 0.1 as there.
 BASELINE = "Megatron-like"
 # the run that all lengths start from
 COMMON = "paper-table4-common"
+# for runs that are longer than it; for others it has positions enough, and training refuses this word
+STRETCHED = "start.positions=yarn"
 # the settings of the paper's Table 2
 SPEED = ("precision=fp16", "model.dropout=0.1", "tokens_per_step=65536")
 
@@ -76,11 +78,7 @@ class Sizes:
         default_factory=lambda: ["+model.rotary={base: 10000.0}", "optim.warmup_steps=200"]
     )
     own_overrides: list[str] = field(
-        default_factory=lambda: [
-            "start.positions=yarn",
-            "optim.learning_rate=3.0e-4",
-            "optim.warmup_steps=20",
-        ]
+        default_factory=lambda: ["optim.learning_rate=3.0e-4", "optim.warmup_steps=20"]
     )
 
 
@@ -116,11 +114,16 @@ def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
         f"tokens_per_step={sizes.tokens_per_step}",
         f"tokens_per_microbatch={sizes.tokens_per_microbatch}",
     ]
-    shortest = [*sizes.common_overrides, f"seq_len={min(sizes.seq_lens)}"]
-    start = dict(train({COMMON: [*shared, *shortest, f"total_tokens={sizes.common_tokens}"]}))[COMMON]
+    shortest = min(sizes.seq_lens)
+    common = [*shared, *sizes.common_overrides, f"seq_len={shortest}", f"total_tokens={sizes.common_tokens}"]
+    start = dict(train({COMMON: common}))[COMMON]
     own = [*shared, *sizes.own_overrides, f"start.weights={start}", f"total_tokens={sizes.own_tokens}"]
     runs = {seq_len: f"paper-table4-{seq_len}" for seq_len in sorted(sizes.seq_lens)}
-    folders = dict(train({run: [*own, f"seq_len={seq_len}"] for seq_len, run in runs.items()}))
+    lengths = {
+        run: [f"seq_len={seq_len}", *([STRETCHED] if seq_len > shortest else [])]
+        for seq_len, run in runs.items()
+    }
+    folders = dict(train({run: [*own, *words] for run, words in lengths.items()}))
     data = configure(*shared, f"seq_len={longest}").data
     windows = held_out_windows(data.folder, data.tokenizer, longest, sizes.scored_tokens)
     attention = AttentionConfig(implementation="flash" if device.type == "cuda" else "sdpa")

@@ -28,6 +28,8 @@ from scripts.side_by_side import places, run_side_by_side
 from train.overrides import key_of
 
 LAUNCHER = ["-m", "torch.distributed.run", "--standalone"]
+# the scripts whose out= names a folder; that of others names one file
+OF_FOLDERS = ("scripts.reproduce_paper", "scripts.compare_extensions")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -133,9 +135,8 @@ def repetition(old: Path, new: Path, changes: Sequence[str] = ()) -> Repetition:
         given = without(given, "out", "differences")
         given += [f"out={new.with_suffix('.png')}", f"differences={new}"]
     else:
-        named = [word for word in given if key_of(word) == "out"] or [f"out={usual_out(module, old)}"]
-        # some scripts write one file, others a folder
-        place = new if named[-1].endswith(".json") else new.parent
+        check_out(module, old)
+        place = new.parent if module in OF_FOLDERS else new
         given = [*without(given, "out"), f"out={place}"]
     launcher = ["-m"] if n_gpus == 1 else [*LAUNCHER, f"--nproc-per-node={n_gpus}", "-m"]
     return Repetition(old, left, new, [sys.executable, *launcher, module, *given], n_gpus)
@@ -146,17 +147,16 @@ def without(words: Sequence[str], *keys: str) -> list[str]:
     return [word for word in words if key_of(word) not in keys]
 
 
-def usual_out(module: str, old: Path) -> str:
-    """Where a script writes by default. Raises ValueError if old cannot come from there."""
+def check_out(module: str, old: Path) -> None:
+    """Raises ValueError if a script that old is said to come from cannot be told where to write."""
     try:
-        usual = {item.name: item.default for item in fields(import_module(module).Arguments)}
+        keys = {item.name for item in fields(import_module(module).Arguments)}
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"{old} comes from {module}, which cannot be called ({error}): leave it out"
         ) from error
-    if "out" not in usual:
+    if "out" not in keys:
         raise ValueError(f"{old} comes from {module}, which has no out= for a new result: leave it out")
-    return usual["out"]
 
 
 def comparison(old: Path, new: Path) -> str:

@@ -182,12 +182,17 @@ def test_files_beside_the_new_one_may_be_replaced_only_if_that_is_asked_for_now(
     ("command", "out"),
     [
         ("python -m scripts.benchmark_ring", "new/a.json"),
+        # these write no file unless they are told to
+        ("python -m scripts.benchmark_training jobs=true", "new/a.json"),
+        ("python -m scripts.benchmark_checkpoints", "new/a.json"),
+        ("python -m scripts.plan 'compare=[b.json]'", "new/a.json"),
+        ("python -m scripts.benchmark_ring out=rows", "new/a.json"),
         ("python -m scripts.evaluate_context model=m data=d", "new/a.json"),
         ("python -m scripts.compare_extensions 'stages=[evaluate]'", "new"),
         ("python -m scripts.reproduce_paper table1", "new"),
     ],
 )
-def test_a_script_that_was_told_no_place_gets_one_of_its_own_kind(command, out, tmp_path):
+def test_a_script_gets_a_place_of_the_kind_that_it_writes(command, out, tmp_path):
     again = repetition(write(tmp_path / "a.json", command=command), Path("new/a.json"))
     assert again.command[-1] == f"out={out}"
     assert again.left == Path("new/a.json")

@@ -12,7 +12,6 @@ since the steps are too small to share; then each takes a method.
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -215,7 +214,9 @@ def train(name: str, overrides: list[str]) -> None:
         return
     command = [sys.executable, "-m", "train", f"name={name}", *overrides]
     print(" ".join(command[1:]), flush=True)
-    if subprocess.run(command).returncode:
+    # which lets it save its state at Ctrl-C
+    [(_, code, _)] = run_side_by_side({name: command}, [None])
+    if code:
         raise ValueError(f"the training run {name} failed, see above: what is finished is not done again")
 
 

@@ -15,13 +15,14 @@ one at a time on each GPU; one that fails does not stop the others.
 
 import gc
 import os
+import signal
 import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from omegaconf import OmegaConf
@@ -124,6 +125,8 @@ def measure(experiment: ModuleType, sizes, device: torch.device, path: Path) -> 
     gc.freeze()
     part = part_of(path)
     rows, written = [], time.perf_counter()
+    # by default it would end this process without the rows
+    before = signal.signal(signal.SIGTERM, exit_once)
     try:
         for row in experiment.measure(sizes, device):
             rows.append(row)
@@ -133,10 +136,18 @@ def measure(experiment: ModuleType, sizes, device: torch.device, path: Path) -> 
     finally:
         if rows:
             write_result(part, rows)
+        signal.signal(signal.SIGTERM, before)
     if not rows:
         # do not take the part file of an earlier try for a result
         raise ValueError("these sizes leave nothing to measure: name at least one of each list of sizes=")
     part.replace(path)
+
+
+def exit_once(number: int, frame) -> NoReturn:
+    """Ends this process by an exception, with the code that shells report for the signal."""
+    # it may come twice, from Slurm and from a parent process, and must not break off what is written
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def choose_sizes(name: str, experiment: ModuleType, arguments: Arguments):

@@ -1,14 +1,20 @@
 """Runs commands side by side, each on its own GPUs: the next one starts as soon as enough are free."""
 
 import os
+import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from typing import NoReturn
 
 import torch
 
 SECONDS_BETWEEN_LOOKS = 0.1
+# for a command to save what it has and to end, before it is asked again
+SECONDS_TO_END = 10.0
 
 
 def places(processes: int | None = None) -> list[str | None]:
@@ -36,8 +42,8 @@ def run_side_by_side(
 
     A place becomes the CUDA_VISIBLE_DEVICES of its command; None leaves that variable alone. needed: how many
     places a command takes, one if not named; no command overtakes one that waits for several. Commands still
-    running when the caller stops early are terminated. Raises ValueError for a command that needs more places
-    than there are.
+    running when the caller stops early, or is stopped by Ctrl-C or SIGTERM, are ended. Raises ValueError for
+    a command that needs more places than there are.
     """
     needed = needed or {}
     for name, count in needed.items():
@@ -49,6 +55,13 @@ def run_side_by_side(
         process.wait()
         ends[name] = time.perf_counter()
 
+    def end_too(number: int, frame) -> NoReturn:
+        for process, *_ in running.values():
+            process.send_signal(number)
+        # as shells report it
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end_too)
     try:
         while waiting or running:
             ended = [name for name in running if name in ends]
@@ -69,7 +82,18 @@ def run_side_by_side(
             if not done:
                 time.sleep(SECONDS_BETWEEN_LOOKS)
     finally:
-        for process, *_ in running.values():
-            process.terminate()
-        for process, *_ in running.values():
-            process.wait()
+        end([process for process, *_ in running.values()])
+        signal.signal(signal.SIGTERM, before)
+
+
+def end(processes: list[subprocess.Popen]) -> None:
+    """Ends processes, which first may save what they have; another Ctrl-C ends the patience with them."""
+    # None: the terminal's Ctrl-C, or the caller's SIGTERM, has reached them too
+    for number in (None, signal.SIGTERM, signal.SIGKILL):
+        with suppress(KeyboardInterrupt, SystemExit):
+            if number is not None:
+                for process in processes:
+                    process.send_signal(number)
+            given_up = time.monotonic() + SECONDS_TO_END
+            while any(process.poll() is None for process in processes) and time.monotonic() < given_up:
+                time.sleep(SECONDS_BETWEEN_LOOKS)

@@ -2,6 +2,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -1003,6 +1004,33 @@ def test_rows_are_on_the_disk_while_others_are_measured(experiment, tmp_path, mo
     monkeypatch.setattr(reproduce_paper, "SECONDS_BETWEEN_WRITES", 0)
     main(arguments())
     assert written == list(range(len(paper_figure1())))
+
+
+def test_rows_are_written_when_sigterm_comes_and_comes_again(experiment, tmp_path, monkeypatch):
+    fake, arguments = experiment
+
+    def unheard(number, frame):
+        raise AssertionError("rows are lost")
+
+    def measure(sizes, device):
+        yield from paper_figure1()[:2]
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def write(path, rows):
+        os.kill(os.getpid(), signal.SIGTERM)
+        write_result(path, rows)
+
+    fake.measure = measure
+    monkeypatch.setattr(reproduce_paper, "write_result", write)
+    before = signal.signal(signal.SIGTERM, unheard)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments())
+        assert signal.getsignal(signal.SIGTERM) == unheard
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert len(json.loads(part_of(tmp_path / "figure1.json").read_text())["rows"]) == 2
 
 
 def test_a_broadcast_dimension_is_read_once():

@@ -1,6 +1,7 @@
 """Commands on several GPUs at a time; here the GPUs are names, and commands say which they saw."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts import side_by_side
 from scripts.side_by_side import places, run_side_by_side
+from tests.test_train import ROOT
 
 # writes when it began and ended, and its GPU, to a file of its name
 SLEEP = """
@@ -22,6 +25,50 @@ open(sys.argv[1], "w").write(f"{began} {time.time()} {os.environ['CUDA_VISIBLE_D
 
 
 SLEEP_ALONE = "import sys, time; time.sleep(float(sys.argv[1]))"
+
+# runs the command that follows, as a script does; the first word is the patience in seconds
+RUN = """
+import signal, sys, types
+# a background job ignores Ctrl-C
+signal.signal(signal.SIGINT, signal.default_int_handler)
+# its import takes seconds, and nothing here needs it
+sys.modules["torch"] = types.ModuleType("torch")
+from scripts import side_by_side
+side_by_side.SECONDS_TO_END = float(sys.argv[1])
+list(side_by_side.run_side_by_side({"a": sys.argv[2:]}, [None]))
+"""
+
+# tells its process in a file, and in another one that it has saved its rows, which takes a while
+SAVE = """
+import os, signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+try:
+    Path("begun").write_text(str(os.getpid()))
+    time.sleep(60)
+finally:
+    time.sleep(0.5)
+    Path("saved").touch()
+"""
+
+
+def begin(folder: Path, *command: str) -> tuple[subprocess.Popen, int]:
+    """Starts a command in a session of its own, as in a terminal, and waits for the last one's process."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True)
+    given_up = time.monotonic() + 60
+    while not (folder / "begun").exists() or not (folder / "begun").read_text():
+        assert process.poll() is None
+        assert time.monotonic() < given_up
+        time.sleep(0.02)
+    return process, int((folder / "begun").read_text())
+
+
+def runs(process: int) -> bool:
+    """Whether a process is there, and no zombie."""
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_each_gpu_runs_one_command_at_a_time_and_all_of_them_run(tmp_path):
@@ -80,7 +127,8 @@ def test_a_command_that_dies_is_told_and_the_others_run():
     assert codes == {"killed": -9, "wrong": 3, "right": 0}
 
 
-def test_a_caller_that_gives_up_leaves_nothing_running(tmp_path):
+def test_a_caller_that_gives_up_leaves_nothing_running(tmp_path, monkeypatch):
+    monkeypatch.setattr(side_by_side, "SECONDS_TO_END", 0.3)
     commands = {
         "quick": [sys.executable, "-c", ""],
         "slow": [sys.executable, "-c", SLEEP, str(tmp_path / "slow"), "60"],
@@ -91,6 +139,48 @@ def test_a_caller_that_gives_up_leaves_nothing_running(tmp_path):
     before = set(children.read_text().split())
     ended.close()
     assert len(before - set(children.read_text().split())) == 1
+
+
+def test_commands_save_what_they_have_when_ctrl_c_reaches_them_too(tmp_path):
+    run = [sys.executable, "-c", RUN, "60"]
+    process, leaf = begin(tmp_path, *run, sys.executable, "-c", SAVE)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(30) == -signal.SIGINT
+    assert (tmp_path / "saved").exists()
+    assert not runs(leaf)
+
+
+@pytest.mark.parametrize(
+    ("patience", "numbers", "code"),
+    [
+        ("1", [signal.SIGINT], -signal.SIGINT),
+        ("60", [signal.SIGTERM], 128 + signal.SIGTERM),
+        # a second one ends the patience
+        ("60", [signal.SIGINT, signal.SIGINT], -signal.SIGINT),
+    ],
+)
+def test_a_script_that_is_stopped_alone_ends_its_commands_which_save_what_they_have(
+    patience, numbers, code, tmp_path
+):
+    # of two scripts only the first is stopped, and the second one's command ends too
+    first, second = [sys.executable, "-c", RUN, patience], [sys.executable, "-c", RUN, "60"]
+    process, leaf = begin(tmp_path, *first, *second, sys.executable, "-c", SAVE)
+    for number in numbers:
+        process.send_signal(number)
+        time.sleep(0.3)
+    assert process.wait(30) == code
+    assert (tmp_path / "saved").exists()
+    assert not runs(leaf)
+
+
+def test_a_command_that_does_not_listen_is_killed(tmp_path):
+    run = [sys.executable, "-c", RUN, "0.1"]
+    deaf = SAVE.replace("default_int_handler", "SIG_IGN")
+    process, leaf = begin(tmp_path, *run, sys.executable, "-c", deaf)
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert not runs(leaf)
+    assert not (tmp_path / "saved").exists()
 
 
 def test_places_are_the_gpus_that_a_process_sees(monkeypatch):

@@ -220,6 +220,16 @@ def check_least(arguments, *names: str) -> None:
             raise ValueError(f"{name} must be at least 1, got {given}")
 
 
+def check_as_many(arguments, *names: str) -> None:
+    """Raises ValueError unless the named arguments, which are lists, hold as many values each."""
+    counts = [len(getattr(arguments, name)) for name in names]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"{', '.join(names)} must hold as many values each, got {', '.join(map(str, counts))}: give the "
+            "others, too"
+        )
+
+
 def check_place(key: str, name: str) -> None:
     """Raises ValueError if no file of that name, or nothing in a folder of that name, can be written."""
     place = Path(name).absolute()

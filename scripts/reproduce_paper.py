@@ -26,11 +26,13 @@ from typing import Any, NoReturn
 
 import torch
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from scripts.arguments import OVERWRITE, argument, command_line, run_script
 from scripts.paper.registry import EXPERIMENTS, choose, load
 from scripts.paper.report import check_report, part_of, write_report
 from scripts.side_by_side import places, run_side_by_side
+from train.overrides import wrong_value
 from train.results import write_result
 
 SECONDS_BETWEEN_WRITES = 20
@@ -73,8 +75,8 @@ def main(arguments: Arguments) -> None:
         names = [name for name in names if not paths[name].is_file() or part_of(paths[name]).is_file()]
     elif not arguments.overwrite:
         check_unmeasured(folder, paths)
-    folder.mkdir(parents=True, exist_ok=True)
     sizes = {name: choose_sizes(name, modules[name], arguments) for name in names}
+    folder.mkdir(parents=True, exist_ok=True)
     failed = []
     if len(names) == 1:
         (name,) = names
@@ -151,14 +153,24 @@ def exit_once(number: int, frame) -> NoReturn:
 
 
 def choose_sizes(name: str, experiment: ModuleType, arguments: Arguments):
-    """The experiment's Sizes: the paper's or the quick ones, with the command line's changes."""
+    """The experiment's Sizes: the paper's or the quick ones, with the command line's changes.
+
+    Raises ValueError for changes of sizes that it has not, to values of other types, or that do not fit.
+    """
     quick = experiment.QUICK if arguments.quick else {}
     known = asdict(experiment.Sizes())
     unknown = [key for key in arguments.sizes if key not in known]
     if unknown:
         raise ValueError(f"sizes of {name} are {', '.join(known)}, got {', '.join(unknown)}")
-    merged = OmegaConf.merge(OmegaConf.structured(experiment.Sizes), quick, arguments.sizes)
-    return OmegaConf.to_object(merged)
+    # under their key, by which an error names them
+    given = OmegaConf.create({"sizes": arguments.sizes})
+    try:
+        merged = OmegaConf.merge({"sizes": experiment.Sizes}, {"sizes": quick}, given)
+        return OmegaConf.to_object(merged)["sizes"]
+    except OmegaConfBaseException as error:
+        raise ValueError(wrong_value(error, given)) from error
+    except ValueError as error:
+        raise ValueError(f"sizes of {name}: {error}") from error
 
 
 def machine_name() -> str:

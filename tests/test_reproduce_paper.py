@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -608,6 +609,43 @@ def test_sizes_come_from_the_paper_then_quick_then_the_command_line():
     assert choose_sizes("figure1", figure1, Arguments()) == figure1.Sizes()
     with pytest.raises(ValueError, match="sizes of figure1 are batch, heads, .* got tokens"):
         choose_sizes("figure1", figure1, Arguments(sizes={"tokens": 3}))
+
+
+@pytest.mark.parametrize(
+    ("experiment", "sizes", "message"),
+    [
+        (
+            table2,
+            {"models": ["gpt2", "gpt2_medium"]},
+            "sizes of table2: models, microbatches must hold as many values each, got 2, 1: give the others",
+        ),
+        (
+            table3,
+            {"sides": [8]},
+            "sizes of table3: sides, side_steps, side_batches, side_rates must hold as many values each, got "
+            "1, 3, 3, 3: give",
+        ),
+        (table3, {"listops_lengths": [9]}, "listops_lengths must be the shortest and the longest, got [9]"),
+        (
+            table6,
+            {"sides": [16]},
+            "sizes of table6: sides, steps, batches, examples must hold as many values each, got 1, 2, 2, 2",
+        ),
+        (figure1, {"seq_len": "abc"}, "sizes.seq_len: Value 'abc' of type 'str' could not be converted"),
+        (figure3, {"seq_lens": 64}, "sizes.seq_lens must be a list: write 'sizes.seq_lens=[64]'"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named_before_anything_is_measured(
+    experiment, sizes, message, monkeypatch, tmp_path
+):
+    def measure(*arguments):
+        raise AssertionError("measured")
+
+    name = experiment.__name__.rpartition(".")[2]
+    monkeypatch.setattr(experiment, "measure", measure)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        main(Arguments(experiments=[name], quick=True, sizes=sizes, out=str(tmp_path / "new")))
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_papers_sizes_without_a_gpu_are_refused(tmp_path):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from scripts.arguments import check_as_many
 from scripts.paper.memory import reason_in
 from scripts.paper.report import rows_table
 from scripts.paper.training import MODELS, configure, time_training
@@ -43,6 +44,9 @@ class Sizes:
     compile: bool = True
     warmup_steps: int = 1
     steps: int = 5
+
+    def __post_init__(self):
+        check_as_many(self, "models", "microbatches")
 
 
 QUICK = {

@@ -8,6 +8,7 @@ from statistics import geometric_mean
 
 import torch
 
+from scripts.arguments import check_as_many
 from scripts.paper import tasks
 from scripts.paper.encoder import (
     Encoder,
@@ -73,6 +74,13 @@ class Sizes:
     side_steps: list[int] = field(default_factory=lambda: [3000, 1000, 1500])
     side_batches: list[int] = field(default_factory=lambda: [256, 128, 64])
     side_rates: list[float] = field(default_factory=lambda: [2e-3, 1e-3, 1e-3])
+
+    def __post_init__(self):
+        check_as_many(self, "sides", "side_steps", "side_batches", "side_rates")
+        if len(self.listops_lengths) != 2:
+            raise ValueError(
+                f"listops_lengths must be the shortest and the longest, got {self.listops_lengths}: give both"
+            )
 
 
 QUICK = {

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from scripts.arguments import check_as_many
 from scripts.paper import tasks
 from scripts.paper.encoder import draw_examples
 from scripts.paper.memory import reason_in
@@ -49,6 +50,9 @@ class Sizes:
     learning_rate: float = 1e-3
     # the rate at the first side, which has few tokens in a step
     first_learning_rate: float = 2e-3
+
+    def __post_init__(self):
+        check_as_many(self, "sides", "steps", "batches", "examples")
 
 
 QUICK = {

@@ -89,7 +89,8 @@ def main(arguments: Arguments) -> None:
 def repetition(old: Path, new: Path, changes: Sequence[str] = ()) -> Repetition:
     """How to repeat the measurement of a result file, with `changes` in place of its command's own values.
 
-    Raises ValueError for a file that does not say, and for changes of where the new one goes.
+    Raises ValueError for a file that does not say, for one that its command alone would not make, and for
+    changes of where the new one goes.
     """
     try:
         result = json.loads(old.read_text(encoding="utf-8"))
@@ -115,6 +116,8 @@ def repetition(old: Path, new: Path, changes: Sequence[str] = ()) -> Repetition:
             f"{old} is of one of the runs that {result['command']!r} has trained: give that command again, "
             "or this run's own values to python -m train"
         )
+    if module == "scripts.reproduce_paper" and old.name.endswith(".part.json"):
+        raise ValueError(f"{old} is of an experiment that did not finish: leave it out, or give its command")
     changed = {key_of(word) for word in changes}
     if taken := changed & {"name", "differences"}:
         raise ValueError(
@@ -122,6 +125,12 @@ def repetition(old: Path, new: Path, changes: Sequence[str] = ()) -> Repetition:
         )
     # it was given for the old files: a picture or table where the new ones go is somebody's
     given = [*without(given, "overwrite", *changed), *changes]
+    stages = [word for word in given if key_of(word) == "stages"]
+    if module == "scripts.compare_extensions" and stages and "evaluate" not in stages[-1]:
+        raise ValueError(
+            f"{old} is made of other results, by {stages[-1]}: repeat those, or add "
+            "'stages=[evaluate,report]'"
+        )
     left = new
     if module == "train":
         # named after the new file, so that another out= is another run

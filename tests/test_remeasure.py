@@ -207,10 +207,27 @@ def test_the_differences_of_a_plot_and_its_picture_go_to_out_and_the_old_ones_st
     ]  # fmt: skip
 
 
-def test_every_committed_result_but_those_of_the_plots_can_be_made_again():
+def test_every_committed_result_that_its_command_alone_makes_can_be_made_again():
     for path in sorted((ROOT / "docs" / "results").rglob("*.json")):
-        if "same_curve" not in path.parts and path.name not in ("soak.json", "differences.json"):
+        others = ("soak.json", "differences.json", "comparison.json", "table2.part.json")
+        if "same_curve" not in path.parts and path.name not in others:
             assert repetition(path, Path("new") / path.name).command[0] == sys.executable
+
+
+def test_what_a_command_alone_would_not_make_is_refused_before_it_runs(tmp_path):
+    paper = write(tmp_path / "a.part.json", command="python -m scripts.reproduce_paper a out=old")
+    with pytest.raises(
+        ValueError, match=r"a\.part\.json is of an experiment that did not finish: leave it out"
+    ):
+        repetition(paper, Path("new/a.part.json"))
+    report = write(tmp_path / "b.json", command="python -m scripts.compare_extensions 'stages=[report]'")
+    message = (
+        r"b\.json is made of other results, by stages=\[report\]: repeat those, or add 'stages=\[evaluate"
+    )
+    with pytest.raises(ValueError, match=message):
+        repetition(report, Path("new/b.json"))
+    again = repetition(report, Path("new/b.json"), ["stages=[evaluate,report]"])
+    assert again.command[3:] == ["stages=[evaluate,report]", "out=new"]
 
 
 @pytest.mark.parametrize(

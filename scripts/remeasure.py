@@ -16,6 +16,7 @@ import re
 import shlex
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from importlib import import_module
@@ -25,6 +26,7 @@ from typing import NamedTuple
 
 from scripts.arguments import argument, run_script
 from scripts.side_by_side import places, run_side_by_side
+from train.logger import counted
 from train.overrides import key_of
 
 LAUNCHER = ["-m", "torch.distributed.run", "--standalone"]
@@ -81,7 +83,7 @@ def main(arguments: Arguments) -> None:
         if again.left != again.new:
             again.new.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(again.left, again.new)
-        print(f"{name}: {seconds:.0f} s\n{comparison(again.old, again.new)}", flush=True)
+        print(f"{name}: {seconds:.0f} s\n{comparison(again.old, again.new, arguments.changes)}", flush=True)
     if failed:
         raise ValueError(f"{', '.join(failed)} failed, as printed above")
 
@@ -168,22 +170,47 @@ def check_out(module: str, old: Path) -> None:
         raise ValueError(f"{old} comes from {module}, which has no out= for a new result: leave it out")
 
 
-def comparison(old: Path, new: Path) -> str:
-    """A line for each measured value: new over old, as median and range over the rows."""
+def comparison(old: Path, new: Path, changes: Sequence[str] = ()) -> str:
+    """A line for each measured value: new over old, as median and range over the rows.
+
+    Rows whose texts or truth values differ are of something else, and are counted. changes: as for
+    `repetition`; what they name may differ.
+    """
     before, after = (json.loads(path.read_text(encoding="utf-8"))["rows"] for path in (old, new))
     if len(before) != len(after):
         return f"  {len(after)} rows where {old} has {len(before)}: not compared"
-    ratios, fractions = {}, {key for row in before for key, value in row.items() if isinstance(value, float)}
-    for was, is_now in zip(before, after, strict=True):
+    # implementations=[ours] changes implementation
+    changed = [key_of(word) for word in changes]
+    others, ratios, missing = [], {}, Counter()
+    fractions = {key for row in before for key, value in row.items() if isinstance(value, float)}
+    for number, (was, is_now) in enumerate(zip(before, after, strict=True), 1):
+        differ = [
+            f"{key}={is_now[key]}, which was {value}"
+            for key, value in was.items()
+            if isinstance(value, str | bool)
+            and is_now.get(key, value) != value
+            and not any(word.startswith(key) for word in changed)
+        ]
+        if differ:
+            others.append(f"row {number} of {differ[0]}")
+            continue
         for key, value in was.items():
-            if is_number(value) and value and is_number(is_now.get(key)):
+            if not is_number(value):
+                continue
+            if not is_number(is_now.get(key)):
+                missing[key] += 1
+            elif value:
                 ratios.setdefault(key, []).append(is_now[key] / value)
     # integers are either sizes, which are equal in both, or measured bytes, which differ
     ratios = {key: found for key, found in ratios.items() if key in fractions or set(found) != {1.0}}
-    return "\n".join(
+    lines = [
         f"  {key:<28} {median(found):6.3f}  ({min(found):.3f} to {max(found):.3f})"
         for key, found in ratios.items()
-    )
+    ]
+    lines += [f"  {key:<28} no number in {counted(n, 'row')} that had one" for key, n in missing.items()]
+    if others:
+        lines.append(f"  {counted(len(others), 'row')} not compared, the first: {others[0]}")
+    return "\n".join(lines)
 
 
 def is_number(value: object) -> bool:

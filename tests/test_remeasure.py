@@ -301,3 +301,30 @@ def test_values_are_compared_row_by_row_and_other_rows_not_at_all(tmp_path):
     ]
     assert "1 rows where" in comparison(old, short := write(tmp_path / "short.json", rows=rows[:1]))
     assert "2 rows where" in comparison(short, old)
+
+
+def test_rows_of_something_else_are_not_compared_and_numbers_that_are_gone_are_counted(tmp_path):
+    rows = [
+        {"implementation": name, "causal": True, "ms": 2.0, "bytes": 7} for name in ("ours", "cudnn", "flex")
+    ]
+    old = write(tmp_path / "old.json", rows=rows)
+    again = [rows[0], {**rows[2], "ms": 1.0}, {**rows[2], "causal": False}]
+    other = comparison(old, write(tmp_path / "new.json", rows=again)).splitlines()
+    assert [line.split() for line in other[:-1]] == [["ms", "1.000", "(1.000", "to", "1.000)"]]
+    assert other[-1] == "  2 rows not compared, the first: row 2 of implementation=flex, which was cudnn"
+
+    again = [{**rows[0], "ms": None}, {**rows[1], "ms": 4.0}, {"implementation": "flex", "causal": True}]
+    gone = comparison(old, write(tmp_path / "new.json", rows=again)).splitlines()
+    assert gone[0].split() == ["ms", "2.000", "(2.000", "to", "2.000)"]
+    assert [line.split(maxsplit=1) for line in gone[1:]] == [
+        ["ms", "no number in 2 rows that had one"],
+        ["bytes", "no number in 1 row that had one"],
+    ]
+
+    # what was asked for may differ
+    changes = ["implementations=[sdpa]", "causal=false"]
+    new = write(
+        tmp_path / "new.json", rows=[{**row, "implementation": "sdpa", "causal": False} for row in rows]
+    )
+    assert "3 rows not compared" in comparison(old, new)
+    assert comparison(old, new, changes).split() == ["ms", "1.000", "(1.000", "to", "1.000)"]

@@ -104,6 +104,17 @@ def paper_figure2_left() -> list[dict]:
     ]
 
 
+def figure2_right_rows(per_density: float, fixed: float) -> list[dict]:
+    """Milliseconds that grow with density from a fixed part; dense takes 10."""
+    times = {("dense", 1.0): 10.0}
+    times |= {("random", s): per_density * s + fixed for s in (0.125, 0.25, 0.5, 1.0)}
+    return [
+        {"pattern": p, "density": s, "seq_len": n, "forward_ms": ms, "backward_ms": 0.0}
+        for n in (4096, 16384)
+        for (p, s), ms in times.items()
+    ]
+
+
 def paper_figure3() -> list[dict]:
     tables, rows = figure3.PUBLISHED["tables"], []
     for (dropout, mask), table in figure3.BOTH_TABLES.items():
@@ -274,9 +285,25 @@ def test_sizes_that_are_not_the_papers_give_no_verdict_on_speed():
     fixed = {"seq_len": 512, "n_layer": 24, "compile": True}
     rows = [{"implementation": name, "ms": ms, **fixed} for name, ms in (("eager", 2.0), ("ours", 1.0))]
     assert [verdict.word for verdict in table1.judge(rows)] == [REACHED]
-    assert [verdict.word for verdict in table1.judge([{**row, "n_embd": 32} for row in rows])] == [
-        NOT_MEASURED
-    ]
+    for other in ({"n_embd": 32}, {"batch": 1}):
+        rows_of_other = [{**row, **other} for row in rows]
+        assert [verdict.word for verdict in table1.judge(rows_of_other)] == [NOT_MEASURED]
+    for other in ({"microbatch": 1}, {"tokens_per_step": 1024}, {"steps": 1}, {"compile": False}):
+        rows = [{**row, **other} for row in paper_table2()]
+        assert {verdict.word for verdict in table2.judge(rows)} == {NOT_MEASURED}
+    usual = {"batch": 16, "heads": 8, "head_dim": 64}
+    for other in ({"batch": 1}, {"heads": 1}, {"head_dim": 128}, {}):
+        rows = [{**row, **usual, **other} for row in figure2_right_rows(11.0, 0.1)]
+        words = [verdict.word for verdict in figure2_right.judge(rows)]
+        # at 16K the batch is another
+        assert words == [NOT_MEASURED] * 4 if other else [REACHED] * 2 + [NOT_MEASURED] * 2
+
+
+def test_a_share_of_the_operations_gives_no_verdict():
+    rows = paper_figure1()
+    for n in range(len(rows) - 1):
+        assert {verdict.word for verdict in figure1.judge(rows[:n])} == {NOT_MEASURED}
+    assert [verdict.word for verdict in figure1.judge(rows[:-1])] == [NOT_MEASURED, REACHED]
 
 
 @pytest.mark.parametrize("name", ["figure1", "figure2_left", "table1"])
@@ -407,18 +434,9 @@ def test_a_straight_line_has_an_r_squared_of_one_and_a_parabola_less():
 
 
 def test_time_that_grows_with_density_is_reached_and_time_that_does_not_is_not():
-    def rows(per_density: float, fixed: float) -> list[dict]:
-        times = {("dense", 1.0): 10.0}
-        times |= {("random", s): per_density * s + fixed for s in (0.125, 0.25, 0.5, 1.0)}
-        return [
-            {"pattern": p, "density": s, "seq_len": n, "forward_ms": ms, "backward_ms": 0.0}
-            for n in (4096, 16384)
-            for (p, s), ms in times.items()
-        ]
-
-    assert {verdict.word for verdict in figure2_right.judge(rows(11.0, 0.1))} == {REACHED}
+    assert {verdict.word for verdict in figure2_right.judge(figure2_right_rows(11.0, 0.1))} == {REACHED}
     # linear, but with a third of dense as a fixed cost
-    missed = figure2_right.judge(rows(8.0, 3.0))[:2]
+    missed = figure2_right.judge(figure2_right_rows(8.0, 3.0))[:2]
     assert [verdict.word for verdict in missed] == [REACHED, NOT_REACHED]
     assert missed[1].note == "worst at density 0.125; the line through all is 0.80 density + 0.300"
 
@@ -942,6 +960,9 @@ def test_a_model_that_does_not_fit_is_a_row_and_the_others_are_trained(monkeypat
     monkeypatch.setattr(table2, "time_training", train)
     rows = list(table2.measure(table2.Sizes(), CPU))
     assert len(rows) == 2 * len(MODELS)
+    # by which it is judged
+    settings = {"tokens_per_step": 65536, "compile": True, "steps": 5, "microbatch": 32}
+    assert rows[0].items() >= settings.items()
     assert [row["why"] for row in rows if row["model"] == "Hugging Face eager"] == ["CUDA out of memory."] * 2
     words = [verdict.word for verdict in table2.judge(rows)]
     assert words == [NOT_MEASURED, NOT_REACHED, NOT_MEASURED, NOT_REACHED]

@@ -23,8 +23,9 @@ HERE = """
 GPT-2 medium's attention in fp16, causal, dropout 0.1, forward. Eager is the authors' own baseline, five
 operations; each is timed alone, on the result of the one before.
 """
-# the memory-bound operations
+# the memory-bound operations, and all
 ELEMENTWISE = ("mask", "softmax", "dropout")
+OPERATIONS = ("matmul q k", *ELEMENTWISE, "matmul p v")
 FUSED = "fused kernel (ours)"
 PAPER_SHAPE = {"batch": 64, "heads": 16, "seq_len": 1024, "head_dim": 64}
 PAPER_DROPOUT = 0.1
@@ -65,10 +66,9 @@ def time_ms(function, device: torch.device) -> float | None:
 
 def judge(rows: list[dict]) -> list[Verdict]:
     rows = at_sizes(matching(rows, **PAPER_SHAPE), dropout_p=PAPER_DROPOUT)
-    times = [row["ms"] for row in matching(rows, fused=False)]
-    eager = sum(times) if times and None not in times else None
-    elementwise = [row["ms"] for row in rows if row["operation"] in ELEMENTWISE]
-    moved = None if eager is None else sum(elementwise)
+    times = {name: value(rows, "ms", operation=name) for name in OPERATIONS}
+    eager = None if None in times.values() else sum(times.values())
+    moved = None if eager is None else sum(times[name] for name in ELEMENTWISE)
     return [
         Verdict(
             claim="the fused kernel is faster than the five operations",

@@ -13,7 +13,7 @@ from kernels.flash_attention import flash_attention
 from scripts.paper import baselines
 from scripts.paper.report import rows_table
 from scripts.paper.sparsity import BLOCK_SIZE, random_blocks
-from scripts.paper.verdict import Verdict, matching, total
+from scripts.paper.verdict import Verdict, at_sizes, matching, total
 from scripts.timing import forward_backward_ms
 
 TITLE = "Figure 2, right: sparsity"
@@ -66,8 +66,11 @@ def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
 
 def judge(rows: list[dict]) -> list[Verdict]:
     verdicts = []
+    usual = Sizes()
     for seq_len, paper in ((4096, "a straight line"), (16384, "not in the paper")):
+        batch = usual.batch * min(usual.seq_lens) // seq_len
         chosen = matching(rows, seq_len=seq_len)
+        chosen = at_sizes(chosen, batch=batch, heads=usual.heads, head_dim=usual.head_dim)
         drawn = [(row["density"], total(row)) for row in matching(chosen, pattern=RANDOM)]
         dense = [total(row) for row in matching(chosen, pattern=DENSE)]
         measured = len(drawn) > 2 and None not in dense

@@ -118,7 +118,7 @@ def measure_one(sizes: Sizes, device: torch.device, name: str) -> dict:
 
 def judge(rows: list[dict]) -> list[Verdict]:
     rows = matching(rows, seq_len=512, n_layer=24, compile=True)
-    rows = at_sizes(rows, n_head=16, n_embd=1024, vocab_size=30522)
+    rows = at_sizes(rows, batch=56, n_head=16, n_embd=1024, vocab_size=30522)
     ms = {name: value(rows, "ms", implementation=name) for name in (EAGER, SDPA, OURS)}
     against_sdpa = ratio(ms[SDPA], ms[OURS])
     return [

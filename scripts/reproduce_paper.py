@@ -45,7 +45,9 @@ class Arguments:
         False, "small sizes, to see that everything runs: they give no verdict on the paper's claims"
     )
     sizes: dict[str, Any] = argument({}, "the experiment's own, as sizes.seq_len=512; its file lists them")
-    keep: bool = argument(False, "leave an experiment alone whose result lies in out")
+    keep: bool = argument(
+        False, "leave an experiment alone whose result lies in out, unless it was interrupted"
+    )
     measure: bool = argument(True, "false: only write the report again, from the results in out")
     report: bool = argument(True, "false: only measure")
     processes: int | None = argument(None, "experiments at a time; null: one on each GPU, on a CPU one")
@@ -100,8 +102,8 @@ def main(arguments: Arguments) -> None:
 
 
 def check_unmeasured(folder: Path, paths: dict[str, Path]) -> None:
-    """Raises ValueError if some of these experiments have results already."""
-    there = [name for name, path in paths.items() if path.is_file()]
+    """Raises ValueError if some of these experiments have results already, or rows of an interrupted run."""
+    there = [name for name, path in paths.items() if path.is_file() or part_of(path).is_file()]
     if there:
         raise ValueError(
             f"{folder} holds results of {', '.join(there)}: add keep=true to measure what is missing, "

@@ -572,6 +572,9 @@ def test_an_experiment_that_fails_leaves_its_rows_and_is_measured_again(experime
     assert "OutOfMemoryError: too large" in capsys.readouterr().err
     assert [path.name for path in tmp_path.glob("*.json")] == ["figure1.part.json"]
     assert "**Interrupted: some rows are missing.**" in (tmp_path / "README.md").read_text()
+    # its rows are not replaced unasked
+    with pytest.raises(ValueError, match="holds results of figure1: add keep=true"):
+        main(arguments())
     # the third row on
     main(arguments(keep=True))
     assert [path.name for path in tmp_path.glob("*.json")] == ["figure1.json"]
@@ -588,7 +591,7 @@ def test_an_experiment_that_measured_nothing_takes_no_older_rows_for_its_own(exp
         main(arguments())
     fake.measure = lambda sizes, device: iter(())
     with pytest.raises(SystemExit, match="figure1 failed"):
-        main(arguments())
+        main(arguments(overwrite=True))
     assert "ValueError: these sizes leave nothing to measure" in capsys.readouterr().err
     assert [path.name for path in tmp_path.glob("*.json")] == ["figure1.part.json"]
 

@@ -28,7 +28,7 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from scripts.arguments import OVERWRITE, argument, command_line, run_script
+from scripts.arguments import OVERWRITE, argument, check_least, check_place, command_line, run_script
 from scripts.paper.registry import EXPERIMENTS, choose, load
 from scripts.paper.report import check_report, part_of, write_report
 from scripts.side_by_side import places, run_side_by_side
@@ -60,6 +60,7 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
+    check(arguments)
     names = choose(arguments.experiments) if arguments.measure else []
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
@@ -69,6 +70,9 @@ def main(arguments: Arguments) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
     paper = "paper_quick" if arguments.quick else "paper"
     folder = Path(arguments.out or Path("docs/results", machine_name(), paper))
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise ValueError(f"out must name a folder, got {folder}, which is none: choose another place")
+    check_place("out", str(folder))
     if arguments.report:
         check_report(folder)
     modules = {name: load(name) for name in EXPERIMENTS}
@@ -99,6 +103,24 @@ def main(arguments: Arguments) -> None:
         print(write_report(folder, modules))
     if failed:
         sys.exit(f"error: {', '.join(failed)} failed, as printed above")
+
+
+def check(arguments: Arguments) -> None:
+    """Raises ValueError for arguments that are wrong, have no effect, or contradict each other."""
+    choose(arguments.experiments)
+    check_least(arguments, "processes")
+    if arguments.keep and arguments.overwrite:
+        raise ValueError("keep=true leaves results alone, and overwrite=true replaces them: give one of them")
+    if arguments.measure:
+        return
+    if not arguments.report:
+        raise ValueError("measure=false and report=false leave nothing to do: leave one of them out")
+    idle = [key for key in ("experiments", "sizes") if getattr(arguments, key)]
+    if idle:
+        raise ValueError(
+            f"{' and '.join(idle)} have no effect with measure=false, which writes the report on all: leave "
+            "them out"
+        )
 
 
 def check_unmeasured(folder: Path, paths: dict[str, Path]) -> None:

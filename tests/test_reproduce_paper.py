@@ -538,6 +538,32 @@ def test_results_are_measured_again_where_that_is_asked_for(tmp_path):
     assert (tmp_path / "figure1.json").stat().st_mtime_ns > before
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"experiments": ["figure9"], "measure": False}, "experiments must be of figure1, .* got 'figure9'"),
+        ({"experiments": ["figure1"], "measure": False}, "experiments have no effect with measure=false, "),
+        ({"sizes": {"seq_len": 3}, "measure": False}, "sizes have no effect with measure=false, "),
+        (
+            {"measure": False, "report": False},
+            "measure=false and report=false leave nothing to do: leave one",
+        ),
+        ({"keep": True, "overwrite": True}, "keep=true leaves results alone, and .*: give one of them"),
+        ({"processes": 0}, "processes must be at least 1, got 0"),
+        ({"out": "file"}, "out must name a folder, got file, which is none: choose another place"),
+        ({"out": "file/new"}, "out=file/new: nothing can be written to .*file, choose another place"),
+    ],
+)
+def test_arguments_that_would_do_nothing_or_cannot_be_meant_are_refused(
+    given, message, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    with pytest.raises(ValueError, match=message):
+        main(Arguments(**{"experiments": ["figure1"] * given.get("measure", True), "quick": True} | given))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_a_report_takes_no_other_files_place(tmp_path):
     (tmp_path / "README.md").write_text("# My project\n")
     with pytest.raises(ValueError, match=r"README\.md is no report of this script, .* choose another out="):

@@ -48,7 +48,7 @@ class Rates:
         )
 
 
-# fitted to the rows that docs/training_speed.md names, "How good the predictions are"; memory: AdamW's traffic in 1.05 ms
+# docs/training_speed.md says to which rows these are fitted; memory: AdamW's traffic in 1.05 ms
 RATES = {"H200": Rates(products=620e12, attention=492e12, layer=27.3e-12, memory=3.3e12)}
 
 

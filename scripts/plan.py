@@ -196,28 +196,46 @@ def choose_rates(arguments: Arguments, probe: Sequence[tuple[dict, Config]] = ()
     name = arguments.gpu or torch.cuda.get_device_name()
     # typed in any case; the driver's own spelling is the table's
     spelled = arguments.gpu.upper() or name
-    words = spelled.replace("-", " ").split()
     for card, rates in RATES.items():
-        if card not in words:
+        if card not in words_of(spelled):
             continue
-        # the name may be that of a slice of the card, or of another variant
-        if peak_flops(spelled, "bf16") != peak_flops(card, "bf16"):
+        if not is_whole(spelled, card):
             raise ValueError(
                 f"gpu={name!r} is not the {card} whose rates are known: give probe=[FILE] (--help shows how)"
             )
         return rates
-    known = (given for card, given in PROBES.items() if card in words)
+    known = (given for card, given in PROBES.items() if card in words_of(spelled))
     probe = next(known, "probe=[FILE] memory_gib=NUMBER")
     raise ValueError(
         f"gpu={name!r} has no rates, {', '.join(RATES)} has: name it, or give {probe} (--help shows how)"
     )
 
 
+def words_of(gpu: str) -> list[str]:
+    return gpu.replace("-", " ").split()
+
+
+def is_whole(gpu: str, card: str) -> bool:
+    """Whether a name with the word `card` is the card's own, not that of a slice of it or another variant."""
+    return peak_flops(gpu, "bf16") == peak_flops(card, "bf16")
+
+
 def card_memory(arguments: Arguments) -> int:
+    """Bytes of memory_gib, of the card that gpu names or, without both, of this machine's.
+
+    Raises ValueError if gpu names a card of unknown memory, and if there is no GPU to ask.
+    """
     if arguments.memory_gib:
         return int(arguments.memory_gib * 2**30)
-    if known := MEMORY.get(arguments.gpu.upper()):
-        return known
+    if arguments.gpu:
+        spelled = arguments.gpu.upper()
+        for card, memory in MEMORY.items():
+            if card in words_of(spelled) and is_whole(spelled, card):
+                return memory
+        raise ValueError(
+            f"memory_gib=0, but the memory of gpu={arguments.gpu!r} is not known: give that of one GPU, as "
+            "memory_gib=139.8 for an H200, or leave gpu out for this machine's"
+        )
     if not torch.cuda.is_available():
         raise ValueError("memory_gib=0, but torch sees no GPU to ask: give memory_gib=139.8 for an H200")
     return torch.cuda.get_device_properties(0).total_memory

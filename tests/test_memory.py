@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import faults
 import pytest
@@ -292,6 +293,27 @@ def test_a_plan_knows_a_card_in_small_letters_too_and_its_memory(capsys):
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1]
     assert plan.card_memory(Arguments(gpu="h200")) == H200
+
+
+@pytest.mark.parametrize("gpu", ["H200", "NVIDIA H200", "H200-SXM", "nvidia h200"])
+def test_a_plan_has_the_memory_of_the_card_that_it_is_asked_about_however_that_is_named(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=85 * 10**9)
+    )
+    assert choose_rates(Arguments(gpu=gpu)) == RATES["H200"]
+    assert plan.card_memory(Arguments(gpu=gpu)) == H200
+    assert plan.card_memory(Arguments()) == 85 * 10**9
+
+
+@pytest.mark.parametrize("gpu", ["A100", "NVIDIA H200 MIG 1g.18gb"])
+def test_a_plan_takes_this_machines_memory_for_no_card_of_another_name(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=85 * 10**9)
+    )
+    with pytest.raises(ValueError, match=f"^memory_gib=0, but the memory of gpu='{gpu}' is not known: give"):
+        plan.card_memory(Arguments(gpu=gpu))
 
 
 def test_the_rows_that_a_plan_names_for_a_card_without_rates_are_there_and_enough(capsys):

@@ -104,8 +104,15 @@ def main(arguments: Arguments) -> None:
 
 
 def check_windows(arguments: Arguments) -> None:
-    """Raises ValueError if `before` needs longer windows of text than those of seq_lens."""
-    if BEFORE in arguments.methods and min(arguments.seq_lens, default=0) < arguments.base_seq_len:
+    """Raises ValueError for windows of text too short for `before`, or for a method to have an effect."""
+    shortest = min(arguments.seq_lens)
+    for method in arguments.methods:
+        if method.partition("+")[0] not in (BEFORE, "base") and shortest <= arguments.base_seq_len:
+            raise ValueError(
+                f"seq_lens must be above base_seq_len={arguments.base_seq_len} for methods=[{method}], which "
+                f"would change nothing, got {arguments.seq_lens}: raise them, or leave that method out"
+            )
+    if BEFORE in arguments.methods and shortest < arguments.base_seq_len:
         raise ValueError(
             f"seq_lens must be at least base_seq_len={arguments.base_seq_len}, which {BEFORE} reads, got "
             f"{arguments.seq_lens}"
@@ -150,8 +157,13 @@ def check_finished(cases: list["Case"], out: Path, arguments: Arguments) -> None
 
 def check_measured(case: "Case", path: Path, arguments: Arguments) -> None:
     """Raises ValueError for results of other weights than the run has now, or of another evaluation."""
-    result = json.loads(path.read_text(encoding="utf-8"))
-    model, run = result["rows"][0]["model"], Path("runs", case.run)
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        model, run = result["rows"][0]["model"], Path("runs", case.run)
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{path} is no result of scripts.evaluate_context: move it away, or choose another out="
+        ) from error
     if model != str(run):
         raise ValueError(f"{path} is of {model}, not of {run}: choose another out=")
     newest = newest_checkpoint(run / "checkpoints")

@@ -1,6 +1,7 @@
 """The worked example at toy size: every stage, in any number of calls."""
 
 import json
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -113,6 +114,26 @@ def test_windows_too_short_for_the_first_model_are_refused_before_anything_is_tr
     assert started == []
 
 
+@pytest.mark.parametrize("text", ["no JSON", "{}", "[]", '{"rows": []}', '{"rows": [1]}'])
+def test_a_file_that_is_no_result_is_named_before_anything_is_trained(started, text):
+    Path("out").mkdir()
+    Path("out/example-128-linear.json").write_text(text)
+    with pytest.raises(ValueError, match="^out/example-128-linear.json is no result of .*: move it away, or"):
+        call("pretrain", "extend", methods=("linear",))
+    assert started == []
+
+
+@pytest.mark.parametrize("method", ["none", "yarn", "linear+window"])
+def test_a_length_at_which_a_method_has_no_effect_is_refused_before_anything_is_trained(started, method):
+    given = {"methods": ["before", "base", method], "seq_lens": [128, 96], "base_seq_len": 96}
+    message = (
+        rf"^seq_lens must be above base_seq_len=96 for methods=\[{re.escape(method)}\], .* got \[128, 96\]"
+    )
+    with pytest.raises(ValueError, match=message):
+        compare_extensions.main(compare_extensions.Arguments(**given))
+    assert started == []
+
+
 @pytest.mark.parametrize(
     ("base_seq_len", "evaluation", "message"),
     [
@@ -131,7 +152,7 @@ def test_recall_that_a_model_has_no_room_for_is_refused_before_anything_is_train
 
 def test_results_of_another_first_model_are_not_taken_for_this_ones(started):
     call("pretrain", "extend", "evaluate", methods=("before", "linear"))
-    given = {"methods": ["linear"], "seq_lens": [128], "base_seq_len": 128, "out": "out"}
+    given = {"methods": ["linear"], "seq_lens": [128], "base_seq_len": 96, "out": "out"}
     with pytest.raises(ValueError, match="runs/example-128-linear began from runs/example-64, not from"):
         compare_extensions.main(compare_extensions.Arguments(**given))
     with pytest.raises(ValueError, match="out/example-128-before.json is of runs/example-64, not of"):

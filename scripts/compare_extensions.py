@@ -3,17 +3,19 @@
     python -m scripts.compare_extensions out=docs/results/h200/long_context
 
 Stages: pretrain (experiment=example_short), extend (experiment=example_long, once for each method and
-length), evaluate (scripts.evaluate_context on each run) and report (a table and pictures of the results that
-exist). What is finished in runs/ or in `out` is not repeated, so that a call may name only some stages or
-methods. A method is one of METHODS, alone or with an attention for its layers: yarn+window, yarn+strided;
-`before` is the model as pretrained, evaluated on the same windows of text. With several GPUs, one pretrains,
-since the steps are too small to share; then each takes a method.
+length), evaluate (scripts.evaluate_context on each run) and report (a table and pictures of all results in
+`out`, whichever call measured them). What is finished in runs/ or in `out` is not repeated, so that a call
+may name only some stages or methods. A method is one of METHODS, alone or with an attention for its layers:
+yarn+window, yarn+strided; `before` is the model as pretrained, evaluated on the same windows of text. With
+several GPUs, one pretrains, since the steps are too small to share; then each takes a method.
 """
 
 import json
 import os
+import re
 import sys
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
@@ -44,6 +46,11 @@ METHODS = {
 }
 BEFORE = "before"
 ALL = [BEFORE, *METHODS, "yarn+window", "yarn+strided"]
+ATTENTIONS = ("window", "strided")
+# the name of a result in `out`, and in it the length and the method
+RESULT = re.compile(
+    rf"example-(\d+)-({BEFORE}|(?:{'|'.join(METHODS)})(?:-(?:{'|'.join(ATTENTIONS)}))?)\.json"
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,11 +81,11 @@ def main(arguments: Arguments) -> None:
         raise ValueError(f"out must name a folder, got {arguments.out!r}: choose another place")
     check_place("out", str(out / "comparison.json"))
     base, gpus = f"example-{arguments.base_seq_len}", places()
-    # by length, and within a length the pretrained model first
-    chosen = sorted(arguments.methods, key=lambda method: method != BEFORE)
-    cases = [Case(base, method, seq_len) for seq_len in sorted(arguments.seq_lens) for method in chosen]
+    cases = in_order([Case(base, *pair) for pair in product(arguments.methods, arguments.seq_lens)])
     extensions = {case: extension(case) for case in cases if case.method != BEFORE}
-    check_finished(cases, out, arguments)
+    there = results_in(out, base) if "report" in arguments.stages else []
+    known = list(dict.fromkeys([*cases, *there]))
+    check_finished(known, out, arguments)
     if "pretrain" in arguments.stages:
         length = f"seq_len={arguments.base_seq_len}"
         train(base, ["experiment=example_short", length, *arguments.short])
@@ -98,9 +105,20 @@ def main(arguments: Arguments) -> None:
         for case in cases:
             evaluate(case, out / f"{case.name}.json", arguments)
     if "report" in arguments.stages:
-        report(cases, out)
+        report(in_order(known), out)
     if failed:
         raise ValueError(f"{', '.join(failed)} failed, see above: what is finished is not done again")
+
+
+def in_order(cases: list["Case"]) -> list["Case"]:
+    """By length, and within a length the pretrained model first and the others as they come."""
+    return sorted(cases, key=lambda case: (case.seq_len, case.method != BEFORE))
+
+
+def results_in(out: Path, base: str) -> list["Case"]:
+    """The cases of which there are results; those before the extension are taken for results of `base`."""
+    found = (RESULT.fullmatch(path.name) for path in sorted(out.glob("*.json")))
+    return [Case(base, name[2].replace("-", "+"), int(name[1])) for name in found if name]
 
 
 def check_windows(arguments: Arguments) -> None:
@@ -207,7 +225,7 @@ class Case(NamedTuple):
 def extension(case: Case) -> list[str]:
     """The command line of one extension. Raises ValueError for an unknown method."""
     positions, _, attention = case.method.partition("+")
-    if positions not in METHODS or attention not in ("", "window", "strided"):
+    if positions not in METHODS or attention not in ("", *ATTENTIONS):
         raise ValueError(
             f"methods must be {BEFORE}, or of {', '.join(METHODS)}, alone or with +window or +strided, "
             f"got {case.method!r}"

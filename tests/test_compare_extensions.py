@@ -68,6 +68,18 @@ def test_every_method_is_trained_measured_and_compared_and_nothing_twice(started
         assert Path("out", name).read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_report_is_of_all_results_whichever_call_measured_them(started, capsys):
+    call("pretrain", "extend", "evaluate", "report", methods=("before", "yarn+window"))
+    # of other methods and nobody's
+    for name in ("example-128-rope", "example-128-before-window", "example-yarn"):
+        Path("out", f"{name}.json").write_text("{}")
+    capsys.readouterr()
+    call("extend", "evaluate", "report", methods=("linear",))
+    rows = json.loads(Path("out/comparison.json").read_text())["rows"]
+    assert [row["method"] for row in rows] == ["before", "linear", "yarn+window"]
+    assert capsys.readouterr().out.count("| 128 |") == 3
+
+
 def test_the_methods_differ_in_their_positions_and_layers_alone():
     cases = [compare_extensions.Case("base", method, 64) for method in compare_extensions.ALL[1:]]
     lines = [compare_extensions.extension(case) for case in cases]
@@ -187,7 +199,8 @@ def test_results_of_other_weights_and_settings_are_not_taken_for_those_asked_for
             call(stage, methods=("linear",))
     # older results say neither
     result.write_text(json.dumps({key: before[key] for key in before if key not in ("weights", "settings")}))
-    call("evaluate", "report", methods=("linear",), prompts=2)
+    for stage in ("evaluate", "report"):
+        call(stage, methods=("linear",), prompts=2)
 
 
 def test_an_extension_does_not_outlive_the_model_that_it_began_from(started, tmp_path):

@@ -4,7 +4,8 @@
 
 Each rank first times flash attention alone on tokens_per_gpu tokens, then, together with the others, ring
 attention on n times as many. FLOPs count the scores that the mask keeps, for a pattern in whole blocks; share
-is the TFLOP/s of a GPU in the ring over those of one GPU alone.
+is the TFLOP/s of a GPU in the ring over those of one GPU alone. tokens_sent: those whose keys and values a
+rank sends in a forward pass, of the rank that sends most.
 """
 
 from dataclasses import dataclass
@@ -115,7 +116,9 @@ def measure(
             "forward_tflops": flop / forward / 1e12, "backward_tflops": 2.5 * flop / backward / 1e12,
         }  # fmt: skip
         if name == "together":
-            row["tokens_sent"] = ring.tokens_sent(**masks)
+            sent = torch.tensor(ring.tokens_sent(**masks), device=device)
+            dist.all_reduce(sent, op=dist.ReduceOp.MAX)
+            row["tokens_sent"] = sent.item()
         for direction in ("forward", "backward") if rows else ():
             row[f"{direction}_share"] = row[f"{direction}_tflops"] / rows[0][f"{direction}_tflops"]
         rows.append(row)

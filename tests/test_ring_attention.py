@@ -456,6 +456,8 @@ def count_operations(rank: int) -> None:
     for mask in ({"window": 100}, {"pattern": "window(128)"}):
         rows += benchmark_ring.measure(arguments, together, 16, **mask)
     assert [row["seq_len"] for row in rows] == [256, 512, 512, 512]
+    # of four chunks of 128 rank 0 sends its first, and rank 1, which sends more, both of its own
+    assert [row.get("tokens_sent") for row in rows[:3]] == [None, 256, 99]
     # of 512 tokens each of two computes half; of four rows of blocks the first sees one
     pairs = [256 * 257 / 2, 512 * 513 / 4, sum(min(i, 100) for i in range(1, 513)) / 2, 7 * 128**2 / 2]
     for row, seen in zip(rows, pairs, strict=True):

@@ -47,15 +47,18 @@ def main(arguments: Arguments) -> None:
         raise ValueError("benchmark_host needs a CUDA GPU; none was found")
     leave_out_if_missing(arguments.implementations)
     check_some(arguments, "implementations")
-    check_least(arguments, "batch", "seq_len", "calls", "turns")
-    rows = [row for head_dim in arguments.head_dims for row in measure(arguments, head_dim)]
-    write_result(Path(arguments.out), rows)
+    check_least(arguments, "head_dims", "batch", "seq_len", "width", "calls", "turns")
+    for head_dim in arguments.head_dims:
+        if arguments.width % head_dim:
+            raise ValueError(f"width={arguments.width} must be a multiple of head_dim {head_dim}: change one")
+    rows = []
+    for head_dim in arguments.head_dims:
+        rows += measure(arguments, head_dim)
+        write_result(Path(arguments.out), rows)
 
 
 def measure(arguments: Arguments, head_dim: int) -> list[dict]:
     """A row for each implementation; they take turns, so that the host's clock is the same for all."""
-    if head_dim < 1 or arguments.width % head_dim:
-        raise ValueError(f"width={arguments.width} must be a multiple of head_dim {head_dim}: change one")
     torch.manual_seed(0)
     shape = arguments.batch, arguments.seq_len, arguments.width // head_dim, head_dim
     q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))

@@ -76,10 +76,11 @@ def main(arguments: Arguments) -> None:
         rows = []
         masks = [{"window": window or None} for window in arguments.windows]
         masks += [{"pattern": pattern} for pattern in arguments.patterns]
+        n_gpus = processes.world_size if arguments.device == "cuda" else 0
         for head_dim, mask in product(arguments.head_dims, masks):
             rows += measure(arguments, processes, head_dim, **mask)
-        if processes.is_main:
-            write_result(Path(arguments.out), rows, processes.world_size)
+            if processes.is_main:
+                write_result(Path(arguments.out), rows, n_gpus)
 
 
 def measure(

@@ -1287,11 +1287,13 @@ def test_benchmark_generate_counts_the_bytes_of_the_cache_that_generation_has(na
     assert benchmark_generate.cache_bytes(model, 3, 96) == held
 
 
-@pytest.mark.parametrize("script", [benchmark_attention, benchmark_block_sparse])
+@pytest.mark.parametrize(
+    "script", [benchmark_attention, benchmark_block_sparse, benchmark_host, benchmark_ring]
+)
 def test_a_benchmark_that_is_ended_leaves_the_rows_that_it_has_measured(script, tmp_path, monkeypatch):
     asked = []
 
-    def measure(arguments, *shape):
+    def measure(arguments, *shape, **mask):
         asked.append(shape)
         if len(asked) == 3:
             raise KeyboardInterrupt
@@ -1302,10 +1304,23 @@ def test_a_benchmark_that_is_ended_leaves_the_rows_that_it_has_measured(script, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
     monkeypatch.setattr(script, "measure", measure)
+    given = {"implementations": ["ours"]}
+    if script is benchmark_ring:
+        two = Processes(0, 2, torch.device("cpu"), dist.HashStore(), None)
+        monkeypatch.setattr(benchmark_ring, "join_processes", lambda device: nullcontext(two))
+        given = {"implementation": "reference", "device": "cpu"}
     out = tmp_path / "rows.json"
     with pytest.raises(KeyboardInterrupt):
-        script.main(script.Arguments(implementations=["ours"], out=str(out)))
+        script.main(script.Arguments(head_dims=[64, 128, 256], out=str(out), **given))
     assert len(json.loads(out.read_text())["rows"]) == 2
+
+
+def test_a_benchmark_of_the_host_refuses_a_width_before_it_measures(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(benchmark_host, "measure", lambda *given: pytest.fail("it measures"))
+    given = {"implementations": ["ours"], "out": str(tmp_path / "rows.json")}
+    with pytest.raises(ValueError, match="^width=768 must be a multiple of head_dim 100: change one"):
+        benchmark_host.main(benchmark_host.Arguments(**given, head_dims=[64, 100]))
 
 
 @pytest.mark.parametrize("script", [benchmark_attention, benchmark_block_sparse])

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
@@ -23,6 +23,7 @@ from kernels.operators import IMPLEMENTATIONS, use_implementation
 from scripts.arguments import OVERWRITE, argument, check_least, check_some, result_file, run_script
 from scripts.benchmark_attention import BACKENDS, NAMES, build
 from scripts.flash_attn_4 import leave_out_if_missing
+from scripts.sdpa import sdpa
 from train.results import write_result
 
 
@@ -101,12 +102,8 @@ def function(name: str, seq_len: int) -> Callable[[Tensor, Tensor, Tensor], Tens
     """Causal attention of q, k and v (B, T, H, D)."""
     if name not in BACKENDS:
         return build(name, True, None, 0.0, seq_len)
-
-    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads_first = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
-
-    return sdpa
+    # `setting` selects the backend, once per turn
+    return partial(sdpa, is_causal=True)
 
 
 def microseconds(call: Callable, calls: int) -> float:

@@ -61,7 +61,7 @@ def main(arguments: Arguments) -> None:
                 flush=True,
             )
             if arguments.out:
-                write_result(Path(arguments.out), rows)
+                write_result(Path(arguments.out), rows, n_gpus=int(arguments.device == "cuda"))
 
 
 def measure(arguments: Arguments, name: str):
@@ -120,7 +120,7 @@ def measure(arguments: Arguments, name: str):
                     "model": name,
                     "save": save,
                     "bytes": sum(file.stat().st_size for file in path.iterdir()),
-                    "n_gpus": processes.world_size,
+                    "n_gpus": int(processes.device.type == "cuda"),
                     **prepare,
                     "stall_ms": stall * 1000,
                     "save_seconds": seconds,

@@ -61,7 +61,7 @@ def main(arguments: Arguments) -> None:
         for implementation, compiled in product(arguments.implementations, arguments.compiled):
             rows.append(measure(arguments, name, seq_len, batch, implementation, compiled))
             print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-            write_result(Path(arguments.out), rows)
+            write_result(Path(arguments.out), rows, n_gpus=int(arguments.device == "cuda"))
 
 
 def measure(

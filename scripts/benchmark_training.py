@@ -293,7 +293,7 @@ def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
         "seq_len": seq_len,
         "batch": tokens_per_microbatch // seq_len,
         "tokens_per_step": tokens_per_step,
-        "n_gpus": 1,
+        "n_gpus": int(arguments.device == "cuda"),
         **asdict(step),
     }
     with join_processes(arguments.device) as processes:

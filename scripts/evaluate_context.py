@@ -115,7 +115,8 @@ def main(arguments: Arguments) -> None:
     shared = {"model": arguments.model, "seq_len": seq_len, "window": window, "scored": scored}
     # by which scripts.compare_extensions knows these results again
     settings = {key: value for key, value in asdict(arguments).items() if key not in ("model", "out")}
-    write_result(out, [row | shared for row in rows], weights=weights_mark(place), settings=settings)
+    origin = {"weights": weights_mark(place), "settings": settings}
+    write_result(out, [row | shared for row in rows], n_gpus=int(arguments.device == "cuda"), **origin)
     draw_context(rows, picture)
     for row in rows:
         print("  ".join(f"{key} {value}" for key, value in row.items()))

@@ -1,6 +1,7 @@
 """The numbers that benchmarks tell, by hand: on a CPU, where each pass takes a given time."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import accumulate, count, pairwise
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.attention import SDPBackend
 
@@ -27,6 +29,7 @@ from scripts import (
 from scripts.sdpa import sdpa
 from scripts.sizes import read_model
 from train import results
+from train.distributed import Processes
 from train.passes import EAGER_STEPS
 from train.plot import draw_bars
 from train.results import machine
@@ -372,6 +375,39 @@ def test_a_result_says_what_it_was_measured_on(monkeypatch):
     assert (results.provenance(2)["gpu"], results.provenance(2)["n_gpus"]) == ("NVIDIA H200", 2)
     # a run on the CPU of a machine with a GPU
     assert (results.provenance(0)["gpu"], results.provenance(0)["n_gpus"]) == (None, 0)
+
+
+ON_A_CPU = {
+    benchmark_checkpoints: {"models": ["tiny"], "tokens_per_step": 32, "saves": 1},
+    benchmark_generate: {
+        "models": ["tiny"], "seq_lens": [8], "implementations": ["sdpa"], "compiled": [False], "tokens": 1,
+        "precision": "fp32",
+    },
+    benchmark_ring: {"implementation": "reference"},
+    benchmark_training: {
+        "models": ["tiny"], "seq_lens": [32], "implementations": ["sdpa"], "tokens_per_step": 64, "steps": 1,
+        "tokens_per_microbatch": 64, "warmup_steps": 0, "precision": "fp32", "compile": False,
+        "fused_loss": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("script", ON_A_CPU)
+def test_what_a_cpu_has_measured_is_told_of_no_gpu_beside_it(script, tmp_path, monkeypatch):
+    two = Processes(0, 2, torch.device("cpu"), dist.HashStore(), None)
+    if script is benchmark_ring:
+        monkeypatch.setattr(benchmark_ring, "join_processes", lambda device: nullcontext(two))
+        monkeypatch.setattr(benchmark_ring, "measure", lambda *given, **mask: [{}])
+    gpu = SimpleNamespace(is_available=lambda: True, get_device_name=lambda: "NVIDIA H200")
+    # for what tells where a result comes from alone
+    monkeypatch.setattr(results, "torch", SimpleNamespace(cuda=gpu, __version__="2"))
+    monkeypatch.setattr(results, "origin", results.provenance)
+    place = {"folder": str(tmp_path)} if script is benchmark_checkpoints else {}
+    out = tmp_path / "rows.json"
+    script.main(script.Arguments(**ON_A_CPU[script], **place, device="cpu", out=str(out)))
+    result = json.loads(out.read_text())
+    assert (result["gpu"], result["n_gpus"]) == (None, 0)
+    assert {row.get("n_gpus", 0) for row in result["rows"]} == {0}
 
 
 def test_a_benchmark_captures_no_graphs_in_a_step_that_it_times():

@@ -51,7 +51,7 @@ class Arguments:
     seq_len: int | None = argument(None, "tokens a sequence; null: the model's longest")
     # with the same window, models of different lengths score the same tokens
     window: int | None = argument(None, "tokens of text whose start and end are read; null: seq_len")
-    sequences: int = argument(16, "windows of the validation split to score")
+    sequences: int = argument(16, "windows of the validation split to score, at most as many as it has")
     scored: int | None = argument(
         None, "tokens at the end of each, with more and more context; null: 256, at most half of seq_len"
     )
@@ -225,6 +225,11 @@ def filler_text(loader: TokenLoader, longest: int) -> np.ndarray:
 def text_rows(model: GPT, loader: TokenLoader, seq_len: int, scored: int, arguments: Arguments) -> list[dict]:
     """Loss by position at the start of a window, and by length of context at its end: means over windows."""
     n_sequences = min(arguments.sequences, len(loader))
+    if n_sequences < arguments.sequences:
+        print(
+            f"sequences={arguments.sequences}, but the validation split has {n_sequences} windows of "
+            f"{loader.seq_len} tokens: all of them are scored"
+        )
     by_position, by_context = [], []
     for index in range(n_sequences):
         tokens, targets = (part.to(arguments.device) for part in loader.batch(index))

@@ -1,6 +1,7 @@
 """The third use from end to end: train short, export, go on with longer sequences, measure, export again."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -204,3 +205,24 @@ def test_an_evaluation_drops_nothing_out(tmp_path, monkeypatch):
         evaluate_context.main(evaluate_context.Arguments(**given, sequences=1, depths=[0.5], out=out))
     first, second = (json.loads(Path(out).read_text())["rows"] for out in ("a.json", "b.json"))
     assert first == second
+
+
+def test_an_evaluation_tells_where_there_is_less_text_than_it_is_to_score(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    faults.write_corpus(tmp_path)
+    faults.run_training(faults.small_config("run", 1, "seq_len=64"))
+    written = []
+    monkeypatch.setattr(evaluate_context, "write_result", lambda out, rows, **facts: written.append(facts))
+    folder = next(Path("datasets").glob("text-*"))
+    given = {"model": "runs/run", "data": str(folder), "device": "cpu", "precision": "fp32", "prompts": 1}
+    told = (
+        r"(?m)^sequences=100000, but the validation split has \d+ windows of 512 tokens: all of them are sc"
+    )
+    for sequences in (1, 10**5):
+        arguments = evaluate_context.Arguments(
+            **given, window=512, sequences=sequences, depths=[0.5], out=f"{sequences}.json"
+        )
+        evaluate_context.main(arguments)
+        assert bool(re.search(told, capsys.readouterr().out)) == (sequences > 1)
+    # on no GPU, though there may be one
+    assert [facts["n_gpus"] for facts in written] == [0, 0]

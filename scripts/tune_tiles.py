@@ -26,10 +26,11 @@ import triton
 
 from kernels import block_masks
 from kernels.block_mask import BlockMask
+from kernels.checks import HEAD_DIMS, check_dropout, takes_head_dim
 from kernels.portable import backward, forward
 from kernels.problem import Problem
-from kernels.tiles import Tile, choose_tile
-from scripts.arguments import OVERWRITE, argument, check_some, result_file, run_script
+from kernels.tiles import ALL_REGISTERS, Tile, choose_tile
+from scripts.arguments import OVERWRITE, argument, check_least, check_some, result_file, run_script
 from scripts.benchmark_attention import visible_share
 from train.results import write_result
 
@@ -53,7 +54,7 @@ class Arguments:
     )
     tma: list[bool] = argument([True], "reading by TMA, by pointers or both")
     window: int | None = argument(None, "keys that a query sees")
-    pattern: str | None = argument(None, "a block mask, such as window(1024); replaces causal")
+    pattern: str | None = argument(None, "a block mask, such as window(1024), in place of a causal one")
     block_size: int = argument(128, "of the block mask")
     dropout_p: float = argument(0.0, "dropout")
     tokens: int = argument(16384, "B * T")
@@ -89,10 +90,19 @@ def check(arguments: Arguments) -> None:
     unknown = [name for name in arguments.kernels if name not in PRODUCTS]
     if unknown:
         raise ValueError(f"kernels must be of {', '.join(PRODUCTS)}, got {', '.join(unknown)}")
+    if arguments.candidates is not None:
+        check_some(arguments, "candidates")
+    check_least(arguments, "window", "best")
+    check_dropout(arguments.dropout_p)
     for shape in arguments.candidates or []:
         if not 4 <= len(shape) <= 6:
             raise ValueError(
                 f"candidates must be lists of 4 to 6 numbers, got {shape}: as [64, 64, 4, 2], see --help"
+            )
+        if not is_tile(*shape):
+            raise ValueError(
+                "candidates must have blocks of 16 or more and up to 32 warps, all powers of two, a stage or "
+                f"more, registers up to {ALL_REGISTERS} and a form of 0 or 1, got {shape}: change it"
             )
     for key, total in (("seq_lens", "tokens"), ("head_dims", "width")):
         for part in getattr(arguments, key):
@@ -100,6 +110,13 @@ def check(arguments: Arguments) -> None:
                 raise ValueError(
                     f"{key} must divide {total}={getattr(arguments, total)}, got {part}: change {total} too"
                 )
+    for head_dim in arguments.head_dims:
+        if not takes_head_dim(head_dim):
+            raise ValueError(f"head_dims must be {HEAD_DIMS}, got {head_dim}: change it")
+    for key in ("window", "pattern"):
+        given = getattr(arguments, key)
+        if given is not None and False in arguments.causal:
+            raise ValueError(f"{key}={given} is not measured with a full mask: use causal=[true]")
     if arguments.pattern is not None:
         if arguments.window is not None:
             raise ValueError(
@@ -108,6 +125,18 @@ def check(arguments: Arguments) -> None:
             )
         for seq_len in arguments.seq_lens:
             block_masks.parse(arguments.pattern, seq_len, block_size=arguments.block_size)
+
+
+def is_tile(block_m, block_n, num_warps, num_stages, registers=0, form=0) -> bool:
+    """Whether a kernel of such a tile can be compiled, whatever it needs of the GPU."""
+    return (
+        min(block_m, block_n) >= 16
+        and 1 <= num_warps <= 32
+        and all(number.bit_count() == 1 for number in (block_m, block_n, num_warps))
+        and num_stages >= 1
+        and 0 <= registers <= ALL_REGISTERS
+        and form in FORMS
+    )
 
 
 def choose_candidates(arguments: Arguments) -> list[Tile]:
@@ -131,7 +160,7 @@ def compiles(job: tuple) -> bool:
     """Whether a candidate runs; leaves it compiled in Triton's cache."""
     arguments, kernel, head_dim, causal, tile = job
     try:
-        launcher(arguments, kernel, head_dim, causal, tile, 1024)()
+        launcher(arguments, kernel, head_dim, causal, tile, min(arguments.seq_lens))()
         torch.cuda.synchronize()
     except triton.runtime.errors.OutOfResources:
         return False

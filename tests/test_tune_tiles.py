@@ -29,13 +29,41 @@ def test_a_candidate_names_registers_and_form_or_leaves_them_to_the_compiler():
         ({"seq_lens": [1024, 3000]}, "seq_lens must divide tokens=16384, got 3000"),
         ({"tokens": 0}, "seq_lens must divide tokens=0, got 1024"),
         ({"head_dims": [96]}, "head_dims must divide width=2048, got 96"),
-        ({"pattern": "windows(64)"}, "is no pattern: combine"),
-        ({"pattern": "window(64)", "window": 64}, "window=64 and pattern=window.64. both say which keys"),
+        ({"head_dims": [4]}, "^head_dims must be a multiple of 8 from 8 to 256, got 4"),
+        ({"head_dims": [512]}, "^head_dims must be a multiple of 8 from 8 to 256, got 512"),
+        ({"candidates": []}, "^nothing to measure: candidates must not be empty, name one"),
+        ({"candidates": [[1, 2, 3, 4]]}, r"^candidates must have blocks of 16 or more .* got \[1, 2, 3, 4\]"),
+        ({"candidates": [[64, 64, 4, 0]]}, r"^candidates must have .* got \[64, 64, 4, 0\]: change it"),
+        ({"candidates": [[64, 64, 4, 2, 256]]}, r"^candidates must have .* registers up to 255 .* 256\]"),
+        ({"candidates": [[64, 64, 4, 2, 0, 2]]}, r"^candidates must have .* a form of 0 or 1, got .* 2\]"),
+        ({"window": 0, "causal": [True]}, "^window must be at least 1, got 0"),
+        ({"best": -1}, "^best must be at least 1, got -1"),
+        ({"dropout_p": 2.0}, "^dropout_p must be at least 0 and at most 0.9961, got 2.0"),
+        # a full mask would be left out of its rows, or measured under the pattern once more
+        ({"window": 64}, r"^window=64 is not measured with a full mask: use causal=\[true\]"),
+        ({"pattern": "window(64)"}, r"^pattern=window\(64\) is not measured with a full mask: use causal"),
+        ({"pattern": "windows(64)", "causal": [True]}, "is no pattern: combine"),
+        (
+            {"pattern": "window(64)", "window": 64, "causal": [True]},
+            "window=64 and pattern=window.64. both say which keys",
+        ),
     ],
 )
 def test_what_could_not_be_measured_is_refused_before_anything_is_compiled(given, message):
     with pytest.raises(ValueError, match=message):
         tune_tiles.main(tune_tiles.Arguments(**given))
+
+
+def test_the_tuners_own_candidates_are_tiles_and_compile_at_the_shortest_length(monkeypatch):
+    lengths = []
+    monkeypatch.setattr(tune_tiles, "launcher", lambda *given: lengths.append(given[-1]) or (lambda: None))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    arguments = tune_tiles.Arguments(seq_lens=[1024, 512], tokens=1024)
+    tune_tiles.check(arguments)
+    for tile in tune_tiles.choose_candidates(arguments):
+        assert tune_tiles.is_tile(*tile[:4])
+    assert tune_tiles.compiles((arguments, "forward", 64, True, TILES[0]))
+    assert lengths == [512]
 
 
 def test_no_candidate_is_larger_than_a_block_of_the_mask_whose_keys_it_would_pass_over():

@@ -91,8 +91,13 @@ def main(arguments: Arguments) -> None:
             raise ValueError(f"width={arguments.width} must be a multiple of head_dim {head_dim}: change one")
     # a wrong pattern would otherwise end the benchmark halfway
     for pattern in arguments.patterns:
-        if pattern != "dense":
-            block_masks.parse(pattern, 1, block_size=arguments.block_size)
+        if pattern != "dense" and not block_masks.parse(pattern, 1, block_size=arguments.block_size).causal:
+            raise ValueError(f"patterns: {pattern} sees keys behind the query: add & causal()")
+    if arguments.flex_patterns is not None and "flex" not in arguments.implementations:
+        raise ValueError(
+            f"flex_patterns={arguments.flex_patterns} is read with flex among implementations only, got "
+            f"{arguments.implementations}: add it, or leave flex_patterns out"
+        )
     if "flex" in arguments.implementations:
         for pattern in arguments.flex_patterns or []:
             flex_mask(pattern, arguments.block_size)

@@ -137,6 +137,10 @@ def test_speed_of_block_sparse_attention_counts_the_scores_of_kept_blocks(timed)
             r"^flex_patterns must be of dense, .* joined by \|, got window\(8\) & strided\(2\): leave it out",
         ),
         ({"flex_patterns": ["window(8)"]}, r"^flex_patterns must be among patterns, got window\(8\): add it"),
+        (
+            {"flex_patterns": ["window(1024)"], "implementations": ["ours"]},
+            r"^flex_patterns=\['window\(1024\)'\] is read with flex among implementations only, got \['ours",
+        ),
         ({"head_dims": [64, 192]}, "^width=2048 must be a multiple of head_dim 192: change one"),
         ({"width": 0}, "^width must be at least 1, got 0"),
     ],

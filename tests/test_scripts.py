@@ -1395,6 +1395,11 @@ def test_a_ring_benchmark_of_neither_windows_nor_patterns_is_refused(tmp_path):
             {"patterns": ["dense", "windw(64)"]},
             "in 'windw.64.' is no pattern: combine",
         ),
+        (
+            benchmark_block_sparse,
+            {"patterns": ["dense", "butterfly()"]},
+            r"^patterns: butterfly\(\) sees keys behind the query: add & causal\(\)$",
+        ),
         (benchmark_block_sparse, {"block_size": 32}, r"^block_size must be one of \(64, 128\), got 32"),
     ],
 )

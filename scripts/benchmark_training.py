@@ -302,12 +302,8 @@ def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
         torch.manual_seed(0)
         torch.set_float32_matmul_precision("high")
         text = torch.randint(config.vocab_size, (tokens_per_step // seq_len, seq_len + 1), device=device)
-        weights = build_weights(config, step, device)
-        # record what ran, not what was asked for: gated and recomputed layers do not fuse GELU
-        row["fused_gelu"] = weights.blocks[0].mlp.fused_gelu and step.precision != "fp32"
-        accumulation = tokens_per_step // tokens_per_microbatch
-        passes, optimizer, scaler = build_training(weights, step, accumulation, device)
         inputs, targets = text[:, :-1], text[:, 1:]
+        accumulation = tokens_per_step // tokens_per_microbatch
 
         def train_step() -> float:
             _, loss = forward_backward(passes, inputs, targets, processes)
@@ -315,6 +311,10 @@ def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
             return loss
 
         try:
+            weights = build_weights(config, step, device)
+            # record what ran, not what was asked for: gated and recomputed layers do not fuse GELU
+            row["fused_gelu"] = weights.blocks[0].mlp.fused_gelu and step.precision != "fp32"
+            passes, optimizer, scaler = build_training(weights, step, accumulation, device)
             times = time_steps(train_step, arguments.warmup_steps, arguments.steps, device)
         except RuntimeError as error:
             if not is_out_of_memory(error):

@@ -348,6 +348,18 @@ def test_a_row_of_training_is_of_its_timed_steps_in_its_own_precision(monkeypatc
     assert (arguments.cuda_graphs, row["cuda_graphs"]) == (True, False)
 
 
+@pytest.mark.parametrize("name", ["build_weights", "build_training", "time_steps"])
+def test_a_row_that_finds_no_memory_says_so_wherever_it_looked_for_it(name, monkeypatch):
+    def too_much(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(benchmark_training, name, too_much)
+    arguments = benchmark_training.Arguments(**ON_A_CPU[benchmark_training], device="cpu")
+    [(*_, step)] = benchmark_training.steps_to_measure(arguments)
+    row = benchmark_training.measure(arguments, "tiny", 32, step)
+    assert (row["model"], row["tokens_per_second"]) == ("tiny", None)
+
+
 def test_a_row_is_compiled_as_a_run_with_its_settings_is():
     kinds = []
     for given in ({"compile": False}, {}, {"cuda_graphs": False}):

@@ -110,7 +110,13 @@ def main(arguments: Arguments) -> None:
         for row in measure(arguments, shape):
             rows.append(row)
             print_row(row)
-        result = write_result(out, rows)
+        if rows:
+            result = write_result(out, rows)
+    if not rows:
+        raise ValueError(
+            f"implementations={arguments.implementations}: none can run what is asked for, as printed above; "
+            "name others, or change the shapes"
+        )
     if arguments.plot:
         plot(rows, result, out.with_suffix(".png"))
 

@@ -33,6 +33,11 @@ class Arguments:
 def main(arguments: Arguments) -> None:
     if not arguments.runs:
         raise ValueError("runs is empty: give run folders, as 'runs=[runs/a,runs/b]'")
+    if arguments.differences and len(arguments.runs) < 2:
+        raise ValueError(
+            f"differences={arguments.differences} needs two runs to compare, got runs={arguments.runs}: add "
+            "one, or leave differences out"
+        )
     # matplotlib would add an ending to a name without one, and might replace a file of that name
     if Path(arguments.out).suffix not in PICTURES:
         raise ValueError(f"out must end in one of {', '.join(PICTURES)}, got {arguments.out!r}")

@@ -85,6 +85,15 @@ def test_speed_of_attention_counts_two_products_of_the_scores_that_its_mask_keep
     assert_counted(row, 2 * 2 * 8 * scores * 2 * 3)
 
 
+def test_attention_that_no_implementation_can_run_leaves_no_result(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(benchmark_attention, "measure", lambda *given: [])
+    arguments = benchmark_attention.Arguments(implementations=["fa2"], out=str(tmp_path / "rows.json"))
+    with pytest.raises(ValueError, match=r"^implementations=\['fa2'\]: none can run what is asked for, as"):
+        benchmark_attention.main(arguments)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_first_shape_of_attention_is_gpt2s_own():
     model = read_model("gpt2", 1024)
     assert benchmark_attention.GPT2[1:4] == (1024, model.n_head, model.n_embd // model.n_head)

@@ -262,6 +262,16 @@ def test_plot_run_refuses_a_run_that_is_given_twice(tmp_path, monkeypatch):
     assert not Path("loss.png").exists()
 
 
+def test_plot_run_writes_no_differences_of_a_single_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_metrics(tmp_path / "a", [4.0, 3.0])
+    with pytest.raises(
+        ValueError, match=r"^differences=d.json needs two runs to compare, got runs=\['a'\]: add"
+    ):
+        plot_run.main(plot_run.Arguments(runs=["a"], differences="d.json"))
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
 def test_plot_run_compares_runs_of_other_steps_after_equally_many_tokens(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_metrics(tmp_path / "a", [6.0, 5.0, 4.0, 3.0, 2.5, 2.0])

@@ -56,7 +56,8 @@ class Arguments(Shapes):
 def main(arguments: Arguments) -> None:
     check_least(arguments, "repeats")
     check_shapes(arguments)
-    if len(set(arguments.copies)) < 2:
+    # beside others, one of them under a second spelling shows what no change is worth
+    if len({Path(name).resolve() for name in arguments.copies}) < 2:
         raise ValueError(f"copies={arguments.copies} must name two folders or more, to compare them")
     check_some(arguments, "passes")
     if unknown := set(arguments.passes) - set(PASSES):

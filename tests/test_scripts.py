@@ -159,6 +159,13 @@ def test_a_wrong_argument_ends_with_one_clear_error(arguments, message, call_her
     assert done.stderr.startswith(message)
 
 
+def test_a_list_among_lists_that_is_none_is_told_by_its_place(call_here):
+    done = call_here("tune_tiles", "candidates=[[64,64,4,2],64]")
+    assert done.returncode == 2
+    message = "error: item 1 of candidates must be a list: write lists of a list as [[1,2],[3,4]]: --help"
+    assert done.stderr.startswith(message)
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [

@@ -276,6 +276,11 @@ def wrong_value(error: OmegaConfBaseException, given: DictConfig) -> str:
         return f"{key} must be given, as {key}=VALUE"
     if "is not Optional" in reason or "Incompatible value 'None'" in reason:
         return f"{key} must not be null: give it a value, or leave it out"
+    if "is not a ListConfig" in reason and isinstance(error.full_key, int):
+        # OmegaConf tells the item, not the key
+        values = OmegaConf.to_container(given).items()
+        keys = " or ".join(key for key, value in values if isinstance(value, list))
+        return f"item {error.full_key} of {keys} must be a list: write lists of a list as [[1,2],[3,4]]"
     if "is not a ListConfig" in reason:
         return f"{key} must be a list: write '{key}=[{OmegaConf.select(given, key)}]'"
     if "could not be converted to Integer" in reason:

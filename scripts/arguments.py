@@ -168,7 +168,8 @@ def without_tildes(arguments: Arguments) -> Arguments:
 def check_results(arguments) -> None:
     """Raises ValueError, before anything is measured, for a result file that cannot be written.
 
-    Also for one that exists already, without overwrite=true, and for one that another argument writes too.
+    Also for one that exists already, without overwrite=true, for one that another argument writes too, and
+    for overwrite=true without any.
     """
     writers: dict[Path, str] = {}
     for item in fields(arguments):
@@ -202,6 +203,9 @@ def check_results(arguments) -> None:
                 raise ValueError(
                     f"{item.name}={name}: {path} exists, choose another name, or add overwrite=true"
                 )
+    results = [item.name for item in fields(arguments) if "endings" in item.metadata]
+    if results and not writers and arguments.overwrite:
+        raise ValueError(f"overwrite=true, but no file is written: give {results[0]}=FILE, or leave it out")
 
 
 def check_some(arguments, *names: str) -> None:

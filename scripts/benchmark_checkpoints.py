@@ -23,13 +23,15 @@ from train.results import write_result
 from train.saving import CheckpointSaver
 from train.step import autocast_context, forward_backward, update
 
+# tokens of a sequence, unless a step has fewer
+SEQ_LEN = 1024
 SETTINGS = CheckpointConfig(every_steps=1, keep_last=1, keep_every_steps=0, keep_best=False, resume="auto")
 
 
 @dataclass
 class Arguments:
     models: list[str] = argument(["gpt2"], "names of files in conf/model/")
-    tokens_per_step: int = argument(8192, "random tokens a step, in sequences of 1024 or fewer")
+    tokens_per_step: int = argument(8192, f"random tokens a step, in sequences of {SEQ_LEN} or fewer")
     saves: int = argument(3, "saves of each model")
     folder: str = argument(
         "runs", "on the disk to measure; what is written in it is removed at the end", path=True
@@ -44,6 +46,11 @@ def main(arguments: Arguments) -> None:
     one_of("device", arguments.device, DEVICES)
     check_some(arguments, "models")
     check_least(arguments, "tokens_per_step", "saves")
+    if arguments.tokens_per_step > SEQ_LEN and arguments.tokens_per_step % SEQ_LEN:
+        raise ValueError(
+            f"tokens_per_step above {SEQ_LEN} must be a multiple of it, got {arguments.tokens_per_step}: use "
+            f"{-(-arguments.tokens_per_step // SEQ_LEN) * SEQ_LEN}"
+        )
     try:
         Path(arguments.folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -66,7 +73,7 @@ def main(arguments: Arguments) -> None:
 
 def measure(arguments: Arguments, name: str):
     """Yields a row for each save; training steps go on while the checkpoint is written."""
-    seq_len = min(1024, arguments.tokens_per_step)
+    seq_len = min(SEQ_LEN, arguments.tokens_per_step)
     config = read_model(name, seq_len)
     with (
         join_processes(arguments.device) as processes,

@@ -88,7 +88,10 @@ def main(arguments: Arguments) -> None:
 
 
 def check(arguments: Arguments) -> None:
-    """Raises ValueError for impossible numbers, and for arguments that this call would not read."""
+    """Raises ValueError for impossible numbers, and for arguments that this call would not read.
+
+    But memory_gib beside compare is let through: commands that result files name have both.
+    """
     if arguments.processes < 1:
         raise ValueError(f"processes must be at least 1, got {arguments.processes}: give the number of GPUs")
     if not 0.0 <= arguments.memory_gib < math.inf:
@@ -110,6 +113,11 @@ def check(arguments: Arguments) -> None:
         raise ValueError(
             f"compare={arguments.compare} takes the configurations of its rows, got {arguments.train}: "
             "leave these out, or compare="
+        )
+    if arguments.compare and arguments.processes != Arguments.processes:
+        raise ValueError(
+            f"processes={arguments.processes}, but the rows of compare={arguments.compare} are of one GPU "
+            "each: leave it out"
         )
     for name, needed in (("probe_bandwidth", "probe"), ("chunk", "compare"), ("out", "compare")):
         given = getattr(arguments, name)

@@ -189,6 +189,10 @@ def test_a_plan_refuses_processes_that_do_not_divide_into_those_that_share_seque
     [
         ({"chunk": 16384}, r"chunk=16384 is read with compare=\[FILE\] only: give that, or leave it out"),
         ({"out": "plan.json"}, "out=plan.json is read with compare="),
+        (
+            {"compare": FILES, "processes": 64},
+            "^processes=64, but the rows of compare=.* are of one GPU each: le",
+        ),
         ({"probe_bandwidth": 2e12}, "probe_bandwidth=2000000000000.0 is read with probe="),
         ({"compare": FILES, "train": ["model=gpt2_xl"]}, r"of its rows, got \['model=gpt2_xl'\]: leave"),
         ({"train": ["model=gpt2,llama"]}, "model=gpt2,llama has several values: give one, or put brackets"),

@@ -517,6 +517,12 @@ def test_results_that_no_file_can_hold_are_refused_before_anything_is_measured(
         check_results(Measuring(out="", overwrite=overwrite))
 
 
+def test_results_are_not_to_be_replaced_where_none_are_written():
+    with pytest.raises(ValueError, match="^overwrite=true, but no file is written: give out=FILE, or leave"):
+        check_results(Places(overwrite=True))
+    check_results(Places(out="rows.json", overwrite=True))
+
+
 def test_a_link_that_leads_nowhere_is_there_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("rows.json", "folder"):
@@ -1271,6 +1277,14 @@ def test_benchmark_checkpoints_names_a_folder_that_is_none(name, reason, tmp_pat
         benchmark_checkpoints.main(
             benchmark_checkpoints.Arguments(models=["tiny"], folder=folder, device="cpu")
         )
+
+
+def test_benchmark_checkpoints_refuses_steps_of_other_tokens_than_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr(benchmark_checkpoints, "measure", lambda *given: pytest.fail("it measures"))
+    arguments = benchmark_checkpoints.Arguments(tokens_per_step=1500, device="cpu")
+    message = "^tokens_per_step above 1024 must be a multiple of it, got 1500: use 2048$"
+    with pytest.raises(ValueError, match=message):
+        benchmark_checkpoints.main(arguments)
 
 
 def test_benchmark_checkpoints_refuses_several_processes(tmp_path, monkeypatch):

@@ -5,7 +5,8 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -72,15 +73,12 @@ def run_script(
     Text is taken as typed; lists and numbers are YAML. words: the list argument that collects words without
     a key. others: the list argument that collects key=value words of unknown keys, for python -m train.
     """
-    if hasattr(sys.stdout, "reconfigure"):
-        # escape characters that the terminal's encoding lacks, as python -m train does
-        sys.stdout.reconfigure(errors="backslashreplace")
     given = OmegaConf.create()
-    try:
-        answer_ctrl_c()
-        if any(word in ("-h", "--help") for word in sys.argv[1:]):
-            print_help(arguments, description)
-        else:
+    with told_in_one_line("stopped by Ctrl-C"):
+        try:
+            if any(word in ("-h", "--help") for word in sys.argv[1:]):
+                print_help(arguments, description)
+                return
             given, texts = read_words(arguments, words, others)
             # OmegaConf would interpret ??? and ${...} in text: merge empty values, set it afterwards
             empty = {name: type(value)() for name, value in texts.items()}
@@ -88,20 +86,34 @@ def run_script(
             complete = without_tildes(replace(OmegaConf.to_object(merged), **texts))
             check_results(complete)
             main(complete)
+        except ConfigKeyError as error:
+            refuse(f"{unknown_argument(error.full_key, arguments)}--help lists them")
+        except OmegaConfBaseException as error:
+            refuse(f"{wrong_value(error, given)}: --help lists the arguments")
+        except YAMLError as error:
+            refuse(wrong_yaml(error))
+
+
+@contextmanager
+def told_in_one_line(stopped: str) -> Iterator[None]:
+    """Ends a script that raises ValueError or OSError in one line, and by SIGPIPE if its reader has gone.
+
+    stopped: what to say after Ctrl-C. Characters that the terminal's encoding lacks are printed with escapes.
+    """
+    if hasattr(sys.stdout, "reconfigure"):
+        # as python -m train does
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        answer_ctrl_c()
+        yield
         # only this may show that the reader of a pipe has gone
         sys.stdout.flush()
-    except ConfigKeyError as error:
-        refuse(f"{unknown_argument(error.full_key, arguments)}--help lists them")
-    except OmegaConfBaseException as error:
-        refuse(f"{wrong_value(error, given)}: --help lists the arguments")
-    except YAMLError as error:
-        refuse(wrong_yaml(error))
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             end_if_unread()
         refuse(error)
     except KeyboardInterrupt:
-        stop("stopped by Ctrl-C")
+        stop(stopped)
 
 
 def read_words(arguments: type, words: str | None, others: str | None) -> tuple[DictConfig, dict]:

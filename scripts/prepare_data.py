@@ -14,8 +14,7 @@ from yaml import YAMLError
 
 from data.manifest import read_manifest
 from data.prepare import DataConfig, prepare
-from scripts.arguments import refuse, stop
-from train.interruption import answer_ctrl_c
+from scripts.arguments import refuse, told_in_one_line
 from train.logger import counted
 from train.overrides import CONF, checked, explain, refuse_misread
 
@@ -26,27 +25,27 @@ class Arguments:
 
 
 def main(overrides: list[str]) -> None:
-    if any(word in ("-h", "--help") for word in overrides):
-        names = ", ".join(sorted(path.stem for path in (CONF / "data").glob("*.yaml")))
-        print(f"{__doc__}\ndata=NAME, one of: {names}; then data.KEY=VALUE for each KEY of data=pystdlib:\n")
-        print((CONF / "data" / "pystdlib.yaml").read_text(encoding="utf-8"), end="")
-        return
-    log = logging.getLogger("data")
-    log.setLevel(logging.INFO)
-    log.addHandler(logging.StreamHandler())
-    try:
-        answer_ctrl_c()
-        config = parse(overrides)
-        folder = prepare(config)
-    except (HydraException, YAMLError) as error:
-        refuse(explain(error, Arguments))
-    except (ValueError, OSError) as error:
-        refuse(error)
-    except KeyboardInterrupt:
-        stop("stopped by Ctrl-C; the same command starts over")
-    for split, content in read_manifest(folder)["splits"].items():
-        tokens, documents = (counted(content[f"{noun}s"], noun) for noun in ("token", "document"))
-        print(f"{folder} {split}: {tokens}, {documents}")
+    with told_in_one_line("stopped by Ctrl-C; the same command starts over"):
+        if any(word in ("-h", "--help") for word in overrides):
+            print_help()
+            return
+        log = logging.getLogger("data")
+        log.setLevel(logging.INFO)
+        log.addHandler(logging.StreamHandler())
+        try:
+            folder = prepare(parse(overrides))
+        except (HydraException, YAMLError) as error:
+            refuse(explain(error, Arguments))
+        for split, content in read_manifest(folder)["splits"].items():
+            tokens, documents = (counted(content[f"{noun}s"], noun) for noun in ("token", "document"))
+            print(f"{folder} {split}: {tokens}, {documents}")
+
+
+def print_help() -> None:
+    """Prints what the script does, the corpora, and every key with its meaning."""
+    names = ", ".join(sorted(path.stem for path in (CONF / "data").glob("*.yaml")))
+    print(f"{__doc__}\ndata=NAME, one of: {names}; then data.KEY=VALUE for each KEY of data=pystdlib:\n")
+    print((CONF / "data" / "pystdlib.yaml").read_text(encoding="utf-8"), end="")
 
 
 def parse(overrides: list[str]) -> DataConfig:

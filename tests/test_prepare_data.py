@@ -65,6 +65,37 @@ def test_ctrl_c_ends_with_one_line_and_leaves_nothing(workers, seconds, tmp_path
     assert not any(tmp_path.iterdir())
 
 
+@pytest.fixture
+def of_two_texts(tmp_path) -> list[str]:
+    """Arguments that prepare them in a folder whose name has a letter that ASCII lacks."""
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name * 20)
+    folder = f'data.folder="{tmp_path}/sh\xe4rds"'
+    return ["data=text", f"data.paths=[{tmp_path}]", folder, "data.tokenizer=bytes", "data.workers=1"]
+
+
+def test_an_output_that_takes_no_more_ends_it_without_a_traceback(of_two_texts):
+    for given in (["--help"], of_two_texts):
+        command = [sys.executable, "-m", "scripts.prepare_data", *given]
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1] == "error: [Errno 28] No space left on device"
+        assert "Traceback" not in done.stderr
+        reads, writes = os.pipe()
+        os.close(reads)
+        with os.fdopen(writes, "w") as unread:
+            done = subprocess.run(command, cwd=ROOT, stdout=unread, stderr=subprocess.PIPE, text=True)
+        assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
+
+
+def test_a_folder_that_the_terminal_has_no_letters_for_is_printed_with_escapes(of_two_texts):
+    command = [sys.executable, "-m", "scripts.prepare_data", *of_two_texts]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.count("/sh\\xe4rds train: ")) == (0, 1), done.stderr
+
+
 def test_help_prints_every_key():
     done = run("--help")
     assert done.returncode == 0

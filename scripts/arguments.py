@@ -18,6 +18,7 @@ from yaml import YAMLError
 
 from train.interruption import answer_ctrl_c
 from train.overrides import EXIT_CTRL_C, EXIT_REFUSED, wrong_value, wrong_yaml
+from train.terminal import open_closed_streams
 
 Arguments = TypeVar("Arguments")
 # what --help says about the argument `overwrite`, which accompanies a `result_file`
@@ -100,6 +101,7 @@ def told_in_one_line(stopped: str) -> Iterator[None]:
 
     stopped: what to say after Ctrl-C. Characters that the terminal's encoding lacks are printed with escapes.
     """
+    open_closed_streams()
     if hasattr(sys.stdout, "reconfigure"):
         # as python -m train does
         sys.stdout.reconfigure(errors="backslashreplace")

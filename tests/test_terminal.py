@@ -73,11 +73,50 @@ def test_a_warning_of_the_model_is_one_line_and_those_of_packages_keep_their_pla
     assert other == "<string>:1: UserWarning: of another"
 
 
-def test_a_program_without_streams_runs(monkeypatch):
-    # as Python has it where they are closed: 2>&-
-    monkeypatch.setattr(sys, "stderr", None)
-    with words_may_fail():
-        assert sys.stderr is None
+# each by a shell, as a user would close them
+CLOSED = ("<&-", ">&-", "2>&-", "<&- >&- 2>&-")
+
+
+def run_without(closed: str, *command: str, folder: Path) -> int:
+    """The exit code of Python with these arguments, with some standard streams closed."""
+    done = subprocess.run(
+        ["sh", "-c", f'"$@" {closed}', "sh", sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        timeout=150,
+    )
+    return done.returncode
+
+
+@pytest.mark.parametrize("closed", CLOSED)
+def test_no_file_gets_the_number_of_a_stream_that_was_closed_nor_what_is_written_to_it(closed, tmp_path):
+    program = (
+        "import os, subprocess, sys; from train.terminal import open_closed_streams; open_closed_streams()\n"
+        "file = open('file', 'w'); assert file.fileno() > 2\n"
+        "assert sys.stdin.read() == ''; print('out'); print('err', file=sys.stderr, flush=True)\n"
+        "os.write(1, b'out'); os.write(2, b'err'); sys.stdout.flush()\n"
+        "subprocess.run([sys.executable, '-c', 'import os; [os.fstat(i) for i in range(3)]'], check=True)\n"
+    )
+    assert run_without(closed, "-c", program, folder=tmp_path) == 0
+    assert (tmp_path / "file").read_text() == ""
+
+
+@pytest.mark.parametrize("closed", CLOSED[1:])
+def test_a_run_trains_and_a_refused_one_tells_its_code_whichever_streams_are_closed(closed, tmp_path):
+    write_corpus(tmp_path)
+    given = [*SMALL, "name=run", "total_tokens=1024"]
+    # which begins with the preparation of the text
+    assert run_without(closed, "-m", "train", *given, folder=tmp_path) == 0
+    assert (tmp_path / "runs" / "run" / "summary.json").exists()
+    assert run_without(closed, "-m", "train", *given, "seed=-1", folder=tmp_path) == 2
+
+
+@pytest.mark.parametrize("closed", CLOSED[1:])
+def test_a_script_ends_with_its_code_whichever_streams_are_closed(closed, tmp_path):
+    assert run_without(closed, "-m", "scripts.plan", "gpu=H200", folder=tmp_path) == 0
+    assert run_without(closed, "-m", "scripts.plan", "gpu=H200", "colour=red", folder=tmp_path) == 2
 
 
 def test_ctrl_c_saves_a_run_whose_output_goes_to_a_pipe_that_ends_with_it(tmp_path, monkeypatch):

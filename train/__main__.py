@@ -37,10 +37,11 @@ from train.overrides import (
     refuse_misread,
 )
 from train.restarts import comes_again, is_first_here, tell, was_refused
-from train.terminal import warn_without_source_lines, words_may_fail
+from train.terminal import open_closed_streams, warn_without_source_lines, words_may_fail
 from train.weights import start_positions
 
-WANTS_TRACEBACK = "HYDRA_FULL_ERROR" in os.environ
+# as Hydra itself reads it
+WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 # why a write found no room: a full disk, the user's quota, or the limit on file size
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -156,6 +157,7 @@ def _end(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    open_closed_streams()
     warn_without_source_lines()
     with words_may_fail():
         command()

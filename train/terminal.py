@@ -30,6 +30,25 @@ def warn_without_source_lines() -> None:
     warnings.formatwarning = formatted
 
 
+def open_closed_streams() -> None:
+    """Opens to nowhere what was closed at the start, as by 2>&-: input is empty, and output is lost.
+
+    Otherwise the next file that is opened gets the number of the closed one, and what C libraries print.
+    """
+    names = ("stdin", "stdout", "stderr")
+    for number in range(len(names)):
+        try:
+            os.fstat(number)
+        except OSError:
+            # gets this number, the lowest that is free; processes that this one starts inherit it
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for number, name in enumerate(names):
+        if getattr(sys, name) is None:
+            mode = "r" if name == "stdin" else "w"
+            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115 - until the end
+            setattr(sys, name, stream)
+
+
 @contextmanager
 def words_may_fail() -> Iterator[None]:
     """While entered, failed output is lost but ends nothing; characters that an encoding lacks are escaped.

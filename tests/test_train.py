@@ -526,7 +526,7 @@ def test_a_finished_run_whose_metrics_are_gone_ends_well_and_keeps_its_summary(c
     before = Path("runs/test/summary.json").read_bytes()
     Path("runs/test/metrics.jsonl").unlink()
     assert run() == pytest.approx(first)
-    assert "metrics.jsonl no longer holds a step: no loss curve" in capsys.readouterr().out
+    assert "metrics.jsonl holds no step with a loss: no loss curve" in capsys.readouterr().out
     assert Path("runs/test/summary.json").read_bytes() == before
 
 
@@ -992,11 +992,32 @@ def test_profile_writes_a_trace_of_a_few_steps_and_says_that_a_cpu_has_no_snapsh
         "ProfilerStep#3", "ProfilerStep#4", "ProfilerStep#5",
     ]  # fmt: skip
     output = capsys.readouterr().out
-    assert "steps 4 to 6 of this launch are in runs/test/trace.json.gz; there is no memory snapshot" in output
+    assert "steps 4 to 6 of this launch are in runs/test/trace.json.gz\nthere is no memory snapshot" in output
     assert output.splitlines()[-2].split() == ["trace", "runs/test/trace.json.gz"]
     # three more steps are too few for a trace: the one that is there is not this launch's
     run("profile=true", "total_tokens=7680")
     assert "trace.json.gz" not in capsys.readouterr().out
+
+
+def test_a_trace_that_cannot_be_written_is_told_and_ends_nothing(corpus, capsys):
+    Path("runs/test/trace.json.gz").mkdir(parents=True)
+    run("profile=true")
+    output = capsys.readouterr()
+    assert "WARNING: runs/test/trace.json.gz was not written" in output.err
+    assert "steps 4 to 6" not in output.out
+    assert Path("runs/test/summary.json").exists()
+
+
+def test_a_trace_that_found_no_room_is_told_and_removed(corpus, capsys, monkeypatch):
+    # on a full disk PyTorch's profiler writes an archive of nothing
+    monkeypatch.setattr(
+        torch.profiler.profile, "export_chrome_trace", lambda self, path: gzip.open(path, "wb").close()
+    )
+    run("profile=true")
+    output = capsys.readouterr()
+    assert "WARNING: runs/test/trace.json.gz was not written (there was no room)" in output.err
+    assert not Path("runs/test/trace.json.gz").exists()
+    assert "trace " not in output.out
 
 
 @pytest.mark.parametrize("steps", [2, 3, 5])

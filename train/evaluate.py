@@ -16,7 +16,8 @@ class EvaluationConfig:
     # validation tokens, the same each time and on any number of processes: as many whole sequences as fit
     # into this number and into the validation split, at least one
     tokens: int
-    # steps between evaluations; the run's last step is always evaluated; 0 for the last one only
+    # steps between evaluations; every launch begins with one, and the run's last step is always evaluated; 0
+    # for these alone
     every_steps: int
 
     def __post_init__(self):

@@ -1,9 +1,14 @@
 """profile=true: the time and memory of a few steps after warm-up, in files for the usual viewers."""
 
+import gzip
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
+
+from train.terminal import warn
 
 # steps for compilation and filling caches, for the profiler's own warm-up, and to record
 SKIPPED, WARMUP, RECORDED = 2, 1, 3
@@ -59,14 +64,30 @@ class Profiler:
             if self._on_gpu:
                 torch.cuda.memory._record_memory_history(enabled=None)
             return
-        finished.export_chrome_trace(str(self._folder / TRACE))
-        first = SKIPPED + WARMUP + 1
-        print(
-            f"steps {first} to {first + RECORDED - 1} of this launch are in {self._folder / TRACE}", end="; "
-        )
-        if self._on_gpu:
-            torch.cuda.memory._dump_snapshot(str(self._folder / MEMORY))
-            torch.cuda.memory._record_memory_history(enabled=None)
-            print(f"their allocations in {self._folder / MEMORY}", flush=True)
-        else:
+        trace, memory, first = self._folder / TRACE, self._folder / MEMORY, SKIPPED + WARMUP + 1
+        with _may_fail(trace):
+            finished.export_chrome_trace(str(trace))
+            # on a full disk PyTorch's profiler complains, and raises nothing
+            with gzip.open(trace) as file:
+                if not file.read(1):
+                    raise OSError("there was no room")
+            print(f"steps {first} to {first + RECORDED - 1} of this launch are in {trace}", flush=True)
+        if not self._on_gpu:
             print("there is no memory snapshot of a CPU", flush=True)
+            return
+        with _may_fail(memory):
+            torch.cuda.memory._dump_snapshot(str(memory))
+            print(f"their allocations are in {memory}", flush=True)
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+@contextmanager
+def _may_fail(path: Path) -> Iterator[None]:
+    """While entered, a file that cannot be written is removed and told of, and ends nothing."""
+    try:
+        yield
+    # an archive that was cut short is an EOFError
+    except (OSError, EOFError) as error:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        warn(f"{path} was not written ({error}): the run goes on without")

@@ -82,12 +82,13 @@ def tell_lost_metrics(folder: Path, info: dict) -> None:
     info: what read_checkpoint returned.
     """
     path, every_steps = folder / "metrics.jsonl", info["config"]["logging"]["every_steps"]
+    # older checkpoints do not tell: they may lie between two lines
+    logged = info.get("logged", info["step"] // every_steps * every_steps)
     newest = max((line["step"] for line in read_metrics(path)), default=0) if path.exists() else 0
     # a run that began at the checkpoint of another may not have come to its first line yet
     is_whole = info["resume"] in ("auto", "never")
-    # a checkpoint may lie between two lines
-    if is_whole and newest < info["step"] // every_steps * every_steps:
-        print(f"{path} lacks steps {newest + 1:,} to {info['step']:,}: loss curve and summary leave them out")
+    if is_whole and newest < logged:
+        print(f"{path} lacks steps {newest + 1:,} to {logged:,}: loss curve and summary leave them out")
 
 
 def open_run(
@@ -233,7 +234,7 @@ def finish_run(
     *,
     first_step: int,
 ) -> None:
-    """Draws the loss curve, writes a sample and a summary, and says where everything lies.
+    """Writes a summary and a sample, draws the loss curve, and says where everything lies.
 
     first_step: where this attempt began; if that is the last step, the summary stays that of the launch that
     got there.
@@ -243,10 +244,8 @@ def finish_run(
 
     folder, has_trained = config.folder, first_step < config.steps
     logged = [m for m in read_metrics(folder / "metrics.jsonl") if m.get("train_loss") is not None]
-    if logged:
-        draw_loss({config.name: folder / "metrics.jsonl"}, folder / "loss.png", config.name)
-    else:
-        print(f"{folder / 'metrics.jsonl'} no longer holds a step: no loss curve, and no summary of it")
+    if not logged:
+        print(f"{folder / 'metrics.jsonl'} holds no step with a loss: no loss curve, and no summary of it")
     steps = counted(config.steps, "step")
     print(f"\nvalidation loss {val_loss:.4f} after {steps}; {duration(clock.elapsed())} for this run")
     # earlier launches may have had another number of processes and another micro-batch
@@ -277,6 +276,9 @@ def finish_run(
             (folder / "sample.txt").write_text(sample + "\n", encoding="utf-8")
             print(f"--- sample ---\n{sample}\n--------------")
             is_sampled = True
+    # behind what the run is for
+    if logged:
+        draw_loss({config.name: folder / "metrics.jsonl"}, folder / "loss.png", config.name)
     is_traced = config.steps - first_step >= NEEDED
     _tell_files(config, is_saved=is_saved, is_sampled=is_sampled, is_traced=is_traced)
 

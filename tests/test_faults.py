@@ -565,8 +565,8 @@ def test_a_checkpoint_that_was_cut_off_is_named_and_removed_by_the_next_start():
     assert not left.exists()
 
 
-# a line every three steps, and one of the tenth only because it was the last
-@pytest.mark.parametrize(("kept", "lost"), [(9, None), (6, "7 to 10"), (-1, "1 to 10")])
+# a line every three steps, and one of the tenth because it was the last
+@pytest.mark.parametrize(("kept", "lost"), [(10, None), (9, "10 to 10"), (6, "7 to 10"), (-1, "1 to 10")])
 def test_a_run_that_goes_on_without_lines_of_its_metrics_says_which_steps_are_lost(kept, lost):
     complete(small_config("run", 10))
     path = Path("runs/run/metrics.jsonl")

@@ -111,6 +111,17 @@ def test_a_process_runs_the_gpus_tests_or_the_others_and_those_of_any_device(see
     assert ("gpu" in items[0].keywords) == sees_gpu
 
 
+@pytest.mark.parametrize(("logged", "lost"), [(1, None), (10, "2 to 10"), (None, "2 to 10")])
+def test_only_lines_that_were_written_are_missed_whatever_the_interval_is_now(logged, lost, tmp_path, capsys):
+    # an older checkpoint does not tell which line was the last
+    info = {"step": 17, "config": {"logging": {"every_steps": 10}}, "resume": "auto"}
+    info |= {} if logged is None else {"logged": logged}
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "tokens": 0}\n{"step": 1, "tokens": 512}\n')
+    report.tell_lost_metrics(tmp_path, info)
+    told = capsys.readouterr().out
+    assert told.startswith(f"{tmp_path / 'metrics.jsonl'} lacks steps {lost}: ") if lost else told == ""
+
+
 FLOPS = {"palm": 8e8, "causal": 6e8, "mask": 5e8, "kept": 7e8, "executed": 9e8}
 PEAK = PEAK_FLOPS["H200"]["bf16"]
 

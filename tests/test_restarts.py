@@ -1,6 +1,7 @@
 """What torchrun starts again after a run has ended, by real launches of torchrun with --max-restarts."""
 
 import fcntl
+import json
 import os
 import socket
 import subprocess
@@ -97,6 +98,20 @@ def test_a_run_that_one_rank_has_no_memory_for_is_not_started_again():
     output = output_of(launch(fault=textwrap.dedent(fault)))
     assert output.count("error: out of memory on rank 1: ") == 1, output
     assert output.count(ENDS_AT_ONCE) == 1, output
+
+
+def test_what_goes_wrong_behind_the_last_step_is_told_once_by_all_processes():
+    process = launch("total_tokens=2048")
+    process.communicate(timeout=150)
+    assert process.returncode == 0
+    # as if the disk were full while the loss curve is drawn
+    Path("runs/run/loss.png").unlink()
+    Path("runs/run/loss.png").mkdir()
+    output = output_of(launch("total_tokens=4096", restarts=0))
+    assert output.count("error: ") == output.count("error: [Errno 21] Is a directory") == 1, output
+    assert "Connection closed" not in output
+    # what the run is for was written before
+    assert json.loads(Path("runs/run/summary.json").read_text())["rows"][0]["tokens"] == 4096
 
 
 def listens(address: tuple[str, int]) -> bool:

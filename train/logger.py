@@ -52,6 +52,8 @@ class RunLogger:
         path = folder / "metrics.jsonl"
         kept = read_metrics(path) if start_step and path.exists() else []
         write_whole(path, "".join(to_json(line) + "\n" for line in kept if line["step"] <= start_step))
+        # the step of the last line, 0 before there is one
+        self.newest_step = max((line["step"] for line in kept if line["step"] <= start_step), default=0)
         self._file = path.open("ab", buffering=0)
         self._size = path.stat().st_size
         self._unwritten = b""
@@ -65,6 +67,7 @@ class RunLogger:
         Numbers that are not finite are null in the file; wandb can show them.
         """
         self._append(to_json(metrics) + "\n")
+        self.newest_step = metrics["step"]
         given = {key: value for key, value in metrics.items() if value is not None}
         with self._wandb_may_fail():
             if self._wandb:

@@ -5,6 +5,7 @@ import math
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -139,8 +140,7 @@ def _train_with_rollbacks(launch: Launch) -> float:
             end_out_of_memory(config, processes)
         except RollBack as spike:
             left_out = spike.left_out
-            if processes.is_main:
-                write_left_out(config.folder, left_out)
+            processes.from_main(partial(write_left_out, config.folder, left_out))
             # a run that was new may have saved checkpoints by now
             resume = "auto" if resume == "never" else resume
             rollbacks.add(processes.step)
@@ -264,9 +264,10 @@ def _report(
 def _save(launch: Launch, attempt: Attempt, done: int, val_loss: float | None) -> None:
     """Saves a checkpoint of `done` steps, and the metrics that belong to it."""
     with launch.clock.counting("checkpoint_seconds"):
+        info = {"step": done, "val_loss": val_loss} | attempt.origin | attempt.state.rest()
         if launch.processes.is_main:
             attempt.logger.sync()
-        info = {"step": done, "val_loss": val_loss} | attempt.origin | attempt.state.rest()
+            info["logged"] = attempt.logger.newest_step
         attempt.saver.save(attempt.state.tensors(), info)
 
 
@@ -282,20 +283,17 @@ def _finish(launch: Launch, attempt: Attempt, val_loss: float) -> None:
         lambda: build_weights(config, processes.device, empty=True),
         is_main=processes.is_main,
     )
-    if processes.is_main:
+
+    def finish() -> None:
         if config.lora.rank:
             merge_adapters(weights)
+        first_step = attempt.state.first_step
         with attempt.autocast():
             finish_run(
-                config,
-                weights,
-                val_loss,
-                launch.clock,
-                processes,
-                attempt.flops,
-                first_step=attempt.state.first_step,
+                config, weights, val_loss, launch.clock, processes, attempt.flops, first_step=first_step
             )
-    processes.barrier()
+
+    processes.from_main(finish)
     _check_saved(attempt.saver, config.steps)
 
 

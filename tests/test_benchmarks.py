@@ -292,6 +292,20 @@ def test_ring_passes_are_reported_as_medians_without_the_first(monkeypatch):
     assert benchmark_ring.median_seconds(lambda: x * 1, (x,), x.detach(), 3, x.device) == (2.0, 20.0)
 
 
+def test_a_window_of_0_is_the_dense_mask_of_a_ring(monkeypatch, tmp_path):
+    two, asked = Processes(0, 2, torch.device("cpu"), dist.HashStore(), None), []
+    monkeypatch.setattr(benchmark_ring, "join_processes", lambda device: nullcontext(two))
+    monkeypatch.setattr(benchmark_ring, "measure", lambda *given, **mask: asked.append(mask) or [])
+    monkeypatch.setattr(benchmark_ring, "write_result", lambda *given: None)
+    benchmark_ring.main(
+        benchmark_ring.Arguments(
+            windows=[0, 8], patterns=["window(8)"], head_dims=[16], implementation="reference", device="cpu",
+            out=str(tmp_path / "ring.json"),
+        )
+    )  # fmt: skip
+    assert asked == [{"window": None}, {"window": 8}, {"pattern": "window(8)"}]
+
+
 ROW = {
     "label": "flash", "model": "gpt2", "bias": "all", "seq_len": 4096, "batch": 8, "tokens_per_step": 32768,
     "tokens_per_second": 519512.0, "step_ms": 63.07, "mfu_palm": 0.628, "mfu_causal": 0.509,
@@ -355,6 +369,40 @@ def test_a_row_of_training_is_of_its_timed_steps_in_its_own_precision(monkeypatc
     assert (row["batch"], row["peak_memory_bytes"], row["mfu_palm"]) == (2, 3, (7.0, 64.0, "fp32"))
     # asked for, but there are none on a CPU
     assert (arguments.cuda_graphs, row["cuda_graphs"]) == (True, False)
+
+
+def test_rows_of_one_model_are_of_the_same_tokens_and_weights_in_tf32(monkeypatch):
+    started, build_weights = [], benchmark_training.build_weights
+
+    def build(*given):
+        started.append(torch.get_float32_matmul_precision())
+        return build_weights(*given)
+
+    monkeypatch.setattr(benchmark_training, "build_weights", build)
+    arguments = benchmark_training.Arguments(**ON_A_CPU[benchmark_training], device="cpu")
+    [(*_, step)] = benchmark_training.steps_to_measure(arguments)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        first, second = (benchmark_training.measure(arguments, "tiny", 32, step) for _ in range(2))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert first["final_loss"] == second["final_loss"]
+    assert started == ["high", "high"]
+
+
+def test_a_row_of_training_has_the_biases_that_are_asked_for_or_the_models_own(monkeypatch):
+    built, build_weights = [], benchmark_training.build_weights
+    monkeypatch.setattr(
+        benchmark_training,
+        "build_weights",
+        lambda config, *given: built.append(config) or build_weights(config, *given),
+    )
+    for bias, of_row in (("", read_model("tiny", 32).bias), ("qkv", "qkv"), ("none", "none")):
+        arguments = benchmark_training.Arguments(**ON_A_CPU[benchmark_training], device="cpu", bias=bias)
+        [(*_, step)] = benchmark_training.steps_to_measure(arguments)
+        row = benchmark_training.measure(arguments, "tiny", 32, step)
+        assert row["bias"] == built[-1].bias == of_row
 
 
 @pytest.mark.parametrize("name", ["build_weights", "build_training", "time_steps"])

@@ -124,6 +124,8 @@ def test_windows_too_short_for_the_first_model_are_refused_before_anything_is_tr
     with pytest.raises(ValueError, match=r"seq_lens must be at least base_seq_len=64, .* got \[128, 32\]"):
         compare_extensions.main(compare_extensions.Arguments(**given))
     assert started == []
+    # its own length is long enough
+    compare_extensions.check_windows(compare_extensions.Arguments(**given | {"seq_lens": [128, 64]}))
 
 
 @pytest.mark.parametrize("text", ["no JSON", "{}", "[]", '{"rows": []}', '{"rows": [1]}'])
@@ -226,6 +228,10 @@ def test_a_finished_run_of_other_settings_is_not_taken_for_the_one_asked_for(tmp
             ValueError, match=f"config.yaml has {key}=.*, and this call asks for .*: move runs/"
         ):
             compare_extensions.train(folder.name, [*given, other])
+    # a run of fewer tokens is not the one of as many as the experiment has
+    write_config(parse(composed(*given, "total_tokens=1048576")), folder, 0)
+    with pytest.raises(ValueError, match="config.yaml has total_tokens=1048576, and this call asks for"):
+        compare_extensions.train(folder.name, given)
 
 
 def test_a_report_without_the_runs_says_what_it_lacks(started):
@@ -354,6 +360,24 @@ def test_lines_are_by_length_and_begin_with_the_model_as_pretrained(tmp_path, mo
     assert [(case.seq_len, case.method) for case in told] == [
         (length, method) for length in (128, 256) for method in ("before", "yarn", "linear")
     ]
+
+
+def test_the_pictures_of_a_length_are_of_its_own_results(tmp_path, monkeypatch):
+    drawn = {}
+    for name in ("draw_comparison", "draw_needles"):
+        monkeypatch.setattr(
+            compare_extensions, name, lambda chosen, path, name=name: drawn.update({path.name: chosen})
+        )
+    monkeypatch.setattr(compare_extensions, "summary", lambda case, found: {"method": case.method})
+    monkeypatch.setattr(compare_extensions, "table", str)
+    cases = [compare_extensions.Case("example-64", "yarn", length) for length in (128, 256)]
+    cases.append(compare_extensions.Case("example-64", "linear", 128))
+    for case in cases:
+        (tmp_path / f"{case.name}.json").write_text(json.dumps({"rows": [case.name]}))
+    compare_extensions.report(cases, tmp_path)
+    short, long = {"yarn": ["example-128-yarn"], "linear": ["example-128-linear"]}, ["example-256-yarn"]
+    assert drawn["comparison_128.png"] == drawn["needles_128.png"] == short
+    assert drawn["comparison_256.png"] == drawn["needles_256.png"] == {"yarn": long}
 
 
 def test_a_run_is_evaluated_on_its_own_text_unless_another_is_given(tmp_path, monkeypatch):

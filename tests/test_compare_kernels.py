@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import kernels
+from kernels import block_masks
 from scripts import compare_kernels
 from scripts.benchmark_attention import Shape
 from tests.on_a_gpu import on_hopper
@@ -137,6 +138,42 @@ def test_turns_go_there_and_back_through_the_copies(monkeypatch):
     arguments = compare_kernels.Arguments(copies=["a", "b"], passes=["forward"], steady=False)
     compare_kernels.measure(arguments, SHAPE, {"a": copy, "b": copy})
     assert "".join(order) == "abbaabba"
+
+
+@pytest.mark.usefixtures("numbers_of_a_cpu")
+def test_a_pattern_takes_the_place_of_the_causal_mask(monkeypatch):
+    parse, problems = block_masks.parse, []
+    monkeypatch.setattr(block_masks, "parse", lambda *given, device: parse(*given))
+    monkeypatch.setattr(compare_kernels, "capture_forward", lambda function: SimpleNamespace(replay=None))
+    monkeypatch.setattr(compare_kernels, "median_ms", lambda replay: 1.0)
+    copy = SimpleNamespace(
+        attention_forward=lambda problem, *given: problems.append(problem) or (torch.ones(4), torch.zeros(4))
+    )
+    for pattern in ("", "causal()"):
+        arguments = compare_kernels.Arguments(
+            copies=["a", "b"], passes=["forward"], pattern=pattern, steady=False
+        )
+        compare_kernels.measure(arguments, SHAPE, {"a": copy})
+    assert [(problem.causal, len(problem.blocks)) for problem in problems] == [(True, 0), (False, 6)]
+
+
+def test_short_calls_are_queued_many_at_a_time_and_long_ones_one_by_one(monkeypatch):
+    clock, counts = [0.0], [0]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: counts.append(0))
+    monkeypatch.setattr(compare_kernels.time, "perf_counter", lambda: clock[0])
+
+    def calls_at_a_time(milliseconds: float) -> set[int]:
+        def call() -> None:
+            clock[0] += milliseconds / 1e3
+            counts[-1] += 1
+
+        counts[:] = [0]
+        compare_kernels.steady_ms(call, milliseconds)
+        return set(counts[:-1])
+
+    assert calls_at_a_time(0.5) == {40}
+    assert calls_at_a_time(15.0) == {2}
+    assert calls_at_a_time(70.0) == {1}
 
 
 def test_steady_calls_are_counted_behind_others_of_the_same(monkeypatch):

@@ -249,6 +249,24 @@ def test_recall_is_asked_at_each_length_and_depth_by_the_seed(monkeypatch):
     ]
     # one prompt is not another
     assert all(one != two for one, two in first)
+    # the token that each begins with is one of its length
+    assert all(tokens[0] == 256 for prompts in first for tokens in prompts)
+    for row, prompts in zip(found, first, strict=True):
+        assert max(map(len, prompts)) <= row["length"]
+        if row["kind"] == "passkey":
+            assert set(map(len, prompts)) == {row["length"]}
+
+
+@pytest.mark.parametrize("n_windows", [1, 2, 9])
+def test_prompts_may_be_as_long_as_four_windows_or_as_all_there_are(n_windows):
+    class Loader(list):
+        batch, seq_len = list.__getitem__, 8
+
+    loader = Loader((torch.full((1, 8), number), None) for number in range(n_windows))
+    longest = 8 * min(n_windows, 4)
+    assert evaluate_context.filler_text(loader, longest).tolist() == [x // 8 for x in range(longest)]
+    with pytest.raises(ValueError, match=f"^lengths must be at most {longest}, .* got {longest + 1}: lower"):
+        evaluate_context.filler_text(loader, longest + 1)
 
 
 def test_an_evaluation_refuses_a_sequence_without_context():

@@ -292,6 +292,14 @@ def test_a_new_token_is_refused_by_a_cache_whose_tokens_or_heads_share_memory(na
         append_and_decode(**arguments, lengths=torch.tensor([5], device=device))
 
 
+def test_a_dimension_of_one_shares_no_memory_whatever_its_stride(device):
+    k, v = (torch.zeros(1, CAPACITY, 1, 64, device=device) for _ in range(2))
+    k = k.as_strided(k.shape, (0, 64, 0, 1))
+    qkv = torch.ones(1, 1, 3, 64, device=device)
+    append_and_decode(qkv, k, v, torch.tensor([5], device=device))
+    assert bool((k[0, 4] == 1.0).all())
+
+
 @pytest.mark.parametrize("changed", ["q", "k", "v"])
 def test_a_forward_derivative_is_refused_with_a_way_out(changed, device):
     arguments = dict(zip("qkv", random_cache(1, 1, 2, 2, 64, torch.float32, device), strict=True))
@@ -330,3 +338,6 @@ def test_more_heads_than_a_grid_has_are_refused(monkeypatch):
     x = torch.zeros(2, 1, 2, 16)
     with pytest.raises(ValueError, match="k must have at most 3 heads over all batches, got 4"):
         decode.decode_attention(x, x, x, torch.ones(2, dtype=torch.int32))
+    # those of queries that share keys are one in the grid
+    keys, many, lengths = torch.zeros(2, 1, 1, 16), torch.zeros(2, 1, 4, 16), torch.ones(2, dtype=torch.int32)
+    decode.decode_attention(many, keys, keys, lengths)

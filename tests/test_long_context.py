@@ -12,6 +12,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from data.manifest import read_manifest
 from model import AttentionConfig
 from model.extend import extended_config
 from model.rope import frequencies
@@ -76,6 +77,7 @@ def test_a_model_is_taken_to_longer_sequences_and_out_again(shape, method, tmp_p
         "window=64", "lengths=[64]", "depths=[0.5]", "prompts=1", "attention=sdpa", "out=shorter.json",
     )  # fmt: skip
     monkeypatch.setattr(evaluate_context, "text_rows", lambda *_: pytest.fail("too late"))
+    n_tokens = read_manifest(folder)["splits"]["val"]["tokens"]
     given = {"model": "runs/long", "data": str(folder), "out": "new.json", "attention": "sdpa"}
     for lengths, message in (
         ({"seq_len": 65}, "^seq_len must be from 2 to the model's 64 positions, got 65"),
@@ -89,6 +91,8 @@ def test_a_model_is_taken_to_longer_sequences_and_out_again(shape, method, tmp_p
             "^scored must be at most 32, half of seq_len=64, got 33: lower it, or raise seq_len",
         ),
         ({"seq_len": 32, "window": 31, "lengths": [64]}, r"^window must be at least seq_len=32, .* got 31"),
+        # the last token of a window has a target behind it
+        ({"window": n_tokens}, rf"^window must be .* below the {n_tokens} tokens of .* got {n_tokens}"),
     ):
         with pytest.raises(ValueError, match=message):
             evaluate_context.main(evaluate_context.Arguments(**given, **lengths))

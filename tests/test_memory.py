@@ -134,10 +134,11 @@ def test_a_probe_of_small_models_predicts_a_large_one():
 
 
 def test_a_card_whose_probe_had_no_gelu_inside_of_products_is_planned_without(tmp_path, capsys):
-    def speeds(*, had: bool, asked: bool) -> str:
+    def speeds(*, had: bool, asked: bool, first_had: bool = False) -> str:
         rows = []
         for name, seq_len in (("gpt2", 1024), ("gpt2", 8192), ("gpt2_medium", 1024)):
-            given = {"model": name, "seq_len": seq_len, "tokens_per_step": 32768, "fused_gelu": had}
+            fused_gelu = had or (first_had and not rows)
+            given = {"model": name, "seq_len": seq_len, "tokens_per_step": 32768, "fused_gelu": fused_gelu}
             of_row = config(*(f"{key}={value}" for key, value in given.items()))
             row = {"compile": True, "implementation": "flash", "tokens_per_second": 1.0, "precision": "bf16"}
             row |= {"fused_loss": True, "low_precision_residual": True, "batch": 32768 // seq_len, **given}
@@ -154,6 +155,8 @@ def test_a_card_whose_probe_had_no_gelu_inside_of_products_is_planned_without(tm
     inside = speeds(had=True, asked=True)
     assert told not in inside
     assert inside.split("tokens/s")[0] != apart.split("tokens/s")[0]
+    # one row is enough to show that the card can
+    assert told not in speeds(had=False, asked=True, first_had=True)
 
 
 def test_a_probe_that_cannot_tell_the_rates_apart_is_refused():
@@ -169,8 +172,10 @@ def test_a_probe_that_cannot_tell_the_rates_apart_is_refused():
         ({"processes": 0}, "processes must be at least 1, got 0: give the number of GPUs"),
         ({"memory_gib": -3.0}, "memory_gib must be above 0, got -3.0: give that of one GPU, as memory_gib="),
         ({"memory_gib": math.nan}, "memory_gib must be above 0, got nan: give"),
+        ({"memory_gib": math.inf}, "memory_gib must be above 0, got inf: give"),
         ({"probe_bandwidth": 0.0}, "probe_bandwidth must be above 0, got 0.0: give bytes/s, as probe_band"),
         ({"probe_bandwidth": math.nan}, "probe_bandwidth must be above 0, got nan: give"),
+        ({"probe_bandwidth": math.inf}, "probe_bandwidth must be above 0, got inf: give"),
         ({"chunk": 0}, "chunk must be at least 1, got 0: leave it out for today's 8448"),
     ],
 )
@@ -275,6 +280,14 @@ def test_a_plan_reads_rows_of_whole_training_steps_alone(tmp_path):
         ValueError, match=r"^probe: .*other.json must hold a row compiled with flash .* got none"
     ):
         measured("probe", [str(tmp_path / "other.json")])
+
+
+def test_a_plan_reads_rows_in_either_precision_of_16_bits(tmp_path):
+    row = json.loads((RESULTS / "training_350m.json").read_text())["rows"][0]
+    given = [{**row, "precision": precision} for precision in ("bf16", "fp16", "fp32")]
+    (tmp_path / "r.json").write_text(json.dumps({"rows": given}))
+    found = measured("compare", [str(tmp_path / "r.json")])
+    assert [config.precision for _, config in found] == ["bf16", "fp16"]
 
 
 def test_a_plan_reads_which_biases_a_measured_model_had(tmp_path):
@@ -445,6 +458,13 @@ def test_the_largest_errors_of_a_comparison_are_those_below_the_measured_too(mon
     monkeypatch.setattr(plan, "describe", str)
     plan.main(Arguments(gpu="H200", compare=["rows.json"]))
     assert "2 rows; largest errors: memory 9.0%, speed 5.0%" in capsys.readouterr().out
+
+
+def test_a_line_of_a_comparison_has_gib_and_milliseconds_with_the_error_of_each():
+    row = {"model": "gpt2", "bias": "all", "seq_len": 1024, "batch": 8, "recompute": "none"}
+    row |= {"fused_loss": True, "peak_memory_bytes": 3 * 2**30, "step_ms": 50.0}
+    told = plan.describe(row | {"memory_error": 0.04, "speed_error": -0.07})
+    assert "   3.0 GiB (+4.0%)     50.0 ms (speed -7.0%)" in told
 
 
 def test_the_buckets_of_averaged_gradients_are_planned_to_stay_in_each_micro_batch():

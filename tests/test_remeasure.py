@@ -228,6 +228,12 @@ def test_what_a_command_alone_would_not_make_is_refused_before_it_runs(tmp_path)
         repetition(report, Path("new/b.json"))
     again = repetition(report, Path("new/b.json"), ["stages=[evaluate,report]"])
     assert again.command[3:] == ["stages=[evaluate,report]", "out=new"]
+    # of a key that is given twice the last one counts
+    twice = ["stages=[evaluate]", "stages=[report]"]
+    with pytest.raises(ValueError, match=message):
+        repetition(report, Path("new/b.json"), twice)
+    again = repetition(report, Path("new/b.json"), twice[::-1])
+    assert again.command[3:-1] == twice[::-1]
 
 
 @pytest.mark.parametrize(
@@ -283,6 +289,30 @@ def test_results_that_are_named_in_several_ways_are_made_again_inside_of_out(tmp
     ]
 
 
+def test_a_command_that_leaves_no_result_has_failed_and_the_others_are_compared(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("old").mkdir()
+    for name in ("a", "b", "c"):
+        write(Path("old", f"{name}.json"), rows=[{"ms": 2.0}])
+
+    def run(commands, places, needed):
+        for name in commands:
+            if name != "old/a.json":
+                path = Path(commands[name][-1].removeprefix("out="))
+                path.parent.mkdir(exist_ok=True)
+                write(path, rows=[{"ms": 3.0}])
+            yield name, int(name == "old/b.json"), 7.0
+
+    monkeypatch.setattr(remeasure, "run_side_by_side", run)
+    with pytest.raises(ValueError, match=r"^old/a.json, old/b.json failed, as printed above"):
+        remeasure.main(remeasure.Arguments(files=["old/a.json", "old/b.json", "old/c.json"]))
+    told = capsys.readouterr().out.splitlines()
+    assert told[:3] == ["old/a.json: failed after 7 s", "old/b.json: failed after 7 s", "old/c.json: 7 s"]
+    assert told[3].split()[:2] == ["ms", "1.500"]
+
+
 def test_no_files_are_refused():
     with pytest.raises(ValueError, match="files is empty: name result files"):
         remeasure.main(remeasure.Arguments())
@@ -299,6 +329,10 @@ def test_values_are_compared_row_by_row_and_other_rows_not_at_all(tmp_path):
         ["ms", "1.250", "(1.000", "to", "1.500)"],
         ["bytes", "1.050", "(1.000", "to", "1.100)"],
     ]
+    # there is no ratio to a value of 0
+    was_zero = write(tmp_path / "zero.json", rows=[{**rows[0], "ms": 0.0}, rows[1]])
+    compared = [line.split() for line in comparison(was_zero, new).splitlines()]
+    assert ["ms", "1.000", "(1.000", "to", "1.000)"] in compared
     assert "1 rows where" in comparison(old, short := write(tmp_path / "short.json", rows=rows[:1]))
     assert "2 rows where" in comparison(short, old)
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ import pytest
 import tokenizers
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from data.shards import write_shard
 from data.sources import read_plain
@@ -41,7 +42,15 @@ from scripts import (
     plot_run,
     sample,
 )
-from scripts.arguments import OVERWRITE, argument, check_results, command_line, result_file, run_script
+from scripts.arguments import (
+    OVERWRITE,
+    argument,
+    check_results,
+    command_line,
+    result_file,
+    run_script,
+    unknown_argument,
+)
 from scripts.sizes import MODELS, check_models, read_model
 from tests.test_config import composed
 from tests.test_export import write_tokenizer
@@ -124,7 +133,7 @@ def test_the_slurm_script_asks_for_sbatch_where_slurm_does_not_run_it():
     assert "SLURM_SUBMIT_DIR: is set by Slurm alone: start this script with sbatch" in done.stderr
 
 
-def write_metrics(folder: Path, losses: list[float], tokens_per_step: int = 100) -> None:
+def write_metrics(folder: Path, losses: list[float | None], tokens_per_step: int = 100) -> None:
     folder.mkdir(parents=True)
     lines = [
         {"step": n, "tokens": n * tokens_per_step, "train_loss": loss, "val_loss": None}
@@ -189,6 +198,13 @@ def test_a_script_of_few_arguments_names_them_where_one_is_unknown(call_here):
     assert done.returncode == 2
     there_are = "there are model, out, tokenizer, precision, and --help lists them"
     assert done.stderr == f"error: run is no argument: {there_are}\n"
+
+
+@pytest.mark.parametrize(("n", "are_named"), [(6, True), (7, False)])
+def test_as_many_as_six_arguments_are_named_where_one_is_unknown(n, are_named):
+    names = [f"{letter}{letter}" for letter in "abcdefg"[:n]]
+    told = unknown_argument("run", make_dataclass("Few", names))
+    assert told == "run is no argument: " + f"there are {', '.join(names)}, and " * are_named
 
 
 def test_an_argument_that_must_be_given_is_named(call_here):
@@ -957,6 +973,29 @@ def test_sample_refuses_a_tokenizer_that_the_model_does_not_know(tmp_path):
         sample.main(sample.Arguments(**given, tokenizer="bytes"))
 
 
+def test_sample_stops_at_ids_that_the_model_has_alone(tmp_path):
+    write_model(tmp_path / "model", vocab_size=300, max_seq_len=8)
+    given = {"checkpoint": str(tmp_path / "model"), "tokenizer": "bytes", "device": "cpu"}
+    given |= {"precision": "fp32", "prompt": "a", "tokens": 1}
+    sample.main(sample.Arguments(**given, stop_tokens=[0, 299]))
+    for token in (-1, 300):
+        with pytest.raises(ValueError, match=rf"^stop_tokens must be ids from 0 to 299, got \[{token}\]"):
+            sample.main(sample.Arguments(**given, stop_tokens=[token]))
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_an_export_has_weights_in_the_precision_that_is_asked_for(precision, dtype, tmp_path, capsys):
+    write_model(tmp_path / "model", vocab_size=257, max_seq_len=8)
+    out = tmp_path / "out"
+    export_hf.main(
+        export_hf.Arguments(
+            model=str(tmp_path / "model"), out=str(out), tokenizer="bytes", precision=precision
+        )
+    )
+    assert {x.dtype for x in load_file(out / "model.safetensors").values()} == {dtype}
+    assert f" parameters, {precision}\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("script", [sample, export_hf])
 def test_a_tokenizer_that_is_not_the_models_own_is_refused_by_name(script, tmp_path):
     published, model = tmp_path / "published", tmp_path / "model"
@@ -1185,6 +1224,8 @@ def test_benchmark_training_writes_each_job_with_its_aim_as_json_and_as_a_table(
     assert lines[0].endswith("| a lot |")
     with pytest.raises(ValueError, match="jobs=true brings its own models, .*, got seq_lens: leave it out"):
         benchmark_training.main(replace(arguments, seq_lens=[32]))
+    with pytest.raises(ValueError, match="jobs=true brings its own models, .*, got ladder: leave it out"):
+        list(benchmark_training.aims(benchmark_training.Arguments(jobs=True, ladder=True)))
     with pytest.raises(ValueError, match=r"out=r.md must name the JSON file, .*: use r.json"):
         check_results(replace(arguments, out="r.md"))
 
@@ -1527,6 +1568,13 @@ def test_plot_run_measures_how_far_curves_differ_either_way_and_anywhere(other, 
     (row,) = plot_run.compare({name: tmp_path / name / "metrics.jsonl" for name in "ab"})
     assert row["mean_difference"] == pytest.approx(mean)
     assert row["largest_difference"] == pytest.approx(largest)
+
+
+def test_a_loss_of_0_is_compared_and_one_that_was_not_finite_is_not(tmp_path):
+    write_metrics(tmp_path / "a", [4.0, 0.5, 2.0])
+    write_metrics(tmp_path / "b", [4.0, 0.0, None])
+    (row,) = plot_run.compare({name: tmp_path / name / "metrics.jsonl" for name in "ab"})
+    assert (row["steps"], row["largest_difference"]) == (2, 0.5)
 
 
 def test_a_picture_of_runs_has_the_title_that_is_given(tmp_path, monkeypatch):

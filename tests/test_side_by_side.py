@@ -86,6 +86,20 @@ def test_each_gpu_runs_one_command_at_a_time_and_all_of_them_run(tmp_path):
         assert all(end <= began for (_, end), (began, _) in pairwise(times))
 
 
+def test_a_command_sees_its_own_place_alone_where_the_caller_was_given_several(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    commands = {name: [sys.executable, "-c", SLEEP, str(tmp_path / name), "0"] for name in ("a", "b")}
+    list(run_side_by_side(commands, ["4", "7"]))
+    assert [(tmp_path / name).read_text().split()[-1] for name in commands] == ["4", "7"]
+
+
+def test_sigterm_ends_the_caller_as_before_once_the_commands_have_ended():
+    before = signal.getsignal(signal.SIGTERM)
+    commands = {"a": [sys.executable, "-c", "pass"]}
+    list(run_side_by_side(commands, [None]))
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_the_seconds_of_a_command_count_from_before_its_start(monkeypatch):
     launch = subprocess.Popen
 

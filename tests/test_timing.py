@@ -39,6 +39,11 @@ class Event:
         return end.at - self.at
 
 
+def test_a_call_that_takes_longer_than_a_turn_is_timed_too(monkeypatch):
+    gpu = GPU(monkeypatch)
+    assert timing.median_ms(lambda: gpu.work(30.0)) == pytest.approx(30.0)
+
+
 @pytest.mark.parametrize("milliseconds", [0.01, 0.3, 2.1, 4.9, 8.7, 14.0])
 def test_calls_are_timed_alone_before_the_clock_falls(milliseconds, monkeypatch):
     gpu, calls = GPU(monkeypatch), []

@@ -54,6 +54,14 @@ def test_what_could_not_be_measured_is_refused_before_anything_is_compiled(given
         tune_tiles.main(tune_tiles.Arguments(**given))
 
 
+def test_the_smallest_and_the_largest_tiles_may_be_measured():
+    for tile in ([16, 16, 1, 1, 0, 0], [128, 16, 32, 1, 255, 1]):
+        tune_tiles.check(tune_tiles.Arguments(candidates=[tile]))
+    for tile in ([8, 16, 1, 1], [16, 16, 64, 1], [16, 16, 1, 1, 256]):
+        with pytest.raises(ValueError, match="^candidates must have blocks of 16 or more and up to 32 warps"):
+            tune_tiles.check(tune_tiles.Arguments(candidates=[tile]))
+
+
 def test_the_tuners_own_candidates_are_tiles_and_compile_at_the_shortest_length(monkeypatch):
     lengths = []
     monkeypatch.setattr(tune_tiles, "launcher", lambda *given: lengths.append(given[-1]) or (lambda: None))

@@ -44,11 +44,11 @@ from scripts.paper.algorithm1 import algorithm1
 from scripts.paper.encoder import Encoder, encoder_config, train_classifier
 from scripts.paper.fused_softmax import LONGEST, fused_softmax
 from scripts.paper.registry import EXPERIMENTS, choose, load
-from scripts.paper.report import number, part_of, write_report
+from scripts.paper.report import number, part_of, rows_table, write_report
 from scripts.paper.sparsity import random_blocks, two_blocks
 from scripts.paper.traffic import n_bytes
 from scripts.paper.training import MODELS, configure, hugging_face, time_training
-from scripts.paper.verdict import NOT_MEASURED, NOT_REACHED, REACHED, Verdict, least
+from scripts.paper.verdict import NOT_MEASURED, NOT_REACHED, REACHED, Verdict, least, total
 from scripts.reproduce_paper import Arguments, choose_sizes, main
 from train import weights
 from train.config import Config
@@ -189,6 +189,13 @@ def test_the_papers_own_numbers_reach_its_claims(experiment, rows, missed):
         quoted = verdict.paper.split()[0].rstrip("x%")
         if verdict.ours is not None and quoted.replace(".", "").isdigit():
             assert verdict.ours == pytest.approx(float(quoted), rel=0.03, abs=0.05)
+
+
+def test_the_time_of_both_passes_is_that_of_none_where_one_is_missing():
+    row = {"forward_ms": 2.0, "backward_ms": 3.0}
+    assert total(row) == 5.0
+    assert [total({**row, key: None}) for key in row] == [None, None]
+    assert total({"forward_ms": 2.0}) is None
 
 
 def test_of_several_lengths_the_worst_one_counts():
@@ -499,6 +506,15 @@ def test_numbers_are_written_plainly():
     assert [number(x) for x in (0.0, 3.14159, 25.87, 123456.0, 1e9, 1.5e-5)] == [
         "0", "3.142", "25.87", "123456", "1.000e+09", "1.500e-05",
     ]  # fmt: skip
+    # where exponents end and begin
+    assert [number(x) for x in (0.001, -0.001, 999_999.0, 1e6)] == ["0.001", "-0.001", "999999", "1.000e+06"]
+
+
+def test_bytes_are_told_in_gb_and_what_is_missing_is_left_out():
+    rows = [{"peak_bytes": 2_500_000_000, "ms": 1.25}, {"peak_bytes": None, "ms": 0.5}]
+    head, _, *lines = rows_table(rows, ("peak_bytes", "ms")).splitlines()
+    assert head == "| peak_gb | ms |"
+    assert lines == ["| 2.5 | 1.25 |", "|  | 0.5 |"]
 
 
 def test_the_command_writes_results_pictures_and_a_report(tmp_path):
@@ -570,6 +586,10 @@ def test_a_report_takes_no_other_files_place(tmp_path):
         main(Arguments(experiments=["figure1"], quick=True, out=str(tmp_path)))
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
     assert (tmp_path / "README.md").read_text() == "# My project\n"
+    # not even one in another encoding
+    (tmp_path / "README.md").write_bytes("# R\xe9sum\xe9\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"README\.md is no report of this script"):
+        main(Arguments(experiments=["figure1"], quick=True, out=str(tmp_path)))
 
 
 @pytest.fixture
@@ -754,6 +774,30 @@ def test_pathfinder_draws_both_answers_and_the_same_pictures_again():
     assert set(labels) == {0, 1}
     assert pictures.max(1).min() > 200
     assert (tasks.pathfinder(24, 32, seed=5)[0] == pictures).all()
+
+
+def test_paths_lie_inside_of_the_picture_apart_from_one_another():
+    rng, alone = np.random.default_rng(0), np.zeros((0, 2))
+    for scene in (tasks.SIMPLE, tasks.FULL):
+        firsts = (tasks.draw_path(rng, scene, 3, alone) for _ in range(20))
+        for first in (path.reshape(-1, 2) for path in firsts if path is not None):
+            second = tasks.draw_path(rng, scene, 3, first)
+            if second is not None:
+                points = second.reshape(-1, 2)
+                assert tasks.EDGE <= points.min() <= points.max() <= tasks.GRID - tasks.EDGE
+                assert np.linalg.norm(points[:, None] - first, axis=-1).min() > scene.margin
+
+
+def test_the_end_of_one_path_is_not_beside_the_mark_of_another(monkeypatch):
+    drawn, draw_path = [], tasks.draw_path
+    monkeypatch.setattr(tasks, "draw_path", lambda *given: drawn.append(path := draw_path(*given)) or path)
+    for seed in range(60):
+        drawn.clear()
+        tasks.draw_picture(np.random.default_rng(seed), tasks.GRID)
+        # the last one is the short path beside these
+        first, second, _ = drawn[-3:]
+        ends = np.linalg.norm(second[-1, -1] - first[0, 0]), np.linalg.norm(second[0, 0] - first[-1, -1])
+        assert min(ends) >= tasks.APART
 
 
 @pytest.mark.parametrize("side", [8, 32])
@@ -1119,6 +1163,12 @@ def test_rows_are_written_when_sigterm_comes_and_comes_again(experiment, tmp_pat
         signal.signal(signal.SIGTERM, before)
     assert ended.value.code == 128 + signal.SIGTERM
     assert len(json.loads(part_of(tmp_path / "figure1.json").read_text())["rows"]) == 2
+
+
+def test_a_tensor_that_is_given_twice_is_read_once():
+    x = torch.zeros(3, 5, dtype=torch.float16)
+    assert n_bytes([x, x]) == n_bytes([x]) == 30
+    assert n_bytes([x, x.clone(), 7]) == 60
 
 
 def test_a_broadcast_dimension_is_read_once():

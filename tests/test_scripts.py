@@ -45,6 +45,7 @@ from scripts import (
 from scripts.arguments import (
     OVERWRITE,
     argument,
+    check_as_many,
     check_results,
     command_line,
     result_file,
@@ -198,6 +199,14 @@ def test_a_script_of_few_arguments_names_them_where_one_is_unknown(call_here):
     assert done.returncode == 2
     there_are = "there are model, out, tokenizer, precision, and --help lists them"
     assert done.stderr == f"error: run is no argument: {there_are}\n"
+
+
+def test_lists_that_belong_together_hold_as_many_values():
+    arguments = SimpleNamespace(models=["a", "b"], steps=[1, 2], batches=[4])
+    check_as_many(arguments, "models", "steps")
+    message = "^models, steps, batches must hold as many values each, got 2, 2, 1: give the others, too"
+    with pytest.raises(ValueError, match=message):
+        check_as_many(arguments, "models", "steps", "batches")
 
 
 @pytest.mark.parametrize(("n", "are_named"), [(6, True), (7, False)])

@@ -349,6 +349,12 @@ def test_top_p_keeps_the_smallest_set_that_holds_p(gpt):
     assert len(drawn) > 1 or n == 1
 
 
+@pytest.mark.parametrize(("top_p", "n"), [(0.5, 1), (0.51, 2)])
+def test_tokens_that_hold_p_exactly_are_all_that_is_kept(top_p, n):
+    drawn = sample(torch.zeros(100, 2), 1.0, None, top_p, torch.Generator().manual_seed(0))
+    assert len(drawn.unique()) == n
+
+
 class RefusingFloatSums(TorchDispatchMode):
     """As torch.use_deterministic_algorithms refuses them on a GPU."""
 
@@ -497,6 +503,7 @@ def test_logits_of_ids_that_are_never_drawn_need_not_be_finite(gpt, temperature)
         ({"n_new": 36}, "5 prompt tokens and n_new=36 exceed the model's 40 positions: n_new=35 fits"),
         ({"n_new": -1}, "n_new must be at least 0, got -1"),
         ({"n_new": 1, "temperature": float("nan")}, "temperature must be at least 0 and finite, got nan"),
+        ({"n_new": 1, "temperature": float("inf")}, "temperature must be at least 0 and finite, got inf"),
         ({"n_new": 1, "temperature": -1.0}, "temperature must be at least 0"),
         ({"n_new": 1, "top_k": 0}, "top_k must be at least 1"),
         ({"n_new": 1, "top_p": 0.0}, r"top_p must be in \(0, 1\]"),

@@ -300,6 +300,18 @@ SHAPES = {"gpt2": {}, "llama": LLAMA, "qwen": {**LLAMA, "bias": "qkv", "qk_norm"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+def test_attention_is_given_one_dtype_under_autocast(shape, monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        "model.attention.attend", lambda *qkv, **options: given.extend(qkv[:3]) or attend(*qkv, **options)
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(**SHAPES[shape])(torch.randint(300, (1, 9)))
+    # of two layers
+    assert [x.dtype for x in given] == [torch.bfloat16] * 6
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_flops_count_the_parameters_that_there_are(shape):
     gpt = model(**SHAPES[shape])
     n = gpt.n_parameters()

@@ -176,6 +176,12 @@ def test_shards_are_filled_up_to_their_limit_and_their_index_counts_bytes(folder
     assert any(len(shard) > 2 for shard in sizes)
     assert index["metadata"]["total_size"] == sum(map(sum, sizes))
     assert sorted(index["weight_map"]) == sorted(name for shard in shards for name in shard)
+    # what just fits goes into one
+    for less, names in ((0, ["model.safetensors"]), (1, ["model-00001-of-00002.safetensors"])):
+        exact = tmp_path / f"exact{less}"
+        given = {"max_shard_bytes": sum(map(sum, sizes)) - less}
+        export_pretrained(load_pretrained(folder, REFERENCE), exact, **given)
+        assert sorted(path.name for path in exact.glob("*.safetensors"))[:1] == names
     settings = json.loads((tmp_path / "out" / "config.json").read_text())
     assert settings["dtype"] == settings["torch_dtype"] == "float32"
     with safe_open(tmp_path / "out" / index["weight_map"]["transformer.wte.weight"], "pt") as file:

@@ -13,6 +13,8 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from data.manifest import read_manifest
+from data.shards import read_shard
+from data.tokenizer import shard_mark
 from model import AttentionConfig
 from model.extend import extended_config
 from model.rope import frequencies
@@ -215,8 +217,13 @@ def test_an_evaluation_tells_where_there_is_less_text_than_it_is_to_score(tmp_pa
     monkeypatch.chdir(tmp_path)
     faults.write_corpus(tmp_path)
     faults.run_training(faults.small_config("run", 1, "seq_len=64"))
-    written = []
+    written, loaders, text_rows = [], [], evaluate_context.text_rows
     monkeypatch.setattr(evaluate_context, "write_result", lambda out, rows, **facts: written.append(facts))
+    monkeypatch.setattr(
+        evaluate_context,
+        "text_rows",
+        lambda model, loader, *given: loaders.append(loader) or text_rows(model, loader, *given),
+    )
     folder = next(Path("datasets").glob("text-*"))
     given = {"model": "runs/run", "data": str(folder), "device": "cpu", "precision": "fp32", "prompts": 1}
     told = (
@@ -228,5 +235,11 @@ def test_an_evaluation_tells_where_there_is_less_text_than_it_is_to_score(tmp_pa
         )
         evaluate_context.main(arguments)
         assert bool(re.search(told, capsys.readouterr().out)) == (sequences > 1)
+    # the windows are the text from its beginning, in its order
+    tokens = torch.cat([loaders[0].batch(index)[0][0] for index in range(len(loaders[0]))])
+    [shard] = read_manifest(folder)["splits"]["val"]["shards"]
+    text = read_shard(folder / shard["file"], tokenizer=shard_mark("bytes"))
+    assert len(tokens) >= 2 * 512
+    assert tokens.tolist() == text[: len(tokens)].tolist()
     # on no GPU, though there may be one
     assert [facts["n_gpus"] for facts in written] == [0, 0]

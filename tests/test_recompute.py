@@ -85,6 +85,25 @@ def test_selective_recomputation_draws_what_attention_with_dropout_has_drawn(mon
     assert torch.equal(gradient("selective"), gradient("none"))
 
 
+class Calls(TorchDispatchMode):
+    """Counts the calls of one operator while it is entered."""
+
+    def __init__(self, operator):
+        super().__init__()
+        self.operator, self.n = operator, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.n += function is self.operator
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("recompute", "n"), [("none", 3), ("selective", 3), ("full", 6)])
+def test_full_recomputation_alone_repeats_pytorchs_attention(recompute, n):
+    with Calls(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default) as calls:
+        gradients(small(recompute))
+    assert calls.n == n
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputation_gives_the_same_gradients_with_our_kernels(recompute, device):
     kept, again = (small(kind, "flash", n_layer=1, n_embd=64).to(device) for kind in ("none", recompute))

@@ -247,6 +247,8 @@ def test_empty_slots_that_cannot_be_counted_are_asked_for():
     # caught inside, as in test_rules_that_a_compiler_cannot_look_at_are_refused_there
     @torch.compile(backend="eager", fullgraph=True)
     def compiled(x, q_offset):
+        # with as many queries as keys there are no slots, wherever the queries are counted
+        assert filled_slots(causal, 8, 8, q_offset, 0) == 8
         try:
             return x, filled(causal, q_offset), filled(both_ways, q_offset), ""
         except ValueError as error:
@@ -523,6 +525,10 @@ def test_rules_of_masks_are_read_or_named():
     ):
         with pytest.raises(ValueError, match=f"^the mask of this model follows {name}.* use attn_impl"):
             read_rules(rule, 4, are_causal=True, is_own=False)
+    # layers that hide nothing may follow what shows all, as one image does, but text without any does not
+    one_image, text = (masks.blockwise_overlay(torch.full_like(numbers, number)) for number in (0, -1))
+    assert read_rules(masks.or_masks(packed, one_image), 4, are_causal=False, is_own=False) is None
+    assert read_rules(masks.or_masks(packed, text), 4, are_causal=False, is_own=False) is numbers
 
 
 def test_rules_that_a_compiler_cannot_look_at_are_refused_there():

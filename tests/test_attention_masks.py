@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kernels import block_masks
 from kernels.checks import check_document_ids
 from kernels.flash_attention import flash_attention, flash_attention_varlen
-from kernels.intervals import document_bounds, varlen_bounds
+from kernels.intervals import document_bounds, mean_length, varlen_bounds
 from kernels.packed import flash_attention_packed
 from kernels.reference import attention_reference, visible_keys
 from tests.accuracy import assert_as_accurate_as_torch, random_qkv, run
@@ -24,6 +24,12 @@ from tests.accuracy import assert_as_accurate_as_torch, random_qkv, run
 def test_window_keeps_the_last_keys(window, seq_q, seq_k, device):
     q, k, v = random_qkv(1, seq_q, seq_k, 1, 1, 16, torch.float32, device)
     assert_as_accurate_as_torch(flash_attention, q, k, v, window=window)
+
+
+def test_a_token_of_padding_is_in_a_document_of_no_length():
+    ids = torch.tensor([[-1, -1, 0, 0, 0, 4], [1, 1, 1, 1, 2, 2]], dtype=torch.int32)
+    assert mean_length(ids) == (2 * 0 + 3 * 3 + 1 + 4 * 4 + 2 * 2) / 12
+    assert mean_length(torch.full((1, 5), -1, dtype=torch.int32)) == 0.0
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 9}])

@@ -312,6 +312,13 @@ def test_numbers_are_numbered_alike_by_a_table_and_by_sorting(n):
     assert torch.equal(values[place], x.to(values.dtype))
 
 
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(65, 128), (65, 200), (1, 65), (128, 100)])
+def test_a_causal_mask_that_leaves_nothing_out_has_a_density_of_one(seq_q, seq_k):
+    mask = block_masks.from_dense(visible_keys(seq_q, seq_k, causal=True)[0, 0], block_size=64)
+    assert mask.causal
+    assert mask.density() == 1.0
+
+
 def test_density_of_queries_before_the_first_key_counts_no_block():
     visible = visible_keys(256, 64, causal=True)
     mask = block_masks.from_dense(visible, block_size=64)

@@ -66,6 +66,17 @@ def test_a_triton_that_cannot_build_hoppers_kernels_is_the_reason_given(monkeypa
     assert found["bfloat16", 64, "plain"][1] == "hopper Gluon lacks warpgroup_mma"
 
 
+def test_calls_are_of_another_kind_by_the_implementation_that_is_asked_for_or_has_failed(monkeypatch):
+    kinds = [operators.choices()]
+    for name in ("portable", "hopper"):
+        with operators.use_implementation(name):
+            kinds.append(operators.choices())
+    assert operators.choices() == kinds[0]
+    monkeypatch.setattr(hopper, "failures", [] if hopper.failures else ["it does not build"])
+    kinds.append(operators.choices())
+    assert len(set(kinds)) == 4
+
+
 def test_what_uses_another_implementation_inside_of_one_leaves_the_outer():
     with operators.use_implementation("portable"):
         with operators.use_implementation("hopper"):

@@ -490,6 +490,10 @@ def test_flex_attention_is_measured_with_the_same_blocks(name, seq_len):
     own = create_block_mask(visible, None, None, seq_len, seq_len, "cpu", BLOCK_SIZE=128)
     assert torch.equal(mine.to_dense(), own.to_dense())
     assert torch.equal(mine.full_kv_num_blocks, own.full_kv_num_blocks)
+    # and inside of these, to the token
+    i = torch.arange(seq_len)
+    expected = pattern(name, "cpu", 128, seq_len).to_dense()[0, 0]
+    assert torch.equal(visible(0, 0, i[:, None], i), expected)
 
 
 X = torch.zeros(2, 100, 4, 16, device="cuda" if torch.cuda.is_available() else "cpu")

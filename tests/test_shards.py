@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import shards
 from data.shards import HEADER, HEADER_BYTES, ShardError, ShardWriter, read_shard, write_shard
 
 
@@ -124,11 +123,6 @@ def test_a_shard_that_grew_is_refused(path):
 def test_a_changed_token_is_recognised(path, tokens):
     change(path, HEADER_BYTES + 500, struct.pack("<H", int(tokens[250]) ^ 1))
     refused(path, "is corrupt: its tokens have crc32")
-
-
-def test_a_shard_longer_than_what_is_read_at_once_has_its_checksum(path, tokens, monkeypatch):
-    monkeypatch.setattr(shards, "CHECK_BYTES", 300)
-    assert np.array_equal(read_shard(path, tokenizer="gpt2", verify=True), tokens)
 
 
 def test_a_shard_of_another_tokenizer_is_refused(path):

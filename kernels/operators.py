@@ -45,7 +45,7 @@ def choices() -> tuple:
     return forced, bool(hopper.failures)
 
 
-def _problem(
+def problem_of(
     key_bounds: Tensor | None,
     query_bounds: Tensor | None,
     dropout_seed: Tensor | None,
@@ -90,7 +90,7 @@ def attention_forward(
     deterministic: bool,
     keys_per_query: float | None,
 ) -> tuple[Tensor, Tensor]:
-    problem = _problem(
+    problem = problem_of(
         key_bounds, query_bounds, dropout_seed, blocks, softmax_scale, causal, window, dropout_p,
         deterministic, keys_per_query,
     )  # fmt: skip
@@ -118,7 +118,7 @@ def attention_backward(
     deterministic: bool,
     keys_per_query: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    problem = _problem(
+    problem = problem_of(
         key_bounds, query_bounds, dropout_seed, blocks, softmax_scale, causal, window, dropout_p,
         deterministic, keys_per_query,
     )  # fmt: skip

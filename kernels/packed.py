@@ -10,8 +10,7 @@ from torch import Tensor
 from kernels import checks
 from kernels.intervals import document_bounds, mean_keys
 from kernels.layouts import with_tokens_in_memory
-from kernels.operators import choices, refuse_second_derivative, run, save_nothing
-from kernels.problem import Problem
+from kernels.operators import choices, problem_of, refuse_second_derivative, run, save_nothing
 from kernels.registration import differentiate, operator
 from kernels.repeats import repeated
 
@@ -37,7 +36,9 @@ def packed_attention_forward(
     deterministic: bool,
     keys_per_query: float | None,
 ) -> tuple[Tensor, Tensor]:
-    problem = _problem(key_bounds, query_bounds, softmax_scale, causal, deterministic, keys_per_query)
+    problem = problem_of(
+        key_bounds, query_bounds, None, [], softmax_scale, causal, None, 0.0, deterministic, keys_per_query
+    )
     q, k, v = qkv.unbind(2)
     return run(problem, q, k, v, lambda module: module.attention_forward(problem, q, k, v))
 
@@ -56,7 +57,9 @@ def packed_attention_backward(
     deterministic: bool,
     keys_per_query: float | None,
 ) -> Tensor:
-    problem = _problem(key_bounds, query_bounds, softmax_scale, causal, deterministic, keys_per_query)
+    problem = problem_of(
+        key_bounds, query_bounds, None, [], softmax_scale, causal, None, 0.0, deterministic, keys_per_query
+    )
     q, k, v = qkv.unbind(2)
     dqkv = torch.empty_like(qkv)
     dout, gradients = with_tokens_in_memory(dout), dqkv.unbind(2)
@@ -84,25 +87,6 @@ def _backward(ctx, dout, _):
 
 packed_attention = differentiate(packed_attention_forward, _save_for_backward, _backward)
 packed_backward = differentiate(packed_attention_backward, save_nothing, refuse_second_derivative)
-
-
-def _problem(
-    key_bounds: Tensor | None,
-    query_bounds: Tensor | None,
-    softmax_scale: float,
-    causal: bool,
-    deterministic: bool,
-    keys_per_query: float | None,
-) -> Problem:
-    # float() as in operators.py
-    return Problem(
-        softmax_scale=float(softmax_scale),
-        causal=causal,
-        key_bounds=key_bounds,
-        query_bounds=query_bounds,
-        deterministic=deterministic,
-        keys_per_query=keys_per_query,
-    )
 
 
 def flash_attention_packed(

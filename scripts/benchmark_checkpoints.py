@@ -15,9 +15,10 @@ from scripts.arguments import OVERWRITE, argument, check_least, check_some, resu
 from scripts.benchmark_training import OPTIM
 from scripts.sizes import check_models, read_model
 from train.checkpoint import CheckpointConfig, list_checkpoints, run_tensors
-from train.config import DEVICES, one_of
+from train.config import DEVICES
 from train.distributed import join_processes
 from train.optim import build_optimizer
+from train.overrides import one_of
 from train.passes import Passes
 from train.results import write_result
 from train.saving import CheckpointSaver

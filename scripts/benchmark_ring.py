@@ -23,8 +23,9 @@ from model.flops import window_pairs
 from model.ring import Ring
 from model.ring_attention import ring_attention
 from scripts.arguments import OVERWRITE, argument, check_least, check_some, result_file, run_script
-from train.config import DEVICES, one_of
+from train.config import DEVICES
 from train.distributed import join_processes
+from train.overrides import one_of
 from train.results import write_result
 from train.throughput import between, mark
 

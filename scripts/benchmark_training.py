@@ -29,11 +29,12 @@ from model.gpt import has_fused_gelu
 from model.recompute import RECOMPUTE
 from scripts.arguments import OVERWRITE, argument, check_least, check_some, result_file, run_script
 from scripts.sizes import check_models, read_model
-from train.config import DEVICES, PRECISIONS, one_of
+from train.config import DEVICES, PRECISIONS
 from train.distributed import join_processes
 from train.logger import readable
 from train.optim import OptimConfig, build_optimizer
 from train.out_of_memory import is_out_of_memory
+from train.overrides import one_of
 from train.passes import EAGER_STEPS, GraphedPasses, Passes, supports_graphs
 from train.plot import draw_bars
 from train.results import write_result

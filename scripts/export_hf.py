@@ -11,8 +11,9 @@ from pathlib import Path
 from data.tokenizer import TOKENIZERS
 from scripts.arguments import argument, check_place, run_script
 from scripts.inference import find_model, model_tokenizer
-from train.config import PRECISIONS, one_of
+from train.config import PRECISIONS
 from train.export import export
+from train.overrides import one_of
 from train.step import DTYPES
 from train.weights import load_model, run_attention
 

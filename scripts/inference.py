@@ -6,7 +6,8 @@ import torch
 
 from data.tokenizer import TOKENIZERS, is_tokenizer, load_tokenizer, same_tokens
 from model.attention import IMPLEMENTATIONS
-from train.config import DEVICES, PRECISIONS, one_of
+from train.config import DEVICES, PRECISIONS
+from train.overrides import one_of
 from train.weights import locate, tokenizer_name
 
 

@@ -9,13 +9,13 @@ than that: the same call has 709 TFLOP/s in its ninth repetition, and 670 from t
 
 import time
 from collections.abc import Callable
-from functools import cache
 from statistics import median
 
 import torch
 from torch import Tensor
 
 from model.graphs import recording
+from train.passes import capture_stream
 
 # pause before a turn, in seconds
 PAUSE = 0.05
@@ -40,11 +40,7 @@ def capture(attention: Callable, qkv: tuple[Tensor, ...], dout: Tensor):
     captured forward pass leaves it, on the GPU, and would otherwise read an invalid address.
     """
     # a backward pass runs on the stream of its forward pass
-    stream = capture_stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            torch.autograd.grad(attention(*qkv), qkv, dout)
+    stream = warmed_up(lambda: torch.autograd.grad(attention(*qkv), qkv, dout))
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with recording(forward, stream):
         out = attention(*qkv)
@@ -55,19 +51,19 @@ def capture(attention: Callable, qkv: tuple[Tensor, ...], dout: Tensor):
     return out, forward, backward
 
 
-@cache
-def capture_stream() -> torch.cuda.Stream:
-    """The stream of all captures: PyTorch warns if a tensor's gradient was last computed on another one."""
-    return torch.cuda.Stream()
-
-
-def capture_forward(function: Callable) -> torch.cuda.CUDAGraph:
-    """The graph of one call."""
+def warmed_up(function: Callable) -> torch.cuda.Stream:
+    """The stream of all captures, after three calls: PyTorch warns if gradients were computed on another."""
     stream = capture_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             function()
+    return stream
+
+
+def capture_forward(function: Callable) -> torch.cuda.CUDAGraph:
+    """The graph of one call."""
+    stream = warmed_up(function)
     graph = torch.cuda.CUDAGraph()
     with recording(graph, stream):
         function()

@@ -172,7 +172,7 @@ def test_a_run_is_compiled_by_parts_where_graphs_replay_every_pass(monkeypatch, 
     config = parse(composed("device=cpu", f"tokens_per_microbatch={SEQ_LEN}", f"seq_len={SEQ_LEN}", *given))
     processes = Processes(0, world_size, torch.device("cpu"), None, None)
     group = object() if config.context_parallel > 1 else None
-    model = build_step_model(build(2), config, processes, ContextGroups(1, 0, world_size, group))
+    model = build_step_model(build(2), config, processes, ContextGroups(0, world_size, group))
     compiled = model.model if group else model
     assert isinstance(compiled, CompiledModel)
     assert (compiled.whole is not None) == is_whole

@@ -101,7 +101,7 @@ def train(
         reshards = config.reshard_after_forward
         shard(weights, processes, config.shard_processes, compiled=False, reshard_after_forward=reshards)
     optimizer = build_optimizer(weights, config.optim)
-    context = ContextGroups(1, processes.rank, processes.world_size, None)
+    context = ContextGroups(processes.rank, processes.world_size, None)
     model = build_step_model(weights, config, processes, context)
     passes = Passes(model, 2, nullcontext, scaler)
     text = torch.randint(100, (8, 9), generator=torch.Generator().manual_seed(1))
@@ -188,7 +188,7 @@ def test_gradients_travel_once_a_step_however_many_micro_batches_it_has_and_weig
 
 def a_graph_is_cut_for_traveling_gradients(rank: int) -> None:
     together = Processes(rank, 2, torch.device("cpu"), None, None)
-    context = ContextGroups(1, rank, 2, None)
+    context = ContextGroups(rank, 2, None)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     graphs = []
 

@@ -39,7 +39,7 @@ class Training:
         self.config = config
         self.processes = Processes(rank, world_size, torch.device("cuda", rank), None, None)
         self.weights = build_weights(config, self.processes.device)
-        context = ContextGroups(1, rank, world_size, None)
+        context = ContextGroups(rank, world_size, None)
         self.model = build_step_model(self.weights, config, self.processes, context)
         self.optimizer = build_optimizer(self.weights, config.optim)
         self.scaler = torch.amp.GradScaler("cuda", enabled=config.precision == "fp16")

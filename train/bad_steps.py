@@ -3,14 +3,16 @@
 import json
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
 
-import torch
 from torch import Tensor
 
 from train.checkpoint import folders_of, lies_in, reads_on
+from train.overrides import one_of
+from train.step import record_event
 from train.whole_file import write_whole
 
 BAD_STEP_ACTIONS = ("stop", "skip")
@@ -37,8 +39,7 @@ class SpikeConfig:
     window: int
 
     def __post_init__(self):
-        if self.action not in SPIKE_ACTIONS:
-            raise ValueError(f"spikes.action must be one of {', '.join(SPIKE_ACTIONS)}, got {self.action!r}")
+        one_of("spikes.action", self.action, SPIKE_ACTIONS)
         if not self.z_score > 0:
             raise ValueError(f"spikes.z_score must be above 0, got {self.z_score}")
         if not 2 <= self.window <= LONGEST_WINDOW:
@@ -93,7 +94,7 @@ class StepGuard:
         self._rank = rank
         self._losses: deque[float] = deque(maxlen=spikes.window)
         self._norms: deque[float] = deque(maxlen=spikes.window)
-        self._pending: tuple[int, Tensor, torch.cuda.Event | None, float] | None = None
+        self._pending: tuple[int, Tensor, Callable, float] | None = None
         self._skipped = 0
         # steps in a row whose gradients were not finite
         self._not_finite = 0
@@ -147,19 +148,15 @@ class StepGuard:
 
     def add_norm(self, step: int, norm: Tensor, limit: float) -> None:
         """Takes the norm () of the step's gradients, to be read later, and the limit it was compared with."""
-        event = torch.cuda.Event() if norm.is_cuda else None
-        norm = norm.detach().to("cpu", non_blocking=True)
-        if event:
-            event.record()
-        self._pending = (step, norm, event, limit)
+        on_host = norm.detach().to("cpu", non_blocking=True)
+        self._pending = (step, on_host, record_event(norm.device), limit)
 
     def settle(self) -> None:
         """Waits for the last norm and judges it."""
         if self._pending is None:
             return
-        (step, tensor, event, limit), self._pending = self._pending, None
-        if event:
-            event.synchronize()
+        (step, tensor, arrived, limit), self._pending = self._pending, None
+        arrived()
         norm = float(tensor)
         # as the update compared them
         self._skipped += not norm < limit

@@ -141,13 +141,11 @@ def find_checkpoint(
     skipped: a list to which the run's damaged ones are added. mark: as in verify_checkpoint. Raises
     ValueError if the checkpoint that resume names is damaged, or all that were found.
     """
-    if resume not in ("auto", "never"):
-        own = newest_checkpoint(folder, skipped, mark)
-        if own and is_saved_by(read_checkpoint(own), resume):
-            return own
-        verify_checkpoint(Path(resume), mark)
-        return Path(resume)
-    return newest_checkpoint(folder, skipped, mark)
+    own = newest_checkpoint(folder, skipped, mark)
+    if resume in ("auto", "never") or (own and is_saved_by(read_checkpoint(own), resume)):
+        return own
+    verify_checkpoint(Path(resume), mark)
+    return Path(resume)
 
 
 def refuse_other_run(folder: Path, resume: str, config: dict) -> None:
@@ -172,14 +170,14 @@ def refuse_other_run(folder: Path, resume: str, config: dict) -> None:
             f"checkpoint.resume=never, but {folder} holds {len(finished)} checkpoints: "
             "choose another name=, or checkpoint.resume=auto to continue"
         )
-    if not finished and (summary := folder.parent / "summary.json").exists():
+    if not finished and (summary := run / "summary.json").exists():
         raise ValueError(
             f"{summary} is of a finished run whose checkpoints are gone, and a new one would write over its "
             "files: choose another name=, or move the folder away"
         )
     found = readable_checkpoints(folder)
     newest, newest_info = list(found.items())[-1] if found else (None, None)
-    if newest and is_saved_by(newest_info, resume):
+    if newest and (resume == "auto" or is_saved_by(newest_info, resume)):
         # the run continues from its own checkpoint, whatever became of the one that it started from
         if resume != "auto":
             # check_fits would compare them too, and advise the checkpoint.resume= that is given already
@@ -201,8 +199,6 @@ def refuse_other_run(folder: Path, resume: str, config: dict) -> None:
         check_fits(info, Path(resume), config, same_run=False)
         _refuse_other_steps(info, Path(resume), folder, config)
         _refuse_to_replace(found, folder, resume, info["step"])
-    elif found:
-        check_fits(newest_info, newest, config, same_run=True)
 
 
 def is_saved_by(info: dict, resume: str) -> bool:

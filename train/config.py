@@ -23,7 +23,7 @@ from train.free_name import first_free
 from train.logger import LoggingConfig, WandbConfig, counted
 from train.lora import LoraConfig
 from train.optim import OptimConfig
-from train.overrides import checked
+from train.overrides import checked, one_of
 from train.parallel import STRATEGIES
 from train.sample import SampleConfig, check_seed, prompt_ids
 from train.step import DTYPES
@@ -390,12 +390,6 @@ def write_config(config: Config, folder: Path, first_step: int) -> Path:
 def _set_aside(path: Path) -> None:
     """Renames config_from_step_9.yaml to config_from_step_9_undone_1.yaml, or the next that is free."""
     path.rename(first_free(lambda number: path.with_stem(f"{path.stem}_undone_{number}")))
-
-
-def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raises ValueError, naming the key `name`, unless its value is one of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def _check_at_least_1(name: str, value: int) -> None:

@@ -19,9 +19,8 @@ from train.distributed import Processes
 
 @dataclass(frozen=True, slots=True)
 class ContextGroups:
-    """This process's place: `size` ranks share each sequence, and read part data_rank of data_size."""
+    """This process's place: it reads part data_rank of data_size, with the ranks of its group."""
 
-    size: int
     data_rank: int
     data_size: int
     # None if each process has whole sequences
@@ -32,13 +31,13 @@ def join_context_groups(processes: Processes, size: int) -> ContextGroups:
     """Forms groups of `size` neighbouring ranks; size divides the processes (Config.check_processes)."""
     data_rank, data_size = processes.rank // size, processes.world_size // size
     if size == 1:
-        return ContextGroups(1, data_rank, data_size, None)
+        return ContextGroups(data_rank, data_size, None)
     names = ("data", "context")
     mesh = init_device_mesh(processes.device.type, (data_size, size), mesh_dim_names=names)
     group = mesh["context"].get_group()
     # NCCL needs every rank of a group in its first call, in which a rank may have nothing to send
     dist.barrier(group)
-    return ContextGroups(size, data_rank, data_size, group)
+    return ContextGroups(data_rank, data_size, group)
 
 
 class SharedSequences(nn.Module):

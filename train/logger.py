@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from train.overrides import one_of
 from train.strict_json import from_json, to_json
 from train.terminal import warn
 from train.whole_file import write_whole
@@ -35,8 +36,7 @@ class WandbConfig:
     project: str
 
     def __post_init__(self):
-        if self.mode not in WANDB_MODES:
-            raise ValueError(f"wandb.mode must be one of {', '.join(WANDB_MODES)}, got {self.mode!r}")
+        one_of("wandb.mode", self.mode, WANDB_MODES)
 
 
 class RunLogger:
@@ -50,10 +50,11 @@ class RunLogger:
     ):
         self._steps = steps
         path = folder / "metrics.jsonl"
-        kept = read_metrics(path) if start_step and path.exists() else []
-        write_whole(path, "".join(to_json(line) + "\n" for line in kept if line["step"] <= start_step))
+        found = read_metrics(path) if start_step and path.exists() else []
+        kept = [line for line in found if line["step"] <= start_step]
+        write_whole(path, "".join(to_json(line) + "\n" for line in kept))
         # the step of the last line, 0 before there is one
-        self.newest_step = max((line["step"] for line in kept if line["step"] <= start_step), default=0)
+        self.newest_step = max((line["step"] for line in kept), default=0)
         self._file = path.open("ab", buffering=0)
         self._size = path.stat().st_size
         self._unwritten = b""

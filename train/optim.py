@@ -8,6 +8,7 @@ from torch import nn
 
 from train.logger import counted
 from train.muon import MuonAdamW
+from train.overrides import one_of
 
 ALGORITHMS = ("adamw", "muon")
 SCHEDULES = ("cosine", "wsd")
@@ -34,12 +35,8 @@ class OptimConfig:
     gradient_clip: float
 
     def __post_init__(self):
-        if self.algorithm not in ALGORITHMS:
-            raise ValueError(
-                f"optim.algorithm must be one of {', '.join(ALGORITHMS)}, got {self.algorithm!r}"
-            )
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"optim.schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
+        one_of("optim.algorithm", self.algorithm, ALGORITHMS)
+        one_of("optim.schedule", self.schedule, SCHEDULES)
         for name in ("learning_rate", "weight_decay", "gradient_clip", "warmup_steps"):
             # written so that nan, which fails every comparison, is refused too
             if not 0 <= getattr(self, name) < math.inf:

@@ -58,6 +58,12 @@ def checked(given: DictConfig, schema: type):
         raise ValueError(wrong_value(error, given)) from error
 
 
+def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises ValueError, naming the key `name`, unless its value is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
 def explain(error: Exception, schema: type, *, sweeps: bool = True) -> str:
     """What Hydra, or YAML in conf/, found wrong.
 

@@ -25,7 +25,7 @@ def forward_backward(passes: Passes, tokens, targets, processes) -> tuple[float,
         if is_last:
             losses = torch.stack((total, processes.mean(total.clone())))
             losses = losses.to("cpu", non_blocking=True)
-            losses_arrived = _record_event(tokens.device)
+            losses_arrived = record_event(tokens.device)
         passes.backward()
         # a step of many micro-batches may take longer than the watchdog waits
         processes.mark()
@@ -61,7 +61,7 @@ def autocast_context(device_type: str, precision: str):
     return torch.autocast(device_type, dtype=DTYPES[precision])
 
 
-def _record_event(device: torch.device):
+def record_event(device: torch.device):
     """A function that waits until the work queued so far is done."""
     if device.type != "cuda":
         return lambda: None

@@ -23,6 +23,7 @@ from train.checkpoint import (
     verify_checkpoint,
 )
 from train.lora import LoraConfig, add_adapters, merge_adapters
+from train.overrides import one_of
 
 
 @dataclass(kw_only=True, slots=True)
@@ -42,9 +43,7 @@ class StartConfig:
             raise ValueError(
                 "start.weights must name a Hugging Face folder, runs/NAME or a checkpoint, got ''"
             )
-        choices = (*ROTARY_METHODS, *EXTENSIONS)
-        if self.positions not in choices:
-            raise ValueError(f"start.positions must be one of {', '.join(choices)}, got {self.positions!r}")
+        one_of("start.positions", self.positions, (*ROTARY_METHODS, *EXTENSIONS))
         if self.rotary_base is not None and not 1.0 <= self.rotary_base < math.inf:
             raise ValueError(
                 f"start.rotary_base must be at least 1 and finite, or null, got {self.rotary_base}"

@@ -25,13 +25,13 @@ from omegaconf import OmegaConf
 
 from scripts import evaluate_context
 from scripts.arguments import argument, check_place, check_some, command_line, run_script, unknown_argument
+from scripts.context import LEAST_LENGTH
+from scripts.plot_context import draw_comparison, draw_needles
 from scripts.side_by_side import places, run_side_by_side
 from train.checkpoint import newest_checkpoint, read_checkpoint
 from train.config import Config
-from train.context import LEAST_LENGTH
 from train.logger import read_metrics
 from train.overrides import CONF, checked, key_of
-from train.plot_context import draw_comparison, draw_needles
 from train.results import write_result
 from train.weights import weights_mark
 

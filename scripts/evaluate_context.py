@@ -23,8 +23,7 @@ from data.shards import ShardError, read_shard
 from data.tokenizer import Tokenizer, is_tokenizer, load_tokenizer, same_tokens, shard_mark
 from model import GPT
 from scripts.arguments import argument, check_least, check_place, run_script
-from scripts.inference import check_inference, find_model
-from train.context import (
+from scripts.context import (
     LEAST_LENGTH,
     begun,
     effective_context,
@@ -35,7 +34,8 @@ from train.context import (
     recall_accuracy,
     token_losses,
 )
-from train.plot_context import draw_context
+from scripts.inference import check_inference, find_model
+from scripts.plot_context import draw_context
 from train.results import write_result
 from train.step import autocast_context
 from train.weights import begin_of_text, load_model, run_attention, tokenizer_name, weights_mark

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from data.tokenizer import load_tokenizer
 from model import GPT, AttentionConfig, ModelConfig
 from scripts import evaluate_context
-from train.context import (
+from scripts.context import (
     LEAST_LENGTH,
     Recall,
     effective_context,
@@ -23,7 +23,7 @@ from train.context import (
     recall_accuracy,
     token_losses,
 )
-from train.plot_context import draw_context
+from scripts.plot_context import draw_context
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def gpt() -> GPT:
 
 
 def test_token_losses_are_the_parts_of_the_mean_loss(gpt, monkeypatch):
-    monkeypatch.setattr("train.context.HEAD_CHUNK", 7)
+    monkeypatch.setattr("scripts.context.HEAD_CHUNK", 7)
     tokens = torch.randint(257, (2, 41))
     losses = token_losses(gpt, tokens[:, :-1], tokens[:, 1:])
     assert losses.shape == (2, 40)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from data.loader import TokenLoader
 from model import GPT
-from train.context import token_losses
+from scripts.context import token_losses
 from train.step import autocast_context
 
 # tokens that go through the model at once

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from model import AttentionConfig
+from scripts.context import loss_by_position
 from scripts.paper.context import (
     bootstrap_interval,
     foreign_context_losses,
@@ -20,7 +21,6 @@ from scripts.paper.report import rows_table
 from scripts.paper.runs import train
 from scripts.paper.training import configure, time_training
 from scripts.paper.verdict import Verdict, matching, ratio, value
-from train.context import loss_by_position
 from train.weights import load_model
 
 TITLE = "Table 4: GPT-2 small with longer context"

@@ -97,6 +97,17 @@ class SelfAttention(nn.Module):
             self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
             self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
 
+    def forward(
+        self,
+        x: Tensor,
+        document_ids: Tensor | None = None,
+        cache: LayerCache | None = None,
+        rotation: tuple[Tensor, Tensor] | None = None,
+        block_mask: BlockMask | None = None,
+    ) -> Tensor:
+        """Attention of x. rotation: cos and sin for queries and keys."""
+        return self.project(self.attend(self.qkv(x), document_ids, cache, rotation, block_mask))
+
     def attend(
         self,
         qkv: Tensor,

@@ -151,7 +151,7 @@ class Block(nn.Module):
         return self._add_heads(x, self.attention.attend(product, **attention_inputs))
 
     def _layer(self, x: Tensor, **attention_inputs) -> Tensor:
-        return self._behind(x, self._product(x), **attention_inputs)
+        return self._add(x, self.attention(self.attention_norm(x), **attention_inputs))
 
     def _layer_of_ring(self, x: Tensor, ring: Ring, rotation, block_mask, part: Callable) -> Tensor:
         parts = part(self._queries_keys_values)(x, rotation)
@@ -161,7 +161,10 @@ class Block(nn.Module):
         return self.attention.queries_keys_values(self.attention_norm(x), rotation)
 
     def _add_heads(self, x: Tensor, out: Tensor) -> Tensor:
-        x = x + self.attention.project(out)
+        return self._add(x, self.attention.project(out))
+
+    def _add(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + attended
         return self.mlp(self.mlp_norm(x), x)
 
 

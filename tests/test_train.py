@@ -794,12 +794,13 @@ def test_a_model_that_does_not_fit_while_text_is_prepared_is_reported_in_its_fir
 
 
 def test_an_error_of_the_compiler_ends_the_preparation(corpus, monkeypatch):
-    def forward(self, *arguments):
+    def build(*arguments):
         raise RuntimeError("as of a compiler")
 
-    monkeypatch.setattr("model.compiled.CompiledModel.forward", forward)
+    # at once, while the processes that tokenize are still starting
+    monkeypatch.setattr("train.compile_ahead.build_step_model", build)
     with pytest.raises(RuntimeError, match="as of a compiler"):
-        run("compile=true")
+        run("compile=true", "data.workers=2")
     assert not list(Path("datasets").iterdir())
 
 

@@ -339,6 +339,11 @@ def absent(rank: int, who: int) -> None:
         time.sleep(1000)
 
 
+def hang_at_the_end(rank: int) -> None:
+    """What rank 0 alone does behind the last step takes forever."""
+    train.loop.finish_run = lambda *given, **options: time.sleep(1000)
+
+
 def hang(rank: int, who: int, step: int) -> None:
     """Rank `who` hangs while it fetches the batch of a step."""
 

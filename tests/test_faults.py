@@ -339,6 +339,13 @@ def test_a_rank_that_hangs_is_named_with_its_last_step_and_ends_the_run():
     assert newest_step(config) == 5
 
 
+def test_rank_0_is_named_where_it_hangs_behind_the_last_step_and_the_others_wait():
+    attempt = Attempt(small_config("run", 5, "hang_seconds=4"), 2, faults.hang_at_the_end)
+    # the other may lose its connection before it is told
+    assert attempt.wait()[0] == EXIT_HANGS
+    assert "HANGS: rank 0 (last finished step 5): no progress for 4 seconds" in attempt.log(0)
+
+
 def test_a_step_may_take_longer_than_a_hang_if_its_microbatches_do_not():
     # the loss curve at the end, which marks no progress, takes two seconds where the machine has other work
     config = small_config("run", 1, "hang_seconds=4", "tokens_per_microbatch=64", "evaluation.tokens=64")

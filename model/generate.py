@@ -363,9 +363,9 @@ def _check(
     if tokens.dim() != 2 or not _holds_integers(tokens):
         raise ValueError(f"tokens must be (B, T) integers, got {tokens.dtype} of shape {tuple(tokens.shape)}")
     prompt_len, limit = tokens.shape[1], model.config.max_seq_len
-    given = {"n_new": n_new, "top_k": 1 if top_k is None else top_k}
-    given["vocab_size"] = 1 if vocab_size is None else vocab_size
-    for name, x in given.items():
+    optional = {"top_k": top_k, "vocab_size": vocab_size}
+    given = {name: x for name, x in optional.items() if x is not None}
+    for name, x in {"n_new": n_new, **given}.items():
         if isinstance(x, bool) or not isinstance(x, Integral):
             raise ValueError(f"{name} must be an integer, got {x!r}")
     if prompt_len < 1:

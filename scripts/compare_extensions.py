@@ -20,7 +20,6 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from scripts import evaluate_context
@@ -31,7 +30,7 @@ from scripts.side_by_side import places, run_side_by_side
 from train.checkpoint import newest_checkpoint, read_checkpoint
 from train.config import Config
 from train.logger import read_metrics
-from train.overrides import CONF, checked, key_of
+from train.overrides import checked, compose_conf, key_of
 from train.results import write_result
 from train.weights import weights_mark
 
@@ -252,8 +251,7 @@ def train(name: str, overrides: list[str]) -> None:
 
 def check_overrides(name: str, overrides: list[str]) -> None:
     """Raises ValueError if the finished run of that name had other total_tokens or other overrides."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        asked = OmegaConf.create(asdict(checked(compose("config", overrides), Config)))
+    asked = OmegaConf.create(asdict(checked(compose_conf(overrides), Config)))
     path = Path("runs", name, "config.yaml")
     had = OmegaConf.load(path)
     keys = ["total_tokens", *map(key_of, overrides)]

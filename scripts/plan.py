@@ -18,7 +18,6 @@ from difflib import get_close_matches
 from pathlib import Path
 
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 from kernels import hopper
@@ -29,7 +28,7 @@ from train.config import Config, parse
 from train.logger import counted, readable
 from train.memory import USABLE, gathered_in_turn, largest_microbatch, peak_bytes
 from train.overrides import (
-    CONF,
+    compose_conf,
     explain,
     key_of,
     known_keys,
@@ -336,8 +335,7 @@ def composed(overrides: list[str]) -> Config:
     """The configuration that python -m train makes of overrides. Raises ValueError if it refuses them."""
     refuse_misread(overrides, Config)
     try:
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            config = parse(compose("config", overrides))
+        config = parse(compose_conf(overrides))
     except HydraException as error:
         raise ValueError(explain(error, Config, sweeps=False)) from error
     refuse_idle_overrides(overrides, config, start_positions(config.start))

@@ -7,7 +7,6 @@ import logging
 import sys
 from dataclasses import dataclass
 
-from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from yaml import YAMLError
@@ -16,7 +15,7 @@ from data.manifest import read_manifest
 from data.prepare import DataConfig, prepare
 from scripts.arguments import refuse, told_in_one_line
 from train.logger import counted
-from train.overrides import CONF, checked, explain, refuse_misread
+from train.overrides import CONF, checked, compose_conf, explain, refuse_misread
 
 
 @dataclass
@@ -54,9 +53,7 @@ def parse(overrides: list[str]) -> DataConfig:
         if not override.lstrip("+~").startswith(("data=", "data.")):
             raise ValueError(f"{override!r} is no argument of this script: use data=NAME and data.KEY=VALUE")
     refuse_misread(overrides, Arguments)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        data = compose("config", overrides).data
-    return checked(OmegaConf.create({"data": data}), Arguments).data
+    return checked(OmegaConf.create({"data": compose_conf(overrides).data}), Arguments).data
 
 
 if __name__ == "__main__":

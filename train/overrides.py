@@ -40,6 +40,12 @@ EXPERIMENT_FILE = (
 TEXT = re.compile(r"""(?P<quote>["'])(?:\\.|(?!(?P=quote)).)*(?P=quote)|[^\[\](),"']+""")
 
 
+def compose_conf(overrides: list[str]) -> DictConfig:
+    """conf/config.yaml with these overrides. Raises what `explain` explains for those that Hydra refuses."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("config", overrides)
+
+
 def checked(given: DictConfig, schema: type):
     """The values as an object of the dataclass `schema`. Raises ValueError for unknown keys, wrong types."""
     for field in fields(schema):

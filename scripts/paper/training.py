@@ -12,7 +12,6 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
-from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 
 from model import GPT
@@ -21,7 +20,7 @@ from scripts.paper.memory import free_memory
 from train.config import Config, parse
 from train.distributed import join_processes
 from train.optim import build_optimizer
-from train.overrides import CONF
+from train.overrides import compose_conf
 from train.passes import Passes
 from train.step import autocast_context, forward_backward, update
 from train.throughput import between, mark, peak_memory_bytes
@@ -78,8 +77,7 @@ class HuggingFace(nn.Module):
 def configure(*overrides: str) -> Config:
     """The configuration that `python -m train` makes of these overrides, fitted to this machine."""
     machine = [] if torch.cuda.is_available() else ["device=cpu", "fused_loss=false"]
-    with initialize_config_dir(str(CONF), version_base=None):
-        return parse(compose("config", [*machine, *overrides]))
+    return parse(compose_conf([*machine, *overrides]))
 
 
 def our_gpt(config: Config) -> GPT:

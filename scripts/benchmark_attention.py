@@ -13,7 +13,6 @@ causal, and 2.5 times as many backward. max_error is against float64, on the fir
 row is GPT-2's own shape: B 32, H 12, D 64, T 1024, packed qkv.
 """
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -34,7 +33,7 @@ from scripts.arguments import OVERWRITE, argument, check_least, check_some, resu
 from scripts.flash_attn_4 import flash_attn_4, leave_out_if_missing
 from scripts.flex import compiled_flex
 from scripts.sdpa import sdpa
-from scripts.timing import capture, median_ms
+from scripts.timing import capture, medians_in_turns
 from train.results import machine, write_result
 
 NAMES = ("ours", "hopper", "portable", "cudnn", "fa2", "flex", "fa4", "eager")
@@ -165,7 +164,7 @@ def measure(arguments: Arguments, shape: Shape) -> list[dict]:
     truth = attention_reference(
         *(x[:1, :, :1].detach().double() for x in (q, k, v)), causal=causal, window=window
     )
-    outs, graphs, errors, timings = {}, {}, {}, {}
+    outs, graphs, errors = {}, {}, {}
     for name in arguments.implementations:
         attention = build(name, causal, window, dropout_p, shape.seq_len)
         try:
@@ -178,16 +177,10 @@ def measure(arguments: Arguments, shape: Shape) -> list[dict]:
             continue
         if dropout_p == 0.0:
             errors[name] = (outs[name][:1, :, :1].double() - truth).abs().max().item()
-        timings[name] = [], []
-    for _ in range(arguments.repeats):
-        for name, times in timings.items():
-            for graph, ms in zip(graphs[name], times, strict=True):
-                ms.append(median_ms(graph.replay))
     share = visible_share(shape.seq_len, window) if causal else 1.0
     flop = 4 * shape.batch * shape.heads * shape.seq_len**2 * shape.head_dim * share
     rows = []
-    for name, times in timings.items():
-        forward_ms, backward_ms = map(statistics.median, times)
+    for name, (forward_ms, backward_ms) in medians_in_turns(graphs, arguments.repeats).items():
         rows.append(
             {
                 "implementation": name,

@@ -16,7 +16,6 @@ flash-attn-4 is installed, is measured with causal masks and windows.
 """
 
 import re
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -35,7 +34,7 @@ from kernels.reference import attention_reference
 from scripts.arguments import OVERWRITE, argument, check_least, check_some, result_file, run_script
 from scripts.flash_attn_4 import flash_attn_4, leave_out_if_missing
 from scripts.flex import compiled_flex
-from scripts.timing import capture, median_ms
+from scripts.timing import capture, medians_in_turns
 from train.results import machine, write_result
 
 # what flex is measured with by default, where patterns hold it: it compiles for each pattern anew
@@ -162,7 +161,7 @@ def measure(arguments: Arguments, head_dim: int, seq_len: int, pattern: str) -> 
     if seq_len <= LONGEST_CHECKED and arguments.dropout_p == 0.0:
         truth = attention_reference(*(x[:, :, :1].detach().double() for x in (q, k, v)), block_mask=seen)
     flex_patterns = FLEX_PATTERNS if arguments.flex_patterns is None else arguments.flex_patterns
-    outs, graphs, timings, errors, extra_bytes = {}, {}, {}, {}, {}
+    outs, graphs, errors, extra_bytes = {}, {}, {}, {}
     for run in product(arguments.implementations, (False, True)[: 1 + arguments.deterministic]):
         name, deterministic = run
         if name in PEERS and deterministic:
@@ -178,17 +177,11 @@ def measure(arguments: Arguments, head_dim: int, seq_len: int, pattern: str) -> 
             extra_bytes[run] = peak_bytes(attention, (q, k, v), dout)
             # keep out: the backward graph reads tensors that it keeps alive
             outs[run], *graphs[run] = capture(attention, (q, k, v), dout)
-        timings[run] = [], []
         if truth is not None:
             errors[run] = (outs[run][:, :, :1].double() - truth).abs().max().item()
-    for _ in range(arguments.repeats):
-        for run, times in timings.items():
-            for graph, ms in zip(graphs[run], times, strict=True):
-                ms.append(median_ms(graph.replay))
     rows = []
-    for run, times in timings.items():
+    for run, (forward_ms, backward_ms) in medians_in_turns(graphs, arguments.repeats).items():
         name, deterministic = run
-        forward_ms, backward_ms = map(statistics.median, times)
         rows.append(
             {
                 "implementation": name,

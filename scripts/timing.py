@@ -83,6 +83,16 @@ def median_ms(function: Callable) -> float:
     return median(milliseconds)
 
 
+def medians_in_turns(graphs: dict, repeats: int) -> dict:
+    """By key, the median milliseconds of each of its graphs; in each of `repeats` turns all are measured."""
+    times = {key: [[] for _ in given] for key, given in graphs.items()}
+    for _ in range(repeats):
+        for key, given in graphs.items():
+            for graph, milliseconds in zip(given, times[key], strict=True):
+                milliseconds.append(median_ms(graph.replay))
+    return {key: list(map(median, given)) for key, given in times.items()}
+
+
 def timed_ms(function: Callable, cache: Tensor, n_calls: int) -> tuple[list[float], float]:
     """The times of calls, before each of which the L2 cache is cleared, and their sum with clearing."""
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(3)] for _ in range(n_calls)]

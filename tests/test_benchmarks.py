@@ -25,6 +25,7 @@ from scripts import (
     benchmark_host,
     benchmark_ring,
     benchmark_training,
+    timing,
 )
 from scripts.sdpa import sdpa
 from scripts.sizes import read_model
@@ -57,7 +58,7 @@ def timed(monkeypatch):
     )
     for script in (benchmark_attention, benchmark_block_sparse):
         monkeypatch.setattr(script, "capture", capture)
-        monkeypatch.setattr(script, "median_ms", lambda replay: replay)
+    monkeypatch.setattr(timing, "median_ms", lambda replay: replay)
 
 
 def assert_counted(row: dict, flop: float) -> None:

@@ -34,7 +34,7 @@ from train.distributed import join_processes
 from train.logger import readable
 from train.optim import OptimConfig, build_optimizer
 from train.out_of_memory import is_out_of_memory
-from train.overrides import one_of
+from train.overrides import at_least, one_of
 from train.passes import EAGER_STEPS, GraphedPasses, Passes, supports_graphs
 from train.plot import draw_bars
 from train.results import write_result
@@ -201,9 +201,8 @@ def aims(arguments: Arguments):
 
 def check_counts(arguments: Arguments) -> None:
     """Raises ValueError for unusable counts of steps or processes, and for what a ladder would ignore."""
-    for key, least in (("steps", 1), ("warmup_steps", 0)):
-        if getattr(arguments, key) < least:
-            raise ValueError(f"{key} must be at least {least}, got {getattr(arguments, key)}")
+    at_least("steps", arguments.steps, 1)
+    at_least("warmup_steps", arguments.warmup_steps, 0)
     # a ladder has a row with CUDA graphs
     is_graphed = arguments.device == "cuda" and (arguments.cuda_graphs or arguments.ladder)
     if is_graphed and arguments.warmup_steps <= EAGER_STEPS:

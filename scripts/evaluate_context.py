@@ -36,6 +36,7 @@ from scripts.context import (
 )
 from scripts.inference import check_inference, find_model
 from scripts.plot_context import draw_context
+from train.overrides import at_least
 from train.results import write_result
 from train.step import autocast_context
 from train.weights import begin_of_text, load_model, run_attention, tokenizer_name, weights_mark
@@ -171,8 +172,7 @@ def check_settings(arguments: Arguments) -> None:
     check_inference(arguments.device, arguments.precision, arguments.attention)
     check_least(arguments, "sequences", "scored", "prompts")
     # numpy's generators would refuse it, but only after the text is scored
-    if arguments.seed < 0:
-        raise ValueError(f"seed must be at least 0, got {arguments.seed}")
+    at_least("seed", arguments.seed, 0)
     if not all(0.0 <= depth <= 1.0 for depth in arguments.depths):
         raise ValueError(f"depths must be from 0 to 1, got {arguments.depths}")
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from data.prepare import identity, spelled_out
 from data.tokenizer import TOKENIZERS, load_tokenizer, shard_mark
+from train.overrides import at_least
 from train.strict_json import from_json
 
 # torch.distributed.checkpoint warns about every save and load by a single process
@@ -66,11 +67,9 @@ class CheckpointConfig:
 
     def __post_init__(self):
         self.resume = os.path.expanduser(self.resume)
-        for name in ("every_steps", "keep_every_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"checkpoint.{name} must be at least 0, got {getattr(self, name)}")
-        if self.keep_last < 1:
-            raise ValueError(f"checkpoint.keep_last must be at least 1, got {self.keep_last}")
+        at_least("checkpoint.every_steps", self.every_steps, 0)
+        at_least("checkpoint.keep_every_steps", self.keep_every_steps, 0)
+        at_least("checkpoint.keep_last", self.keep_last, 1)
 
 
 def step_folder(folder: Path, step: int) -> Path:

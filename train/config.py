@@ -23,7 +23,7 @@ from train.free_name import first_free
 from train.logger import LoggingConfig, WandbConfig, counted
 from train.lora import LoraConfig
 from train.optim import OptimConfig
-from train.overrides import checked, one_of
+from train.overrides import at_least, checked, one_of
 from train.parallel import STRATEGIES
 from train.sample import SampleConfig, check_seed, prompt_ids
 from train.step import DTYPES
@@ -158,7 +158,7 @@ class Config:
             "context_parallel",
             "total_tokens",
         ):
-            _check_at_least_1(field, getattr(self, field))
+            at_least(field, getattr(self, field), 1)
         if self.seq_len > self.model.max_seq_len:
             raise ValueError(
                 f"seq_len={self.seq_len} exceeds the model's positions, model.max_seq_len="
@@ -287,7 +287,7 @@ def parse(cfg: DictConfig) -> Config:
     """
     if isinstance(seq_len := OmegaConf.select(cfg, "seq_len"), int):
         # model.max_seq_len follows seq_len, and would be refused in its place
-        _check_at_least_1("seq_len", seq_len)
+        at_least("seq_len", seq_len, 1)
     config = checked(cfg, Config)
     if config.start.weights is not None:
         longest = max(config.seq_len, config.pose_seq_len or 0)
@@ -390,11 +390,6 @@ def write_config(config: Config, folder: Path, first_step: int) -> Path:
 def _set_aside(path: Path) -> None:
     """Renames config_from_step_9.yaml to config_from_step_9_undone_1.yaml, or the next that is free."""
     path.rename(first_free(lambda number: path.with_stem(f"{path.stem}_undone_{number}")))
-
-
-def _check_at_least_1(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 def _check_divides(name: str, value: int, divisor_name: str, divisor: int) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from data.loader import TokenLoader
 from model.modes import evaluating
 from train.distributed import Processes
+from train.overrides import at_least
 
 
 @dataclass(kw_only=True, slots=True)
@@ -21,10 +22,8 @@ class EvaluationConfig:
     every_steps: int
 
     def __post_init__(self):
-        if self.tokens < 1:
-            raise ValueError(f"evaluation.tokens must be at least 1, got {self.tokens}")
-        if self.every_steps < 0:
-            raise ValueError(f"evaluation.every_steps must be at least 0, got {self.every_steps}")
+        at_least("evaluation.tokens", self.tokens, 1)
+        at_least("evaluation.every_steps", self.every_steps, 0)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.overrides import one_of
+from train.overrides import at_least, one_of
 from train.strict_json import from_json, to_json
 from train.terminal import warn
 from train.whole_file import write_whole
@@ -25,8 +25,7 @@ class LoggingConfig:
     every_steps: int
 
     def __post_init__(self):
-        if self.every_steps < 1:
-            raise ValueError(f"logging.every_steps must be at least 1, got {self.every_steps}")
+        at_least("logging.every_steps", self.every_steps, 1)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from torch import nn
 
 from model import GPT, ModelConfig
 from model.config import layer_matrices
+from train.overrides import at_least
 
 # the version of peft that the tests run with
 VERSION = "0.21.2"
@@ -27,8 +28,7 @@ class LoraConfig:
     embeddings_and_norms: bool
 
     def __post_init__(self):
-        if self.rank < 0:
-            raise ValueError(f"lora.rank must be at least 0, got {self.rank}")
+        at_least("lora.rank", self.rank, 0)
         if not 0.0 < self.alpha < math.inf:
             raise ValueError(f"lora.alpha must be above 0 and finite, got {self.alpha}")
 

@@ -70,6 +70,12 @@ def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
+def at_least(name: str, value: float, least: int) -> None:
+    """Raises ValueError, naming the key `name`, for a value below `least`."""
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
 def explain(error: Exception, schema: type, *, sweeps: bool = True) -> str:
     """What Hydra, or YAML in conf/, found wrong.
 

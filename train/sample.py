@@ -9,6 +9,7 @@ import torch
 from data.tokenizer import Tokenizer
 from model import GPT, ModelConfig
 from model.generate import stream
+from train.overrides import at_least
 
 # what a decoder gives for bytes that are not yet a whole character
 UNFINISHED = "\ufffd"
@@ -29,8 +30,7 @@ class SampleConfig:
     top_p: float | None
 
     def __post_init__(self):
-        if self.tokens < 0:
-            raise ValueError(f"sample.tokens must be at least 0, got {self.tokens}")
+        at_least("sample.tokens", self.tokens, 0)
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"sample.temperature must be at least 0 and finite, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:

@@ -46,23 +46,12 @@ def flops_ledger(
     document_ids: (B, T) int32 on the CPU, of the sequences counted, a negative id is padding; None: each
     sequence is one document.
     """
-    masks = [None] * model.n_layer
-    if attention.sparse:
-        masks = layer_masks(attention, model.n_layer, seq_len, torch.device("cpu"), warns=False)
     width = model.n_head * model.head_dim
     matrices = layer_matrices(model).values()
     layers = model.n_layer * sum(rows * columns for rows, columns in matrices)
     adapters = model.n_layer * lora_rank * sum(rows + columns for rows, columns in matrices)
     head = model.padded_vocab_size * model.n_embd
-    visible = computed = 0.0
-    for mask in set(masks):
-        count = masks.count(mask)
-        visible += count * visible_pairs(seq_len, mask, document_ids) / seq_len
-        # PyTorch's attention computes every pair under a mask that it is given
-        masked = attention.implementation == "sdpa" and document_ids is not None
-        whole = attention.implementation == "reference" or masked
-        pairs = seq_len**2 if whole else computed_pairs(seq_len, mask, document_ids)
-        computed += count * pairs / seq_len
+    visible, computed = _pairs_of_a_token(attention, model.n_layer, seq_len, document_ids)
     products = 2 + BACKWARD_PRODUCTS[attention.implementation]
     executed = 6 * (layers + head)
     if lora_rank:
@@ -89,6 +78,25 @@ def flops_ledger(
         "kept": plain + (palm - plain) * visible / (model.n_layer * (seq_len + 1) / 2),
         "executed": executed + 2 * products * width * computed,
     }
+
+
+def _pairs_of_a_token(
+    attention: AttentionConfig, n_layer: int, seq_len: int, document_ids: Tensor | None
+) -> tuple[float, float]:
+    """Pairs that a token sees, and those computed for it, in one head, summed over the layers."""
+    # PyTorch's attention computes every pair under a mask that it is given
+    masked = attention.implementation == "sdpa" and document_ids is not None
+    whole = attention.implementation == "reference" or masked
+    masks = [None] * n_layer
+    if attention.sparse:
+        masks = layer_masks(attention, n_layer, seq_len, torch.device("cpu"), warns=False)
+    visible = computed = 0.0
+    for mask in set(masks):
+        count = masks.count(mask)
+        visible += count * visible_pairs(seq_len, mask, document_ids) / seq_len
+        pairs = seq_len**2 if whole else computed_pairs(seq_len, mask, document_ids)
+        computed += count * pairs / seq_len
+    return visible, computed
 
 
 def window_pairs(seq_len: int, window: int | None) -> int:

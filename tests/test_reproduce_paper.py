@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,10 +83,9 @@ def test_a_verdict_compares_with_the_gate(ours, at_most, word):
 
 def paper_figure1() -> list[dict]:
     times = {"matmul q k": 2.2, "mask": 4.5, "softmax": 3.7, "dropout": 4.6, "matmul p v": 1.8}
-    rows = [
-        {"operation": name, "fused": False, "ms": ms, **figure1.PAPER_SHAPE} for name, ms in times.items()
-    ]
-    return [*rows, {"operation": figure1.FUSED, "fused": True, "ms": 2.2, **figure1.PAPER_SHAPE}]
+    sizes = asdict(figure1.Sizes())
+    rows = [{"operation": name, "fused": False, "ms": ms, **sizes} for name, ms in times.items()]
+    return [*rows, {"operation": figure1.FUSED, "fused": True, "ms": 2.2, **sizes}]
 
 
 def paper_figure2_left() -> list[dict]:
@@ -94,6 +94,7 @@ def paper_figure2_left() -> list[dict]:
         {
             "implementation": name,
             **figure2_left.PAPER_SHAPE,
+            "dropout_p": figure2_left.PAPER_DROPOUT,
             "matmul_gflop": gflop,
             "counted_gb": gb,
             "memory_gb": gb,

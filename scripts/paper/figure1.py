@@ -1,7 +1,7 @@
 """Figure 1, right: where the time of GPT-2's attention goes, operation by operation, against one kernel."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import torch
 from kernels.flash_attention import flash_attention
 from scripts.paper import baselines
 from scripts.paper.report import rows_table
-from scripts.paper.verdict import Verdict, at_sizes, matching, ratio, value
+from scripts.paper.verdict import Verdict, matching, ratio, value
 from scripts.timing import capture_forward, median_ms
 
 TITLE = "Figure 1, right: the forward pass of GPT-2's attention"
@@ -27,8 +27,6 @@ operations; each is timed alone, on the result of the one before.
 ELEMENTWISE = ("mask", "softmax", "dropout")
 OPERATIONS = ("matmul q k", *ELEMENTWISE, "matmul p v")
 FUSED = "fused kernel (ours)"
-PAPER_SHAPE = {"batch": 64, "heads": 16, "seq_len": 1024, "head_dim": 64}
-PAPER_DROPOUT = 0.1
 
 
 @dataclass
@@ -37,7 +35,7 @@ class Sizes:
     heads: int = 16
     seq_len: int = 1024
     head_dim: int = 64
-    dropout_p: float = PAPER_DROPOUT
+    dropout_p: float = 0.1
 
 
 QUICK = {"batch": 1, "heads": 2, "seq_len": 64, "head_dim": 16}
@@ -47,15 +45,14 @@ QUICK = {"batch": 1, "heads": 2, "seq_len": 64, "head_dim": 16}
 def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
     q, k, v = baselines.inputs(sizes.batch, sizes.seq_len, sizes.heads, sizes.head_dim, device)
     mask = baselines.causal_mask(sizes.seq_len, device)
-    shape = {key: getattr(sizes, key) for key in (*PAPER_SHAPE, "dropout_p")}
     x = None
     for name, operation in baselines.eager_steps(q, k, v, mask, sizes.dropout_p):
         run = partial(operation, x)
-        yield {"operation": name, "fused": False, "ms": time_ms(run, device), **shape}
+        yield {"operation": name, "fused": False, "ms": time_ms(run, device), **asdict(sizes)}
         x = run()
     fused = partial(flash_attention, q, k, v, causal=True, dropout_p=sizes.dropout_p)
     apart = flash_attention(q, k, v, causal=True) - baselines.eager(q, k, v, mask)
-    row = {"operation": FUSED, "fused": True, "ms": time_ms(fused, device), **shape}
+    row = {"operation": FUSED, "fused": True, "ms": time_ms(fused, device), **asdict(sizes)}
     yield {**row, "max_difference": apart.abs().max().item()}
 
 
@@ -65,7 +62,7 @@ def time_ms(function, device: torch.device) -> float | None:
 
 
 def judge(rows: list[dict]) -> list[Verdict]:
-    rows = at_sizes(matching(rows, **PAPER_SHAPE), dropout_p=PAPER_DROPOUT)
+    rows = matching(rows, **asdict(Sizes()))
     times = {name: value(rows, "ms", operation=name) for name in OPERATIONS}
     eager = None if None in times.values() else sum(times.values())
     moved = None if eager is None else sum(times[name] for name in ELEMENTWISE)

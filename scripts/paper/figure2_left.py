@@ -12,7 +12,7 @@ from scripts.paper import baselines
 from scripts.paper.counters import counted_bytes
 from scripts.paper.report import rows_table
 from scripts.paper.traffic import pass_bytes
-from scripts.paper.verdict import Verdict, at_sizes, matching, only_total, ratio, total, value
+from scripts.paper.verdict import Verdict, matching, only_total, ratio, total, value
 from scripts.timing import forward_backward_ms
 
 TITLE = "Figure 2, left: operations, bytes and time"
@@ -85,7 +85,7 @@ def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
 
 
 def judge(rows: list[dict]) -> list[Verdict]:
-    rows = at_sizes(matching(rows, **PAPER_SHAPE), dropout_p=PAPER_DROPOUT)
+    rows = matching(rows, **PAPER_SHAPE, dropout_p=PAPER_DROPOUT)
 
     def gain(key: str) -> float | None:
         return ratio(value(rows, key, implementation="eager"), value(rows, key, implementation="ours"))

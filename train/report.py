@@ -65,7 +65,7 @@ def tell_other_steps(config: Config, info: dict, first_step: int, corpus: str) -
     again = step * size - first_step * own_size if reads_on(info, asdict(config), corpus) else 0
     remark = f"; the last {counted(again, 'token')} before it are read again" if again else ""
     warmup_steps = config.optim.warmup_steps
-    if step >= info["config"]["optim"].get("warmup_steps", 0) and first_step < warmup_steps:
+    if step >= info["config"]["optim"]["warmup_steps"] and first_step < warmup_steps:
         remark += (
             f"; the warm-up, which was over, goes on to step {warmup_steps:,}, "
             f"optim.warmup_steps={first_step} leaves it out"

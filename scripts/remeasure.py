@@ -91,35 +91,9 @@ def main(arguments: Arguments) -> None:
 def repetition(old: Path, new: Path, changes: Sequence[str] = ()) -> Repetition:
     """How to repeat the measurement of a result file, with `changes` in place of its command's own values.
 
-    Raises ValueError for a file that does not say, for one that its command alone would not make, and for
-    changes of where the new one goes.
+    Raises ValueError as read_command, for a result made of others, and for changes of where the new one goes.
     """
-    try:
-        result = json.loads(old.read_text(encoding="utf-8"))
-        words, n_gpus = shlex.split(str(result["command"])), max(1, result["n_gpus"])
-        # without rows there is nothing to compare with
-        iter(result["rows"])
-    except OSError as error:
-        raise ValueError(f"files: {old} cannot be read ({error}): correct it") from error
-    # invalid UTF-8 and invalid JSON both raise ValueError
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{old} does not name a command, its GPUs and its rows: it is no result file"
-        ) from error
-    words = words[1:]
-    # skip options of Python itself, which change no measurement
-    while words and words[0] in ("-u", "-W"):
-        words = words[1 if words[0] == "-u" else 2 :]
-    if len(words) < 2 or words[0] != "-m" or not (words[1] == "train" or words[1].startswith("scripts.")):
-        raise ValueError(f"{old} comes from {result['command']!r}: only train and scripts.* are repeated")
-    module, given = words[1], words[2:]
-    if {"-m", "--multirun"} & set(given):
-        raise ValueError(
-            f"{old} is of one of the runs that {result['command']!r} has trained: give that command again, "
-            "or this run's own values to python -m train"
-        )
-    if module == "scripts.reproduce_paper" and old.name.endswith(".part.json"):
-        raise ValueError(f"{old} is of an experiment that did not finish: leave it out, or give its command")
+    module, given, n_gpus = read_command(old)
     changed = {key_of(word) for word in changes}
     if taken := changed & {"name", "differences"}:
         raise ValueError(
@@ -151,6 +125,40 @@ def repetition(old: Path, new: Path, changes: Sequence[str] = ()) -> Repetition:
         given = [*without(given, "out"), f"out={place}"]
     launcher = ["-m"] if n_gpus == 1 else [*LAUNCHER, f"--nproc-per-node={n_gpus}", "-m"]
     return Repetition(old, left, new, [sys.executable, *launcher, module, *given], n_gpus)
+
+
+def read_command(old: Path) -> tuple[str, list[str], int]:
+    """The module that made a result file, what it was given, and on how many processes.
+
+    Raises ValueError for a file that does not say, and for one that its command alone would not make.
+    """
+    try:
+        result = json.loads(old.read_text(encoding="utf-8"))
+        words, n_gpus = shlex.split(str(result["command"])), max(1, result["n_gpus"])
+        # without rows there is nothing to compare with
+        iter(result["rows"])
+    except OSError as error:
+        raise ValueError(f"files: {old} cannot be read ({error}): correct it") from error
+    # invalid UTF-8 and invalid JSON both raise ValueError
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{old} does not name a command, its GPUs and its rows: it is no result file"
+        ) from error
+    words = words[1:]
+    # skip options of Python itself, which change no measurement
+    while words and words[0] in ("-u", "-W"):
+        words = words[1 if words[0] == "-u" else 2 :]
+    if len(words) < 2 or words[0] != "-m" or not (words[1] == "train" or words[1].startswith("scripts.")):
+        raise ValueError(f"{old} comes from {result['command']!r}: only train and scripts.* are repeated")
+    module, given = words[1], words[2:]
+    if {"-m", "--multirun"} & set(given):
+        raise ValueError(
+            f"{old} is of one of the runs that {result['command']!r} has trained: give that command again, "
+            "or this run's own values to python -m train"
+        )
+    if module == "scripts.reproduce_paper" and old.name.endswith(".part.json"):
+        raise ValueError(f"{old} is of an experiment that did not finish: leave it out, or give its command")
+    return module, given, n_gpus
 
 
 def without(words: Sequence[str], *keys: str) -> list[str]:

@@ -92,13 +92,14 @@ def stream(
         drawn, arrivals = decoder.drawn, Arrivals(decoder.drawn[:n_new])
         is_ahead = False
         for place in range(n_new):
-            if not is_ahead:
-                logits = decoder.step() if place else decoder.start(tokens, lengths)
-                if place == 0:
-                    dtype = logits.dtype
-                    # the others, which may only pad the vocabulary, are never drawn
-                    if not bool(logits[:, :vocab_size].isfinite().all()):
-                        _refuse_infinite("after the prompt", dtype)
+            if place == 0:
+                logits = decoder.start(tokens, lengths)
+                dtype = logits.dtype
+                # the others, which may only pad the vocabulary, are never drawn
+                if not bool(logits[:, :vocab_size].isfinite().all()):
+                    _refuse_infinite("after the prompt", dtype)
+            elif not is_ahead:
+                logits = decoder.step()
             if logits is not None:
                 drawn[place] = choose(logits, drawn[place - 1] if place else None)
             arrivals.send(place)

@@ -13,7 +13,7 @@ from scripts.paper.encoder import draw_examples
 from scripts.paper.memory import reason_in
 from scripts.paper.pictures import train_on_pictures
 from scripts.paper.report import rows_table
-from scripts.paper.verdict import Verdict, matching, value
+from scripts.paper.verdict import Verdict, value
 
 TITLE = "Table 6: Path-X and Path-256"
 PAPER = """
@@ -106,14 +106,13 @@ def measure(sizes: Sizes, device: torch.device) -> Iterator[dict]:
 
 
 def judge(rows: list[dict]) -> list[Verdict]:
+    learned = [row for row in rows if row["steps"] >= LEAST_STEPS]
+
     def above_chance(side: int) -> float | None:
         """How far accuracy is above what the marks alone tell, in standard deviations of guessing."""
-        found = [row for row in matching(rows, side=side) if row["steps"] >= LEAST_STEPS]
-        if not found or found[0]["accuracy"] is None:
-            return None
-        return (found[0]["accuracy"] - MARKS_ALONE) / (50.0 / found[0]["test_examples"] ** 0.5)
+        accuracy, tested = (value(learned, key, side=side) for key in ("accuracy", "test_examples"))
+        return None if accuracy is None else (accuracy - MARKS_ALONE) / (50.0 / tested**0.5)
 
-    learned = [row for row in matching(rows, side=32) if row["steps"] >= LEAST_STEPS]
     verdicts = [
         Verdict(
             claim="Pathfinder, 32 by 32: accuracy",

@@ -173,7 +173,7 @@ def measure(arguments: Arguments, kernel: str, head_dim: int, causal: bool, tile
     for seq_len in arguments.seq_lens:
         share = visible_share(seq_len, arguments.window) if causal else 1.0
         if arguments.pattern is not None:
-            mask = block_mask(arguments, seq_len)
+            mask = block_mask(arguments.pattern, seq_len, arguments.block_size)
             share = len(mask.keys) * mask.block_size**2 / seq_len**2
         flop = PRODUCTS[kernel] * 2 * arguments.tokens * seq_len * share * arguments.width
         for tile, milliseconds in in_turns(arguments, kernel, head_dim, causal, tiles, seq_len).items():
@@ -211,13 +211,14 @@ def launcher(
     torch.manual_seed(0)
     shape = (arguments.tokens // seq_len, seq_len, arguments.width // head_dim, head_dim)
     q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    mask = arguments.pattern and block_mask(arguments.pattern, seq_len, arguments.block_size)
     problem = Problem(
         softmax_scale=head_dim**-0.5,
-        causal=causal and arguments.pattern is None,
+        causal=causal and mask is None,
         window=arguments.window if causal else None,
         dropout_p=arguments.dropout_p,
         dropout_seed=torch.tensor([1], device="cuda") if arguments.dropout_p else None,
-        blocks=() if arguments.pattern is None else tuple(block_mask(arguments, seq_len).tensors()),
+        blocks=() if mask is None else tuple(mask.tensors()),
     )
 
     forward.choose_tile = lambda *shape: tile if kernel == "forward" else choose_tile(*shape)
@@ -233,12 +234,8 @@ def launcher(
 
 
 @cache
-def parse(pattern: str, seq_len: int, block_size: int) -> BlockMask:
+def block_mask(pattern: str, seq_len: int, block_size: int) -> BlockMask:
     return block_masks.parse(pattern, seq_len, block_size=block_size, device="cuda")
-
-
-def block_mask(arguments: Arguments, seq_len: int) -> BlockMask:
-    return parse(arguments.pattern, seq_len, arguments.block_size)
 
 
 if __name__ == "__main__":

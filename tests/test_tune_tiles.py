@@ -139,9 +139,7 @@ def test_a_kernels_speed_counts_its_products_of_the_scores_that_are_kept(
     monkeypatch.setattr(
         tune_tiles,
         "block_mask",
-        lambda arguments, length: block_masks.parse(
-            arguments.pattern, length, block_size=arguments.block_size
-        ),
+        lambda pattern, length, block_size: block_masks.parse(pattern, length, block_size=block_size),
     )
     arguments = tune_tiles.Arguments(seq_lens=[seq_len], tokens=2 * seq_len, width=48, **given)
     for row in tune_tiles.measure(arguments, kernel, 16, True, TILES):
@@ -198,7 +196,7 @@ def test_a_tile_is_measured_under_the_mask_that_its_row_names(given, causal, exp
     monkeypatch.setattr(
         tune_tiles,
         "block_mask",
-        lambda given, n: block_masks.parse(given.pattern, n, block_size=given.block_size),
+        lambda pattern, length, block_size: block_masks.parse(pattern, length, block_size=block_size),
     )
     arguments = tune_tiles.Arguments(tokens=256, width=32, **given)
     tune_tiles.launcher(arguments, "forward", 16, causal, Tile(128, 32, 4, 2), 128)()

@@ -85,15 +85,14 @@ def began_from(weights: str, run: Path) -> dict | None:
     return None
 
 
-def is_hugging_face(source: Path) -> bool:
+def is_hugging_face(source: Path | str) -> bool:
     """Whether a folder holds a Hugging Face model, and no run or checkpoint of ours."""
-    return (source / "config.json").is_file()
+    return Path(source, "config.json").is_file()
 
 
 def locate(source: Path | str) -> Path:
     """A Hugging Face folder itself, or a run's newest checkpoint, which may change at any time."""
-    source = Path(source)
-    return source if is_hugging_face(source) else _checkpoint(source)
+    return Path(source) if is_hugging_face(source) else _checkpoint(source)
 
 
 def check_start(config: StartConfig) -> None:
@@ -120,7 +119,6 @@ def load_start(model: GPT, config: StartConfig) -> None:
 
 def read_model_config(source: Path | str) -> ModelConfig:
     """The shape of the model in a Hugging Face folder, a run's folder or a checkpoint."""
-    source = Path(source)
     if is_hugging_face(source):
         return read_pretrained_config(source)
     return ModelConfig(**read_checkpoint(_checkpoint(source))["config"]["model"])
@@ -133,7 +131,7 @@ def published_folder(start: str | None) -> Path | None:
     """
     seen = set()
     with suppress(ValueError):
-        while start is not None and start not in seen and not is_hugging_face(Path(start)):
+        while start is not None and start not in seen and not is_hugging_face(start):
             seen.add(start)
             start = _read_marker(Path(start))["config"].get("start", {}).get("weights")
     return None if start is None else Path(start)
@@ -153,7 +151,6 @@ def load_model(source: Path | str, attention: AttentionConfig) -> GPT:
 
     Adapters are merged into it. Raises ValueError if there is none.
     """
-    source = Path(source)
     if is_hugging_face(source):
         return load_pretrained(source, attention)
     checkpoint = _checkpoint(source)
@@ -179,7 +176,6 @@ def run_attention(source: Path | str, implementation: str, device: str) -> Atten
     A model in a Hugging Face folder is dense. Raises ValueError for an implementation that lacks a pattern,
     or heads of this size.
     """
-    source = Path(source)
     trained = {}
     if not is_hugging_face(source):
         trained = read_checkpoint(_checkpoint(source))["config"]["attention"]
@@ -201,10 +197,10 @@ def run_attention(source: Path | str, implementation: str, device: str) -> Atten
 
 def tokenizer_name(source: Path | str) -> str:
     """The name that load_tokenizer takes for this model's text: its run's, or the Hugging Face folder."""
-    if is_hugging_face(Path(source)):
+    if is_hugging_face(source):
         # a folder called gpt2 need not hold the tokenizer of that name
         return os.path.join(os.curdir, source) if str(source) in TOKENIZERS else str(source)
-    return read_checkpoint(_checkpoint(Path(source)))["config"]["data"]["tokenizer"]
+    return read_checkpoint(_checkpoint(source))["config"]["data"]["tokenizer"]
 
 
 def begin_of_text(source: Path | str, tokenizer: Tokenizer) -> list[int]:
@@ -248,7 +244,8 @@ def _read_marker(source: Path) -> dict:
     return infos[-1] if infos else read_checkpoint(source)
 
 
-def _checkpoint(source: Path) -> Path:
+def _checkpoint(source: Path | str) -> Path:
+    source = Path(source)
     newest = newest_checkpoint(source / "checkpoints")
     if newest is not None:
         return newest

@@ -83,37 +83,7 @@ DIRECTIONS = ("forward", "backward")
 
 
 def main(arguments: Arguments) -> None:
-    check_some(arguments, "head_dims", "seq_lens", "patterns")
-    check_least(arguments, "head_dims", "seq_lens", "width", "repeats")
-    for head_dim in arguments.head_dims:
-        if arguments.width % head_dim:
-            raise ValueError(f"width={arguments.width} must be a multiple of head_dim {head_dim}: change one")
-    # a wrong pattern would otherwise end the benchmark halfway
-    for pattern in arguments.patterns:
-        if pattern != "dense" and not block_masks.parse(pattern, 1, block_size=arguments.block_size).causal:
-            raise ValueError(f"patterns: {pattern} sees keys behind the query: add & causal()")
-    if arguments.flex_patterns is not None and "flex" not in arguments.implementations:
-        raise ValueError(
-            f"flex_patterns={arguments.flex_patterns} is read with flex among implementations only, got "
-            f"{arguments.implementations}: add it, or leave flex_patterns out"
-        )
-    if "flex" in arguments.implementations:
-        for pattern in arguments.flex_patterns or []:
-            flex_mask(pattern, arguments.block_size)
-            if pattern not in arguments.patterns:
-                raise ValueError(f"flex_patterns must be among patterns, got {pattern}: add it there too")
-    unable = [name for name in arguments.implementations if name in PEERS]
-    for key in ("dropout_p", "document_tokens"):
-        given = getattr(arguments, key)
-        if given < 0:
-            raise ValueError(f"{key} must be at least 0, got {given}")
-        if given and unable:
-            raise ValueError(f"{key}={given}: leave {' '.join(unable)} out of implementations")
-    if not torch.cuda.is_available():
-        raise ValueError("benchmark_block_sparse needs a CUDA GPU; none was found")
-    names = ("ours", *IMPLEMENTATIONS, *PEERS)
-    if not set(arguments.implementations) <= set(names):
-        raise ValueError(f"implementations must be of {' '.join(names)}, got {arguments.implementations}")
+    check(arguments)
     leave_out_if_missing(arguments.implementations)
     check_some(arguments, "implementations")
     rows, dense, out = [], {}, Path(arguments.out)
@@ -132,6 +102,40 @@ def main(arguments: Arguments) -> None:
         over_length = len(arguments.patterns) == 1 and len(arguments.seq_lens) > 1
         draw = plot_over_length if over_length else plot
         draw(rows, result, out.with_suffix(".png"))
+
+
+def check(arguments: Arguments) -> None:
+    """Raises ValueError for what cannot be measured, or not on this machine."""
+    check_some(arguments, "head_dims", "seq_lens", "patterns")
+    check_least(arguments, "head_dims", "seq_lens", "width", "repeats")
+    for head_dim in arguments.head_dims:
+        if arguments.width % head_dim:
+            raise ValueError(f"width={arguments.width} must be a multiple of head_dim {head_dim}: change one")
+    # a wrong pattern would otherwise end the benchmark halfway
+    for pattern in arguments.patterns:
+        if pattern != "dense" and not block_masks.parse(pattern, 1, block_size=arguments.block_size).causal:
+            raise ValueError(f"patterns: {pattern} sees keys behind the query: add & causal()")
+    if arguments.flex_patterns is not None and "flex" not in arguments.implementations:
+        raise ValueError(
+            f"flex_patterns={arguments.flex_patterns} is read with flex among implementations only, got "
+            f"{arguments.implementations}: add it, or leave flex_patterns out"
+        )
+    for pattern in arguments.flex_patterns or []:
+        flex_mask(pattern, arguments.block_size)
+        if pattern not in arguments.patterns:
+            raise ValueError(f"flex_patterns must be among patterns, got {pattern}: add it there too")
+    unable = [name for name in arguments.implementations if name in PEERS]
+    for key in ("dropout_p", "document_tokens"):
+        given = getattr(arguments, key)
+        if given < 0:
+            raise ValueError(f"{key} must be at least 0, got {given}")
+        if given and unable:
+            raise ValueError(f"{key}={given}: leave {' '.join(unable)} out of implementations")
+    if not torch.cuda.is_available():
+        raise ValueError("benchmark_block_sparse needs a CUDA GPU; none was found")
+    names = ("ours", *IMPLEMENTATIONS, *PEERS)
+    if not set(arguments.implementations) <= set(names):
+        raise ValueError(f"implementations must be of {' '.join(names)}, got {arguments.implementations}")
 
 
 def allowed_ms(density: float, dense_ms: float) -> float:

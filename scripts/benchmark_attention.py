@@ -208,13 +208,9 @@ def visible_share(seq_len: int, window: int | None) -> float:
 def build(name: str, causal: bool, window: int | None, dropout_p: float, seq_len: int) -> Callable:
     """An implementation as a function of q, k, v (B, T, H, D)."""
     if name in ("ours", "hopper", "portable"):
-
-        def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return flash_attention(q, k, v, causal=causal, window=window, dropout_p=dropout_p)
-
-        return ours
+        return partial(flash_attention, causal=causal, window=window, dropout_p=dropout_p)
     if name == "eager":
-        return lambda q, k, v: attention_reference(q, k, v, causal=causal, window=window)
+        return partial(attention_reference, causal=causal, window=window)
     if name == "flex":
         return compiled_flex(block_mask(seq_len, window) if causal else None)
     if name == "fa4":

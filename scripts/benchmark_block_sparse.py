@@ -18,6 +18,7 @@ flash-attn-4 is installed, is measured with causal masks and windows.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -218,14 +219,8 @@ def build(
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
     """An implementation as a function of q, k, v (1, T, H, D). ids: document ids, (1, T) int32."""
     if name in ("ours", *IMPLEMENTATIONS):
-
-        def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return flash_attention(
-                q, k, v, block_mask=mask, document_ids=ids, dropout_p=arguments.dropout_p,
-                deterministic=deterministic,
-            )  # fmt: skip
-
-        return ours
+        options = {"dropout_p": arguments.dropout_p, "deterministic": deterministic}
+        return partial(flash_attention, block_mask=mask, document_ids=ids, **options)
     if name == "fa4":
         window = FA4_PATTERN.fullmatch(pattern)[1]
         return flash_attn_4(causal=True, window=window and int(window))

@@ -27,14 +27,7 @@ from scripts.arguments import OVERWRITE, argument, result_file, run_script, unkn
 from train.config import Config, parse
 from train.logger import counted, readable
 from train.memory import USABLE, gathered_in_turn, largest_microbatch, peak_bytes
-from train.overrides import (
-    compose_conf,
-    explain,
-    key_of,
-    known_keys,
-    refuse_idle_overrides,
-    refuse_misread,
-)
+from train.overrides import compose_conf, explain, key_of, known_keys, refuse_idle_overrides, refuse_misread
 from train.results import write_result
 from train.speed import RATES, Rates, fit_rates, step_seconds
 from train.throughput import peak_flops

@@ -49,8 +49,7 @@ class Arguments:
     seq_lens: list[int] = argument([1024, 4096, 16384], "T")
     causal: list[bool] = argument([True, False], "masks: causal, full or both")
     candidates: list[list[int]] | None = argument(
-        None,
-        "lists of BLOCK_M, BLOCK_N, warps, stages, most registers or 0, 1 if held or keys_first",
+        None, "lists of BLOCK_M, BLOCK_N, warps, stages, most registers or 0, 1 if held or keys_first"
     )
     tma: list[bool] = argument([True], "reading by TMA, by pointers or both")
     window: int | None = argument(None, "keys that a query sees")

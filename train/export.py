@@ -29,12 +29,7 @@ EXPORT = "hugging_face"
 
 
 def export(
-    model: GPT,
-    tokenizer: str,
-    out: Path,
-    dtype: torch.dtype = torch.float32,
-    *,
-    start: str | None = None,
+    model: GPT, tokenizer: str, out: Path, dtype: torch.dtype = torch.float32, *, start: str | None = None
 ) -> None:
     """Writes a model to the folder out, new or empty; if it cannot be written, nothing is left behind.
 

@@ -8,14 +8,7 @@ import torch
 from model import GPT
 from train.bad_steps import StepGuard, take_over_left_out
 from train.build import build_weights, set_arithmetic
-from train.checkpoint import (
-    check_fits,
-    is_saved_by,
-    lies_in,
-    load_tensors,
-    read_checkpoint,
-    run_tensors,
-)
+from train.checkpoint import check_fits, is_saved_by, lies_in, load_tensors, read_checkpoint, run_tensors
 from train.config import Config
 from train.distributed import Processes
 from train.optim import build_optimizer

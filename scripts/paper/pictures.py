@@ -119,13 +119,7 @@ def stretched(positions: Tensor, side: int) -> Tensor:
 
 
 def guess_hidden_pixels(
-    model: Encoder,
-    config: Config,
-    pictures: Tensor,
-    *,
-    steps: int,
-    batch: int,
-    learning_rate: float,
+    model: Encoder, config: Config, pictures: Tensor, *, steps: int, batch: int, learning_rate: float
 ) -> float | None:
     """The last loss, in nats, after `steps` steps on pictures (n, T) without their labels."""
 

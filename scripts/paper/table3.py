@@ -10,13 +10,7 @@ import torch
 
 from scripts.arguments import check_as_many
 from scripts.paper import tasks
-from scripts.paper.encoder import (
-    Encoder,
-    attention_function,
-    draw_examples,
-    encoder_config,
-    train_classifier,
-)
+from scripts.paper.encoder import Encoder, attention_function, draw_examples, encoder_config, train_classifier
 from scripts.paper.memory import reason_in
 from scripts.paper.pictures import train_on_pictures
 from scripts.paper.report import rows_table
@@ -124,13 +118,7 @@ def train_on_expressions(sizes: Sizes, device: torch.device) -> Iterator[dict]:
         config = encoder_config(high, 2, 2, 64, tasks.LISTOPS_VOCABULARY, 0.0)
         model = Encoder(config, attention_function(name, high, device), 10).to(device)
         trained = train_classifier(
-            model,
-            config,
-            train,
-            test,
-            steps=sizes.steps,
-            batch=sizes.batch,
-            learning_rate=1e-3,
+            model, config, train, test, steps=sizes.steps, batch=sizes.batch, learning_rate=1e-3
         )
         yield {
             "attention": name,

@@ -17,12 +17,7 @@ from multiprocessing import get_context
 import numpy as np
 
 PADDING, CLOSE, FIRST_DIGIT = 0, 1, 2
-OPERATIONS = (
-    min,
-    max,
-    lambda values: sorted(values)[len(values) // 2],
-    lambda values: sum(values) % 10,
-)
+OPERATIONS = (min, max, lambda values: sorted(values)[len(values) // 2], lambda values: sum(values) % 10)
 FIRST_OPERATION = FIRST_DIGIT + 10
 LISTOPS_VOCABULARY = FIRST_OPERATION + len(OPERATIONS)
 MAX_DEPTH, MAX_ARGUMENTS, NESTED = 10, 10, 0.25

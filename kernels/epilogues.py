@@ -12,9 +12,9 @@ import math
 from dataclasses import replace
 
 import cutlass.cute as cute
-from quack.activation import tanh
+from quack.activation import dswiglu, swiglu, tanh
 from quack.epilogue.frontend import gemm_epilogue
-from quack.epilogue.math import F2, pexp2
+from quack.epilogue.math import F2, pack, pexp2, unpack
 from quack.epilogue.ops import ColVecLoad, ColVecReduce, RowVecLoad, RowVecReduce
 from quack.gemm_config import default_config
 from torch import Tensor
@@ -55,6 +55,21 @@ def _gelu(acc):
 def _bias_gelu(acc, bias):
     hidden, slope = _gelu_and_slope(acc + bias)
     return {"D": slope, "hidden": hidden}
+
+
+# pairs of columns: a channel of the gate, and the one that it opens
+
+
+@gemm_epilogue(outputs=("hidden",), mode="acc_pair")
+def _swiglu(acc):
+    gate, up = unpack(acc)
+    return {"D": pack(gate, up), "hidden": swiglu(gate, up)}
+
+
+@gemm_epilogue(outputs=("hidden",), mode="packed_cd_b16x2")
+def _swiglu_gradient(acc, c):
+    dgate, dup, hidden = dswiglu(*unpack(c), acc)
+    return {"D": pack(dgate, dup), "hidden": hidden}
 
 
 @gemm_epilogue()
@@ -102,6 +117,26 @@ def mm_gelu(a: Tensor, b: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     _check(x=a, w1=b)
     out = _gelu(a, b, tuned=False) if bias is None else _bias_gelu(a, b, bias=bias.unsqueeze(0), tuned=False)
     return out["hidden"], out["D"]
+
+
+def mm_swiglu(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """silu(g) u, (N, F), of the even columns g and the odd ones u of a b, and a b, (N, 2 F).
+
+    a: (N, C), b: (C, 2 F).
+    """
+    _check(x=a, w1=b)
+    out = _swiglu(a, b, tuned=False)
+    return out["hidden"], out["D"]
+
+
+def mm_swiglu_gradient(a: Tensor, b: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of inner, (N, 2 F), where a b is that of silu(g) u, which comes second, (N, F).
+
+    a: (N, C), b: (C, F), inner: (N, 2 F), with even columns g and odd ones u, as mm_swiglu gives it.
+    """
+    _check(dout=a, w2=b, inner=inner)
+    out = _swiglu_gradient(a, b, inner, tuned=False)
+    return out["D"], out["hidden"]
 
 
 def mm_added(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:

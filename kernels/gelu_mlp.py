@@ -30,12 +30,7 @@ def gelu_mlp_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result, (N, C), and GELU and its derivative, (N, F) each."""
     if x.is_cuda:
-        # checked here, because torch.compile does not trace inside an operator
-        if not serves(x.device):
-            raise ValueError(
-                f"x must be on an NVIDIA GPU of compute capability 9.0 or newer, got {x.device}, "
-                f"{torch.cuda.get_device_name(x.device)}: use PyTorch's F.linear and F.gelu"
-            )
+        check_device(x, "F.gelu")
         hidden, slope = epilogues().mm_gelu(x, w1.T, b1)
         if residual is None:
             return F.linear(hidden, w2, b2), hidden, slope
@@ -87,10 +82,7 @@ def _backward(ctx, dout, *_):
 
 
 def _refuse_second_derivative(ctx, *gradients):
-    raise NotImplementedError(
-        "gelu_mlp has no second derivative: use fused_gelu=false where you need one "
-        "(double backward, gradient penalties), or leave out create_graph=True"
-    )
+    refuse_second_derivative("gelu_mlp")
 
 
 # the operators with their gradients, called with the same arguments
@@ -112,7 +104,19 @@ def gelu_mlp(
     residual may be None. On a GPU, which must be Hopper or newer: bf16 or fp16, C and F multiples of 8.
     Raises ValueError for others, and ImportError on a GPU without quack-kernels.
     """
-    given = {"x": x, "w1": w1, "b1": b1, "w2": w2, "b2": b2, "residual": residual}
+    check_inputs({"x": x, "w1": w1, "b1": b1, "w2": w2, "b2": b2, "residual": residual}, "F.gelu")
+    channels = x.shape[-1]
+    if residual is not None:
+        residual = residual.reshape(-1, channels)
+    return forward(x.reshape(-1, channels), w1, b1, w2, b2, residual)[0].view(x.shape)
+
+
+def check_inputs(given: dict[str, Tensor | None], activation: str, matrices: int = 1) -> None:
+    """Raises ValueError for inputs of an MLP, by their names, that do not fit each other or the device.
+
+    matrices: that w1, (matrices F, C), is made of. activation: PyTorch's function, which takes any.
+    """
+    x, w1 = given["x"], given["w1"]
     for name, tensor in given.items():
         if tensor is None and name not in ("x", "w1", "w2"):
             continue
@@ -121,29 +125,43 @@ def gelu_mlp(
             raise ValueError(
                 f"{name} must be {x.dtype} on {x.device}, as x is, got {tensor.dtype} on {tensor.device}"
             )
-    if x.dim() == 0 or w1.dim() != 2:
+    rows = "F" if matrices == 1 else f"{matrices} F"
+    if x.dim() == 0 or w1.dim() != 2 or w1.shape[0] % matrices:
         raise ValueError(
-            f"x must be (..., C) and w1 (F, C), got shapes {tuple(x.shape)} and {tuple(w1.shape)}"
+            f"x must be (..., C) and w1 ({rows}, C), got shapes {tuple(x.shape)} and {tuple(w1.shape)}"
         )
-    channels, width = x.shape[-1], w1.shape[0]
+    channels, width = x.shape[-1], w1.shape[0] // matrices
     shapes = {
-        "w1": (width, channels),
+        "w1": (matrices * width, channels),
         "b1": (width,),
         "w2": (channels, width),
         "b2": (channels,),
         "residual": tuple(x.shape),
     }
-    for name, shape in shapes.items():
-        if given[name] is not None and given[name].shape != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(given[name].shape)}")
+    for name, tensor in given.items():
+        if name in shapes and tensor is not None and tensor.shape != shapes[name]:
+            raise ValueError(f"{name} must have shape {shapes[name]}, got {tuple(tensor.shape)}")
     if x.is_cuda and not fuses(x.dtype, channels, width):
         raise ValueError(
-            "x must be bfloat16 or float16 with channels in multiples of 8 on both sides of GELU, got "
-            f"{x.dtype}, {channels} and {width}: use PyTorch's F.linear and F.gelu"
+            "x must be bfloat16 or float16 with channels in multiples of 8 on both sides of the activation, "
+            f"got {x.dtype}, {channels} and {width}: use PyTorch's F.linear and {activation}"
         )
-    if residual is not None:
-        residual = residual.reshape(-1, channels)
-    return forward(x.reshape(-1, channels), w1, b1, w2, b2, residual)[0].view(x.shape)
+
+
+def check_device(x: Tensor, activation: str) -> None:
+    """Raises ValueError on a GPU without such products; called in operators, which are not traced."""
+    if not serves(x.device):
+        raise ValueError(
+            f"x must be on an NVIDIA GPU of compute capability 9.0 or newer, got {x.device}, "
+            f"{torch.cuda.get_device_name(x.device)}: use PyTorch's F.linear and {activation}"
+        )
+
+
+def refuse_second_derivative(name: str) -> None:
+    raise NotImplementedError(
+        f"{name} has no second derivative: use fused_gelu=false where you need one "
+        "(double backward, gradient penalties), or leave out create_graph=True"
+    )
 
 
 def fuses(dtype: torch.dtype, channels: int, width: int) -> bool:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import epilogue_library, gelu_mlp
+from kernels import epilogue_library, gelu_mlp, swiglu_mlp
 from kernels.block_mask import BlockMask
 from kernels.cross_entropy import CHUNK, linear_cross_entropy
 from model.attention import AttentionConfig, SelfAttention, layer_masks
@@ -30,15 +30,16 @@ LOGIT_ROWS = CHUNK
 class MLP(nn.Module):
     """Two linear layers with GELU between, or gated by SiLU, added to the residual stream (B, T, C).
 
-    fused_gelu: in 16-bit training, GELU, its gradient and the sum run in the epilogues of the products beside
-    them.
+    fused_gelu: in 16-bit training, GELU or the gate, its gradient and the sum run in the epilogues of the
+    products beside them.
     """
 
     def __init__(self, config: ModelConfig, fused_gelu: bool = False):
         super().__init__()
         self.is_gated = config.mlp == "swiglu"
-        self.fused_gelu = fused_gelu and not self.is_gated
         bias = config.bias == "all"
+        # no family of models has a gate with biases
+        self.fused_gelu = fused_gelu and not (self.is_gated and bias)
         self.expand = nn.Linear(config.n_embd, config.mlp_width * (2 if self.is_gated else 1), bias)
         self.projection = nn.Linear(config.mlp_width, config.n_embd, bias)
         self.residual_dropout = nn.Dropout(config.dropout)
@@ -56,23 +57,27 @@ class MLP(nn.Module):
         return residual + self.residual_dropout(self.projection(x))
 
     def _fuses(self, x: Tensor) -> bool:
-        # without gradients nobody needs GELU's input
+        # without gradients nobody needs the activation's input
         if not (self.fused_gelu and x.is_cuda and torch.is_grad_enabled()):
             return False
         # with adapters, more than a plain product stands beside GELU
         is_plain = all(type(layer) is nn.Linear for layer in (self.expand, self.projection))
-        return is_plain and gelu_mlp.fuses(compute_dtype(x), *self.expand.weight.shape)
+        return is_plain and gelu_mlp.fuses(compute_dtype(x), *self.projection.weight.shape)
 
     def _fused(self, x: Tensor, residual: Tensor) -> Tensor:
         dtype = compute_dtype(x)
-        parameters = (self.expand.weight, self.expand.bias, self.projection.weight, self.projection.bias)
+        if self.is_gated:
+            mlp, parameters = swiglu_mlp.swiglu_mlp, (self.expand.weight, self.projection.weight)
+        else:
+            layers = self.expand, self.projection
+            mlp, parameters = gelu_mlp.gelu_mlp, [p for layer in layers for p in (layer.weight, layer.bias)]
         parameters = [None if p is None else p.to(dtype) for p in parameters]
         dropout = self.residual_dropout
         drops = type(dropout) is not nn.Dropout or (dropout.training and dropout.p > 0.0)
         # a stream in float32 would be rounded inside of the product
         if drops or residual.dtype != dtype:
-            return residual + dropout(gelu_mlp.gelu_mlp(x.to(dtype), *parameters))
-        return gelu_mlp.gelu_mlp(x.to(dtype), *parameters, residual)
+            return residual + dropout(mlp(x.to(dtype), *parameters))
+        return mlp(x.to(dtype), *parameters, residual)
 
 
 def gelu(x: Tensor) -> Tensor:

@@ -59,6 +59,8 @@ def products(
     return {
         "gelu": lambda: epilogues.mm_gelu(x, w1, None),
         "gelu with bias": lambda: epilogues.mm_gelu(x, w1, tensor(mlp_width)),
+        "swiglu": lambda: epilogues.mm_swiglu(x, transposed(n_embd, 2 * mlp_width)),
+        "swiglu's gradient": lambda: epilogues.mm_swiglu_gradient(dout, w2, tensor(n_rows, 2 * mlp_width)),
         "residual": lambda: epilogues.mm_added(hidden, w2.T, None, x),
         "residual and bias": lambda: epilogues.mm_added(hidden, w2.T, tensor(n_embd), x),
         "scaled": lambda: epilogues.mm_scaled(dout, w2, slope),

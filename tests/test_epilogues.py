@@ -30,7 +30,7 @@ def compiled(*arguments: str) -> list[dict]:
 
 def test_every_product_compiles_for_hopper_and_keeps_its_tile_in_registers():
     rows = compiled("sm_90a")
-    assert len(rows) == 8
+    assert len(rows) == 10
     for row in rows:
         assert row["hgmma"] > 0, row
         # bytes; an accumulator alone has 768 a thread
@@ -38,14 +38,16 @@ def test_every_product_compiles_for_hopper_and_keeps_its_tile_in_registers():
 
 
 @pytest.mark.parametrize("architecture", ["sm_100a", "sm_120a"])
-def test_products_with_gelu_compile_for_blackwell_and_keep_their_tiles_in_registers(architecture):
+def test_products_of_mlps_compile_for_blackwell_and_keep_their_tiles_in_registers(architecture):
     rows = compiled(architecture)
-    assert len(rows) == 6
-    assert all(row["stack"] == 0 for row in rows), rows
+    assert len(rows) == 8
+    for row in rows:
+        # bytes
+        assert row["stack"] <= (8 if row["product"] == "swiglu's gradient" else 0), row
 
 
 def test_one_kernel_serves_all_sizes():
     """So that train/compile_ahead.py may compile those of a small model in place of the run's own."""
     sizes = [[ROWS, CHANNELS, 4 * CHANNELS], [32_768, 768, 3072], [1024, 1600, 6400], [16, 8, 8]]
     counts = [row["kernels"] for row in compiled("sm_90a", json.dumps(sizes))]
-    assert counts == [8] * len(sizes)
+    assert counts == [10] * len(sizes)

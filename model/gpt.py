@@ -94,7 +94,10 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def has_fused_gelu(device: torch.device) -> bool:
-    """Whether this device has products with GELU inside. Raises ValueError if only the library is missing."""
+    """Whether this device has products with GELU or a gate inside.
+
+    Raises ValueError if only the library is missing.
+    """
     if not epilogue_library.serves(device):
         return False
     if not epilogue_library.is_installed():
@@ -105,7 +108,7 @@ def has_fused_gelu(device: torch.device) -> bool:
 
 
 def lacks_products(device: torch.device) -> bool:
-    """Whether this device has products with GELU or a softmax inside, none of which was compiled so far."""
+    """Whether this device has products with epilogues of ours, none of which was compiled so far."""
     there = epilogue_library.serves(device) and epilogue_library.is_installed()
     return there and epilogue_library.has_none_compiled()
 
@@ -183,8 +186,8 @@ class GPT(nn.Module):
 
     Parameters are float32; lower precision is left to autocast (see train/step.py).
     fused_loss: the loss comes from kernels/cross_entropy.py, on a GPU, and never holds all logits in memory.
-    fused_gelu: GELU runs inside the matrix products beside it, on a GPU that has_fused_gelu, if `recompute`
-    is none.
+    fused_gelu: GELU, or a gate without biases, runs inside the matrix products beside it, on a GPU that
+    has_fused_gelu, if `recompute` is none.
     low_precision_residual: under autocast the residual stream between blocks, and its gradient, have
     autocast's dtype, which halves what every norm and every sum reads and writes; else they are float32.
     recompute: what the backward pass computes again of each block instead of keeping it: none, selective

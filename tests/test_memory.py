@@ -29,8 +29,15 @@ from train.config import Config, parse
 from train.context_parallel import SharedSequences
 from train.logger import readable
 from train.lora import LoraConfig
-from train.memory import count_weights, kept_bytes, largest_microbatch, microbatches, peak_bytes
-from train.out_of_memory import EXIT_OUT_OF_MEMORY, way_out
+from train.memory import (
+    backward_bytes,
+    count_weights,
+    kept_bytes,
+    largest_microbatch,
+    microbatches,
+    peak_bytes,
+)
+from train.out_of_memory import EXIT_OUT_OF_MEMORY, end_out_of_memory, way_out
 from train.speed import RATES, fit_rates, step_seconds, step_work
 
 H200 = 150_123_077_632
@@ -536,6 +543,21 @@ def test_of_what_is_not_predicted_those_words_are_named_that_would_be(given, wan
         peak_bytes(run)
 
 
+def test_the_way_out_is_predicted_for_the_products_that_the_gpu_has(monkeypatch):
+    gated = config("+model.mlp=swiglu", "++model.bias=none", "tokens_per_step=524288")
+    gated = replace(gated, tokens_per_microbatch=524288)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=H200)
+    )
+    processes = SimpleNamespace(device=torch.device("cuda"), rank=0, world_size=1)
+    for has in (True, False):
+        monkeypatch.setattr("train.out_of_memory.has_fused_gelu", lambda device, has=has: has)
+        with pytest.raises(MemoryError) as raised:
+            end_out_of_memory(gated, processes)
+        assert str(raised.value).endswith(way_out(replace(gated, fused_gelu=has), H200, 1))
+    assert way_out(gated, H200, 1) != way_out(replace(gated, fused_gelu=False), H200, 1)
+
+
 def test_the_way_out_of_too_large_a_step_names_what_fits():
     big = config("model=gpt2_xl", "tokens_per_step=524288", "tokens_per_microbatch=131072")
     message = way_out(big, H200, 1)
@@ -628,8 +650,22 @@ def test_a_norm_without_a_mean_keeps_half_as_many_statistics():
     assert kept_bytes(layer, 2, 2) - kept_bytes(rms, 2, 2) == 2 * 4
 
 
-@pytest.mark.parametrize(("mlp", "is_fused"), [("gelu", True), ("swiglu", False)])
-def test_fused_gelu_saves_time_where_there_is_a_gelu(mlp, is_fused):
-    fused, apart = (config(f"+model.mlp={mlp}", f"fused_gelu={given}") for given in ("true", "false"))
+@pytest.mark.parametrize(
+    ("mlp", "bias", "is_fused"),
+    [("gelu", "all", True), ("swiglu", "none", True), ("swiglu", "qkv", True), ("swiglu", "all", False)],
+)
+def test_fused_gelu_saves_time_where_the_activation_has_a_place_in_its_products(mlp, bias, is_fused):
+    given = [f"+model.mlp={mlp}", f"++model.bias={bias}"]
+    fused, apart = (config(*given, f"fused_gelu={on}") for on in ("true", "false"))
     saved = step_seconds(apart, RATES["H200"]) - step_seconds(fused, RATES["H200"])
     assert (saved > 0) == is_fused
+
+
+@pytest.mark.parametrize(("mlp", "values"), [("gelu", 0), ("swiglu", 1)])
+def test_a_gate_inside_of_its_products_keeps_nothing_that_it_lets_through(mlp, values):
+    given = [f"+model.mlp={mlp}", "++model.bias=none"]
+    fused, apart = (config(*given, f"fused_gelu={on}") for on in ("true", "false"))
+    width = fused.model.mlp_width
+    assert kept_bytes(apart, 2, 2) - kept_bytes(fused, 2, 2) == values * 2 * width
+    # the layer at hand makes it again
+    assert backward_bytes(fused, 2, 2) - backward_bytes(apart, 2, 2) == values * 2 * width

@@ -101,8 +101,16 @@ def kept_bytes(config: Config, small: int, stream: int) -> float:
     is_rotated = model.rotary is not None and config.context_parallel == 1
     rotated = small * (width + model.n_kv_head * model.head_dim) if is_rotated else 0
     statistics = 16 if model.norm == "layer" else 8
+    # inside of the products, what a gate lets through is computed again
+    hidden = 0 if model.mlp == "swiglu" and fuses_activation(config) else model.mlp_width
     # the stream between attention and MLP, both norms' outputs, the activation's output
-    return products + stream * channels + small * (2 * channels + model.mlp_width) + statistics + rotated
+    return products + stream * channels + small * (2 * channels + hidden) + statistics + rotated
+
+
+def fuses_activation(config: Config) -> bool:
+    """Whether the MLP's activation runs inside of its products, on a GPU that has these (model/gpt.py)."""
+    has_place = config.model.mlp == "gelu" or config.model.bias != "all"
+    return config.fused_gelu and config.recompute == "none" and config.precision != "fp32" and has_place
 
 
 def backward_bytes(config: Config, small: int, stream: int) -> float:
@@ -114,7 +122,7 @@ def backward_bytes(config: Config, small: int, stream: int) -> float:
     activation = small * model.mlp_width
     # of both sides of the MLP's activation, and of the stream
     gradients = 2 * activation + 3 * small * model.n_embd
-    everything = kept_bytes(replace(config, recompute="none"), small, stream)
+    everything = kept_bytes(replace(config, recompute="none", fused_gelu=False), small, stream)
     recomputed = everything - kept_bytes(config, small, stream)
     if config.context_parallel == 1:
         return gradients + recomputed

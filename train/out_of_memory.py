@@ -6,6 +6,7 @@ from typing import NoReturn
 
 import torch
 
+from model.gpt import has_fused_gelu
 from model.recompute import RECOMPUTE
 from train.build import asks_for_graphs
 from train.config import Config
@@ -32,6 +33,8 @@ def end_out_of_memory(config: Config, processes: Processes) -> NoReturn:
     memory = None
     if processes.device.type == "cuda":
         memory = torch.cuda.get_device_properties(processes.device).total_memory
+        # predicted as it ran
+        config = replace(config, fused_gelu=config.fused_gelu and has_fused_gelu(processes.device))
     message = f"out of memory on rank {processes.rank}: {way_out(config, memory, processes.world_size)}"
     if processes.world_size == 1:
         raise MemoryError(message)

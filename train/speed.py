@@ -12,7 +12,7 @@ import torch
 from model.config import layer_matrices
 from model.flops import attended_pairs
 from train.config import Config
-from train.memory import count_weights, shard_count
+from train.memory import count_weights, fuses_activation, shard_count
 
 # fitted: bytes moved per logit beside its products, which write its exponential and read it twice; PyTorch's
 # loss reads the logits a few times more
@@ -21,8 +21,8 @@ LOGIT_BYTES = {True: 4.7, False: 12.5}
 WEIGHT_BYTES = 40.0
 # what a float32 residual stream adds to a layer's small operations, as a share of them
 WIDE_STREAM = 0.18
-# what GELU fused into the products saves of them
-FUSED_GELU = 0.30
+# what an activation fused into the products saves of them
+FUSED = {"gelu": 0.30, "swiglu": 0.22}
 # the forward pass's share of the time of a layer's small operations and of attention, which recomputation
 # repeats
 FORWARD_SHARE, ATTENTION_FORWARD_SHARE = 0.33, 2 / 7
@@ -71,8 +71,8 @@ def step_work(config: Config, world_size: int) -> dict[str, float]:
         small += WIDE_STREAM
     if config.recompute != "none":
         small += FORWARD_SHARE
-    elif config.fused_gelu and model.mlp == "gelu" and config.precision != "fp32":
-        small -= FUSED_GELU
+    elif fuses_activation(config):
+        small -= FUSED[model.mlp]
     if config.recompute == "full":
         products += 2 * (layers - model.n_layer * model.mlp_width * model.n_embd)
         attention += ATTENTION_FORWARD_SHARE

@@ -75,7 +75,7 @@ class Arguments:
     compile: bool = argument(True, "torch.compile the model")
     cuda_graphs: bool = argument(True, "the passes of a micro-batch as CUDA graphs")
     fused_loss: bool = argument(True, "the head and its loss by our kernel")
-    fused_gelu: bool = argument(True, "GELU fused into the adjacent matrix products")
+    fused_gelu: bool = argument(True, "GELU or a gate fused into the adjacent matrix products")
     low_precision_residual: bool = argument(True, "the residual stream in `precision`, not in float32")
     recompute: list[str] = argument(["none"], "what the backward pass recomputes: none, selective, full")
     device: str = argument("cuda", "cuda or cpu")

@@ -41,6 +41,29 @@ def result_and_gradients(function, tensors, dout, dtype):
     return out.detach(), *torch.autograd.grad(out, [x for x in tensors if x is not None], dout.to(dtype))
 
 
+def assert_as_accurate_as_torch(function, plain, tensors):
+    x = tensors[0]
+    # expanded, as behind a sum, and as it comes from a norm
+    for dout in (torch.randn_like(x), torch.ones((), device=x.device, dtype=x.dtype).expand(x.shape)):
+        truths = result_and_gradients(plain, tensors, dout, torch.float64)
+        torchs = result_and_gradients(plain, tensors, dout, x.dtype)
+        ours = result_and_gradients(function, tensors, dout, x.dtype)
+        for our, pt, ref in zip(ours, torchs, truths, strict=True):
+            # as tests/accuracy.py has it
+            unit = ((ref.to(x.dtype) + 0.3 - 0.3).double() - ref).abs().max()
+            assert (our.double() - ref).abs().max() <= 2 * (pt.double() - ref).abs().max() + 2 * unit
+
+
+def assert_repeats(function, tensors):
+    """The same bits in 20 more runs."""
+    x = tensors[0]
+    dout = torch.randn_like(x)
+    first = result_and_gradients(function, tensors, dout, x.dtype)
+    for _ in range(20):
+        again = result_and_gradients(function, tensors, dout, x.dtype)
+        assert all(map(torch.equal, first, again))
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("compiled", [False, True])
@@ -63,18 +86,7 @@ def test_result_and_gradients_are_those_of_the_layers_one_by_one(bias, residual,
 )
 def test_on_a_gpu_it_is_as_accurate_as_torch(dtype, bias, residual, rows, channels, width):
     tensors = inputs("cuda", rows, channels, width, bias, dtype, residual)
-    # expanded, as behind a sum, and as it comes from a norm
-    for dout in (
-        torch.randn_like(tensors[0]),
-        torch.ones((), device="cuda", dtype=dtype).expand(*rows, channels),
-    ):
-        truths = result_and_gradients(plain, tensors, dout, torch.float64)
-        torchs = result_and_gradients(plain, tensors, dout, dtype)
-        ours = result_and_gradients(gelu_mlp, tensors, dout, dtype)
-        for x, pt, ref in zip(ours, torchs, truths, strict=True):
-            # as tests/accuracy.py has it
-            unit = ((ref.to(dtype) + 0.3 - 0.3).double() - ref).abs().max()
-            assert (x.double() - ref).abs().max() <= 2 * (pt.double() - ref).abs().max() + 2 * unit
+    assert_as_accurate_as_torch(gelu_mlp, plain, tensors)
 
 
 @on_hopper_or_newer
@@ -96,12 +108,7 @@ def test_the_derivative_is_accurate_far_from_zero(dtype):
 @on_hopper_or_newer
 @pytest.mark.gpu
 def test_on_a_gpu_results_repeat_bit_for_bit():
-    tensors = inputs("cuda", (4096,), 768, 3072, dtype=torch.bfloat16)
-    dout = torch.randn_like(tensors[0])
-    first = result_and_gradients(gelu_mlp, tensors, dout, torch.bfloat16)
-    for _ in range(20):
-        again = result_and_gradients(gelu_mlp, tensors, dout, torch.bfloat16)
-        assert all(map(torch.equal, first, again))
+    assert_repeats(gelu_mlp, inputs("cuda", (4096,), 768, 3072, dtype=torch.bfloat16))
 
 
 @on_hopper_or_newer
@@ -260,14 +267,17 @@ def model_config(**changes) -> ModelConfig:
 @pytest.mark.parametrize("bias", ["all", "none"])
 @pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16], ids=str)
 def test_a_model_with_it_trains_as_one_without(compiled, bias, stream):
+    assert_trains_alike(model_config(bias=bias), stream, compiled)
+
+
+def assert_trains_alike(config: ModelConfig, stream: torch.dtype, compiled: bool) -> None:
+    """Models with activations inside of products and apart have the same loss and gradients, roughly."""
     build = {"attention": AttentionConfig(implementation="sdpa")}
     build["low_precision_residual"] = stream == torch.bfloat16
-    models = [GPT(model_config(bias=bias), **build, fused_gelu=on).cuda() for on in (False, True)]
+    models = [GPT(config, **build, fused_gelu=on).cuda() for on in (False, True)]
     models[1].load_state_dict(models[0].state_dict())
-    assert [m.blocks[0].mlp._fuses(torch.zeros(1, 32, device="cuda").bfloat16()) for m in models] == [
-        False,
-        True,
-    ]
+    x = torch.zeros(1, 32, device="cuda").bfloat16()
+    assert [model.blocks[0].mlp._fuses(x) for model in models] == [False, True]
     tokens = torch.randint(300, (2, 50), device="cuda")
     gradients = []
     for model in models:

@@ -5,9 +5,15 @@ import torch
 import torch.nn.functional as F
 
 from kernels.swiglu_mlp import swiglu_gradient, swiglu_mlp, swiglu_mlp_forward
-from model import GPT, AttentionConfig
 from model.gpt import MLP
-from tests.test_gelu_mlp import model_config, on_hopper_or_newer, result_and_gradients
+from tests.test_gelu_mlp import (
+    assert_as_accurate_as_torch,
+    assert_repeats,
+    assert_trains_alike,
+    model_config,
+    on_hopper_or_newer,
+    result_and_gradients,
+)
 
 
 def plain(x, w1, w2, residual=None):
@@ -46,18 +52,7 @@ def test_result_and_gradients_are_those_of_the_layers_one_by_one(residual, compi
 )
 def test_on_a_gpu_it_is_as_accurate_as_torch(dtype, residual, rows, channels, width):
     tensors = inputs("cuda", rows, channels, width, dtype, residual)
-    # expanded, as behind a sum, and as it comes from a norm
-    for dout in (
-        torch.randn_like(tensors[0]),
-        torch.ones((), device="cuda", dtype=dtype).expand(*rows, channels),
-    ):
-        truths = result_and_gradients(plain, tensors, dout, torch.float64)
-        torchs = result_and_gradients(plain, tensors, dout, dtype)
-        ours = result_and_gradients(swiglu_mlp, tensors, dout, dtype)
-        for x, pt, ref in zip(ours, torchs, truths, strict=True):
-            # as tests/accuracy.py has it
-            unit = ((ref.to(dtype) + 0.3 - 0.3).double() - ref).abs().max()
-            assert (x.double() - ref).abs().max() <= 2 * (pt.double() - ref).abs().max() + 2 * unit
+    assert_as_accurate_as_torch(swiglu_mlp, plain, tensors)
 
 
 @on_hopper_or_newer
@@ -84,12 +79,7 @@ def test_gate_and_gradient_are_accurate_far_from_zero(dtype):
 @on_hopper_or_newer
 @pytest.mark.gpu
 def test_on_a_gpu_results_repeat_bit_for_bit():
-    tensors = inputs("cuda", (4096,), 768, 2048, dtype=torch.bfloat16)
-    dout = torch.randn_like(tensors[0])
-    first = result_and_gradients(swiglu_mlp, tensors, dout, torch.bfloat16)
-    for _ in range(20):
-        again = result_and_gradients(swiglu_mlp, tensors, dout, torch.bfloat16)
-        assert all(map(torch.equal, first, again))
+    assert_repeats(swiglu_mlp, inputs("cuda", (4096,), 768, 2048, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("frozen", range(4))
@@ -152,17 +142,4 @@ def test_only_a_gate_without_biases_is_fused(bias, takes):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_model_with_it_trains_as_one_without(compiled):
     config = model_config(mlp="swiglu", bias="none", mlp_width=88, norm="rms")
-    build = {"attention": AttentionConfig(implementation="sdpa"), "low_precision_residual": True}
-    models = [GPT(config, **build, fused_gelu=on).cuda() for on in (False, True)]
-    models[1].load_state_dict(models[0].state_dict())
-    x = torch.zeros(1, 32, device="cuda").bfloat16()
-    assert [model.blocks[0].mlp._fuses(x) for model in models] == [False, True]
-    tokens = torch.randint(300, (2, 50), device="cuda")
-    gradients = []
-    for model in models:
-        run = torch.compile(model, fullgraph=True) if compiled else model
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = run(tokens[:, :-1], tokens[:, 1:])
-        gradients.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-    for one, other in zip(*gradients, strict=True):
-        assert (one - other).norm() <= 0.02 * one.norm()
+    assert_trains_alike(config, torch.bfloat16, compiled)

@@ -252,6 +252,20 @@ def test_a_run_goes_on_from_its_own_checkpoint_where_its_first_weights_are_damag
         run("start.weights=runs/first", "name=other")
 
 
+@pytest.mark.parametrize(
+    ("override", "way_out"),
+    [("start.positions=linear", "start.positions=none"), ("start.rotary_base=5e5", "start.rotary_base=null")],
+)
+def test_a_run_without_its_first_weights_refuses_to_have_been_extended_otherwise(corpus, override, way_out):
+    run("model=llama", "model.n_head=4", "name=first", "total_tokens=1024")
+    again = ["start.weights=runs/first", "start.positions=none", "total_tokens=3072"]
+    run(*again)
+    Path("runs/first").rename("runs/moved")
+    with pytest.raises(ValueError, match=f" has no effect: .* began with {way_out}: use that$"):
+        run(*again, override)
+    run(*again)
+
+
 def test_the_same_seed_gives_the_same_losses_and_another_seed_others(corpus):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         run(f"name={name}", f"seed={seed}")

@@ -54,15 +54,26 @@ def start_model(config: StartConfig, seq_len: int, dropout: float, run: Path) ->
     """The shape of the model that training starts from, with room for seq_len tokens.
 
     run: the run's folder, whose own checkpoints hold the shape if the weights that it started from are gone
-    or damaged.
+    or damaged. Raises ValueError if neither gives one, or if the positions of the checkpoints were extended
+    otherwise.
     """
     try:
         model = read_model_config(config.weights)
     except ValueError as error:
         own = began_from(config.weights, run)
-        if own is not None:
-            return ModelConfig(**{**own["config"]["model"], "dropout": dropout})
-        raise ValueError(f"start.weights: {error}") from error
+        if own is None:
+            raise ValueError(f"start.weights: {error}") from error
+        began = own["config"]["start"]
+        for key, now in (("positions", config.positions), ("rotary_base", config.rotary_base)):
+            # older checkpoints lack some of these keys, and fit any
+            then = began.get(key, now)
+            if now != then:
+                then, now = ("null" if value is None else value for value in (then, now))
+                raise ValueError(
+                    f"start.{key}={now} has no effect: the run goes on from its checkpoints, which began "
+                    f"with start.{key}={then}: use that"
+                ) from error
+        return ModelConfig(**{**own["config"]["model"], "dropout": dropout})
     model = extended_config(model, seq_len, config.positions, config.rotary_base)
     return replace(model, dropout=dropout)
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from train.bad_steps import (
+    MAX_ROLLBACKS,
     RollBack,
+    Rollbacks,
     SpikeConfig,
     StepGuard,
     read_left_out,
@@ -216,10 +218,20 @@ def test_a_resumed_guard_goes_on_counting_the_steps_that_were_skipped():
     assert resumed.skipped_steps == 4
 
 
+def test_rollbacks_end_when_no_step_is_good_any_more_and_count_anew_behind_one_that_is():
+    rollbacks = Rollbacks()
+    for step in (5, 6):
+        for _ in range(MAX_ROLLBACKS):
+            rollbacks.add(step)
+    # going back further is no good step either
+    with pytest.raises(ValueError, match="left out 11 batches without a good step after step 6"):
+        rollbacks.add(4)
+
+
 def test_left_out_batches_are_remembered_in_the_run_folder(tmp_path):
     assert read_left_out(tmp_path) == []
-    write_left_out(tmp_path, [7, 3])
-    assert read_left_out(tmp_path) == [7, 3]
+    write_left_out(tmp_path, [7, 0, 3])
+    assert read_left_out(tmp_path) == [7, 0, 3]
     assert [path.name for path in tmp_path.iterdir()] == ["left_out.json"]
 
 

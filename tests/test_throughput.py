@@ -105,6 +105,15 @@ def test_the_stopwatch_counts_the_work_that_was_queued_since_its_start(device):
     assert 0.009 <= watch.seconds() <= time.perf_counter() - before
 
 
+def test_a_process_knows_how_long_it_has_run():
+    code = "import time; time.sleep(0.2); from train.throughput import process_seconds as f; print(f())"
+    before = time.perf_counter()
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    # in ticks of 10 ms
+    assert 0.2 <= float(found.stdout) <= time.perf_counter() - before + 0.02
+
+
 def test_a_launch_is_counted_from_the_start_of_its_process_and_a_later_one_from_its_own(monkeypatch):
     monkeypatch.setattr(throughput, "_has_launched", False)
     time.sleep(0.02)

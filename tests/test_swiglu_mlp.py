@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from kernels.swiglu_mlp import swiglu_gradient, swiglu_mlp, swiglu_mlp_forward
 from model.gpt import MLP
@@ -88,6 +89,14 @@ def test_what_is_frozen_has_no_gradient(frozen):
     tensors[frozen].requires_grad_(False)
     swiglu_mlp(*tensors).sum().backward()
     assert [x.grad is None for x in tensors] == [index == frozen for index in range(4)]
+
+
+def test_a_result_without_a_gradient_gives_none_to_any_input():
+    tensors, x = inputs("cpu"), torch.ones(3, requires_grad=True)
+    # the checkpoint hands back no gradient of what its layer leaves unused
+    checkpoint(lambda x, _: 2 * x, x, swiglu_mlp(*tensors), use_reentrant=True).sum().backward()
+    assert all(tensor.grad is None for tensor in tensors)
+    assert x.grad.tolist() == [2.0] * 3
 
 
 def test_a_second_derivative_is_refused():

@@ -245,3 +245,14 @@ def test_a_damaged_file_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer.json is no tokenizer .* copy it again"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_that_cuts_and_fills_texts_for_its_model_does_neither_here(bpe, tmp_path):
+    vocabulary = tokenizers.Tokenizer.from_file(str(bpe / "tokenizer.json"))
+    vocabulary.enable_truncation(max_length=4)
+    vocabulary.enable_padding(length=64)
+    folder = save(tmp_path / "cuts", vocabulary, eos_token={"content": END})
+    text = "def test(x): return x + 1"
+    cut, whole = (load_tokenizer(str(place)).encode(text).tolist() for place in (folder, bpe))
+    assert cut == whole
+    assert len(whole) > 4

@@ -26,7 +26,7 @@ def _fake_gradient(dout, w2, inner):
 @operator(fake=_fake_forward)
 @below_autocast
 def swiglu_mlp_forward(x: Tensor, w1: Tensor, w2: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The result, (N, C), and x w1^T, (N, 2 F), in which gate and value of a channel are neighbours."""
+    """The result, (N, C), and x w1^T, (N, 2 F), in which gate and up of a channel are neighbours."""
     if x.is_cuda:
         check_device(x, "F.silu")
         hidden, inner = epilogues().mm_swiglu(x, w1.T)
@@ -34,8 +34,8 @@ def swiglu_mlp_forward(x: Tensor, w1: Tensor, w2: Tensor, residual: Tensor | Non
             return F.linear(hidden, w2), inner
         return epilogues().mm_added(hidden, w2.T, None, residual), inner
     inner = F.linear(x, w1)
-    gate, value = inner.unflatten(1, (-1, 2)).unbind(2)
-    out = F.linear(F.silu(gate) * value, w2)
+    gate, up = inner.unflatten(1, (-1, 2)).unbind(2)
+    out = F.linear(F.silu(gate) * up, w2)
     return out if residual is None else out + residual, inner
 
 
@@ -46,10 +46,10 @@ def swiglu_gradient(dout: Tensor, w2: Tensor, inner: Tensor) -> tuple[Tensor, Te
     if dout.is_cuda:
         return epilogues().mm_swiglu_gradient(dout.contiguous(), w2, inner)
     dhidden = dout @ w2
-    gate, value = inner.unflatten(1, (-1, 2)).unbind(2)
+    gate, up = inner.unflatten(1, (-1, 2)).unbind(2)
     opened = F.silu(gate)
-    dgate = torch.ops.aten.silu_backward(dhidden * value, gate)
-    return torch.stack((dgate, dhidden * opened), 2).flatten(1), opened * value
+    dgate = torch.ops.aten.silu_backward(dhidden * up, gate)
+    return torch.stack((dgate, dhidden * opened), 2).flatten(1), opened * up
 
 
 def _save_for_backward(ctx, inputs, output):

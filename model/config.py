@@ -90,6 +90,14 @@ class ModelConfig:
     def padded_vocab_size(self) -> int:
         return math.ceil(self.vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
+    @property
+    def has_fusible_activation(self) -> bool:
+        """Whether products may take the MLP's activation in: GELU, or a gate without biases.
+
+        No family of models has a gate with biases.
+        """
+        return self.mlp == "gelu" or self.bias != "all"
+
 
 def layer_matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Rows and columns (input and output channels) of the matrices of one layer."""

@@ -37,9 +37,8 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, fused_gelu: bool = False):
         super().__init__()
         self.is_gated = config.mlp == "swiglu"
+        self.fused_gelu = fused_gelu and config.has_fusible_activation
         bias = config.bias == "all"
-        # no family of models has a gate with biases
-        self.fused_gelu = fused_gelu and not (self.is_gated and bias)
         self.expand = nn.Linear(config.n_embd, config.mlp_width * (2 if self.is_gated else 1), bias)
         self.projection = nn.Linear(config.mlp_width, config.n_embd, bias)
         self.residual_dropout = nn.Dropout(config.dropout)
@@ -69,8 +68,8 @@ class MLP(nn.Module):
         if self.is_gated:
             mlp, parameters = swiglu_mlp.swiglu_mlp, (self.expand.weight, self.projection.weight)
         else:
-            layers = self.expand, self.projection
-            mlp, parameters = gelu_mlp.gelu_mlp, [p for layer in layers for p in (layer.weight, layer.bias)]
+            mlp = gelu_mlp.gelu_mlp
+            parameters = self.expand.weight, self.expand.bias, self.projection.weight, self.projection.bias
         parameters = [None if p is None else p.to(dtype) for p in parameters]
         dropout = self.residual_dropout
         drops = type(dropout) is not nn.Dropout or (dropout.training and dropout.p > 0.0)

@@ -42,8 +42,9 @@ def test_products_of_mlps_compile_for_blackwell_and_keep_their_tiles_in_register
     rows = compiled(architecture)
     assert len(rows) == 8
     for row in rows:
-        # bytes
-        assert row["stack"] <= (8 if row["product"] == "swiglu's gradient" else 0), row
+        # bytes; a tile of pairs does not quite fit on sm_120a
+        most = 8 if (architecture, row["product"]) == ("sm_120a", "swiglu's gradient") else 0
+        assert row["stack"] <= most, row
 
 
 def test_one_kernel_serves_all_sizes():

@@ -64,6 +64,20 @@ def assert_repeats(function, tensors):
         assert all(map(torch.equal, first, again))
 
 
+def assert_frozen_alone_has_no_gradient(function, tensors, frozen):
+    tensors[frozen].requires_grad_(False)
+    function(*tensors).sum().backward()
+    assert [x.grad is None for x in tensors] == [index == frozen for index in range(len(tensors))]
+
+
+def assert_none_comes_of_no_gradient(function, tensors):
+    x = torch.ones(3, requires_grad=True)
+    # the checkpoint hands back no gradient of what its layer leaves unused
+    checkpoint(lambda x, _: 2 * x, x, function(*tensors), use_reentrant=True).sum().backward()
+    assert all(tensor.grad is None for tensor in tensors)
+    assert x.grad.tolist() == [2.0] * 3
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("compiled", [False, True])
@@ -160,18 +174,11 @@ def test_rows_at_odd_places_are_refused_by_the_names_that_callers_know(product, 
 
 @pytest.mark.parametrize("frozen", range(6))
 def test_what_is_frozen_has_no_gradient(frozen):
-    tensors = inputs("cpu")
-    tensors[frozen].requires_grad_(False)
-    gelu_mlp(*tensors).sum().backward()
-    assert [x.grad is None for x in tensors] == [index == frozen for index in range(6)]
+    assert_frozen_alone_has_no_gradient(gelu_mlp, inputs("cpu"), frozen)
 
 
 def test_a_result_without_a_gradient_gives_none_to_any_input():
-    tensors, x = inputs("cpu"), torch.ones(3, requires_grad=True)
-    # the checkpoint hands back no gradient of what its layer leaves unused
-    checkpoint(lambda x, _: 2 * x, x, gelu_mlp(*tensors), use_reentrant=True).sum().backward()
-    assert all(tensor.grad is None for tensor in tensors)
-    assert x.grad.tolist() == [2.0] * 3
+    assert_none_comes_of_no_gradient(gelu_mlp, inputs("cpu"))
 
 
 def test_a_single_row_needs_no_row_dimension():

@@ -109,8 +109,8 @@ def kept_bytes(config: Config, small: int, stream: int) -> float:
 
 def fuses_activation(config: Config) -> bool:
     """Whether the MLP's activation runs inside of its products, on a GPU that has these (model/gpt.py)."""
-    has_place = config.model.mlp == "gelu" or config.model.bias != "all"
-    return config.fused_gelu and config.recompute == "none" and config.precision != "fp32" and has_place
+    asked = config.fused_gelu and config.recompute == "none" and config.precision != "fp32"
+    return asked and config.model.has_fusible_activation
 
 
 def backward_bytes(config: Config, small: int, stream: int) -> float:

@@ -3,12 +3,13 @@
     python -m scripts.benchmark_training 'seq_lens=[1024,4096]' out=training.json
     python -m scripts.benchmark_training jobs=true out=jobs.json
     python -m scripts.benchmark_training ladder=true out=ladder.json
+    python -m scripts.benchmark_training 'peers=[transformers,liger]' 'models=[gpt2,llama]' out=peers.json
 
 jobs=true makes one row for each job that the project has an aim for, and gives that aim, set for one H200.
 ladder=true makes one row for each switch, from plain PyTorch to the defaults, on the same tokens and initial
-weights. A step is what train/loop.py does between two log lines: forward, backward, reading the loss back,
-clipping, AdamW. Its time is the mean over the timed steps, from the device's own events. A Markdown table is
-written beside the JSON file.
+weights. peers are the same models by others, compiled (scripts/peers.py). A step is what train/loop.py does
+between two log lines: forward, backward, reading the loss back, clipping, AdamW. Its time is the mean over
+the timed steps, from the device's own events. A Markdown table is written beside the JSON file.
 """
 
 import gc
@@ -28,6 +29,7 @@ from model.flops import flops_ledger
 from model.gpt import has_fused_gelu
 from model.recompute import RECOMPUTE
 from scripts.arguments import OVERWRITE, argument, check_least, check_some, result_file, run_script
+from scripts.peers import PEERS, Transformers, build_peer, check_peers, leave_out_missing_peers
 from scripts.sizes import check_models, read_model
 from train.config import DEVICES, PRECISIONS
 from train.distributed import join_processes
@@ -63,6 +65,7 @@ class Arguments:
     seq_lens: list[int] = argument([1024], "tokens a sequence")
     bias: str = argument("", "of which matrices: all, qkv or none; empty for the model's own")
     implementations: list[str] = argument(["flash"], "attention: flash, sdpa, reference")
+    peers: list[str] = argument([], "the same models by others, behind ours: transformers, liger")
     ladder: bool = argument(False, "rows from plain PyTorch to the defaults, of the first model and length")
     jobs: bool = argument(False, "a row for each job that has an aim, with its own model, length and tokens")
     tokens_per_step: int = argument(32768, "random tokens a step; a longer sequence is a step of its own")
@@ -149,7 +152,7 @@ LADDER = (
 # settings that a CPU needs in place of the defaults
 ON_A_CPU = "implementations=[sdpa] fused_loss=false"
 # arguments that a ladder sets
-RUNGS = ("implementations", *[item.name for item in fields(Step)][1:])
+RUNGS = ("implementations", "peers", *[item.name for item in fields(Step)][1:])
 
 
 def main(arguments: Arguments) -> None:
@@ -163,6 +166,7 @@ def main(arguments: Arguments) -> None:
     for _, given in wanted:
         check_rows(given)
         check_cpu(given)
+    leave_out_missing_peers(arguments.peers)
     rows = []
     for aim, given in wanted:
         for label, name, seq_len, step in steps_to_measure(given):
@@ -233,6 +237,7 @@ def check_rows(arguments: Arguments) -> None:
         for value in getattr(arguments, key):
             one_of(key, value, choices)
     check_least(arguments, "tokens_per_step", "tokens_per_microbatch", "seq_lens")
+    check_peers(arguments.peers, arguments.models)
     for seq_len in arguments.seq_lens:
         tokens_per_step, tokens_per_microbatch = tokens_of(arguments, seq_len)
         for key, value, of, unit in (
@@ -280,6 +285,9 @@ def steps_to_measure(arguments: Arguments):
         )
         label = implementation if recompute == "none" else f"{implementation}, recompute={recompute}"
         yield label, name, seq_len, step
+    theirs = replace(PLAIN, precision=arguments.precision, compile=arguments.compile)
+    for peer, name, seq_len in product(arguments.peers, arguments.models, arguments.seq_lens):
+        yield peer, name, seq_len, replace(theirs, implementation=peer)
 
 
 def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
@@ -311,10 +319,11 @@ def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
             return loss
 
         try:
-            weights = build_weights(config, step, device)
-            # record what ran, not what was asked for: gated and recomputed layers do not fuse GELU
-            row["fused_gelu"] = weights.blocks[0].mlp.fused_gelu and step.precision != "fp32"
-            passes, optimizer, scaler = build_training(weights, step, accumulation, device)
+            model = build_model(config, step, device)
+            if isinstance(model, GPT):
+                # record what ran, not what was asked for: recomputed layers do not fuse GELU
+                row["fused_gelu"] = model.blocks[0].mlp.fused_gelu and step.precision != "fp32"
+            passes, optimizer, scaler = build_training(model, step, accumulation, device)
             times = time_steps(train_step, arguments.warmup_steps, arguments.steps, device)
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -322,7 +331,7 @@ def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
             return {**row, "tokens_per_second": None}
         step_seconds, first_step_seconds, loss = times
         per_second = tokens_per_step / step_seconds
-        flops = flops_ledger(config, weights.attention, seq_len, recompute=step.recompute)
+        flops = flops_ledger(config, attention_of(step), seq_len, recompute=step.recompute)
         return {
             **row,
             "cuda_graphs": passes.is_graphed,
@@ -347,22 +356,30 @@ def forget_earlier_rows(device: torch.device) -> None:
     torch.compiler.reset()
 
 
-def build_weights(config: ModelConfig, step: Step, device: torch.device) -> GPT:
-    return GPT(
+def attention_of(step: Step) -> AttentionConfig:
+    """Peers have PyTorch's."""
+    return AttentionConfig(implementation="sdpa" if step.implementation in PEERS else step.implementation)
+
+
+def build_model(config: ModelConfig, step: Step, device: torch.device) -> GPT | Transformers:
+    model = GPT(
         config,
-        AttentionConfig(implementation=step.implementation),
+        attention_of(step),
         fused_loss=step.fused_loss,
         fused_gelu=step.fused_gelu and has_fused_gelu(device),
         low_precision_residual=step.low_precision_residual,
         recompute=step.recompute,
-    ).to(device)
+    )
+    return (build_peer(step.implementation, model) if step.implementation in PEERS else model).to(device)
 
 
-def build_training(weights: GPT, step: Step, accumulation: int, device: torch.device):
+def build_training(model: GPT | Transformers, step: Step, accumulation: int, device: torch.device):
     """(passes of a micro-batch, optimizer, scaler of the loss); accumulation: micro-batches in a step."""
-    # as train/build.py
-    model = CompiledModel(weights, whole=not step.cuda_graphs) if step.compile else weights
-    optimizer = build_optimizer(weights, OPTIM)
+    optimizer = build_optimizer(model, OPTIM)
+    if step.compile:
+        # ours as train/build.py
+        ours = isinstance(model, GPT)
+        model = CompiledModel(model, whole=not step.cuda_graphs) if ours else torch.compile(model)
     scaler = torch.amp.GradScaler(device.type, enabled=step.precision == "fp16")
     autocast = partial(autocast_context, device.type, step.precision)
     kind = GraphedPasses if step.cuda_graphs and supports_graphs(device) else Passes

@@ -1254,6 +1254,12 @@ def test_the_jobs_of_the_benchmark_are_steps_of_whole_sequences_of_known_models(
     ("given", "message"),
     [
         ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"peers": ["nanogpt"]}, "peers must be one of transformers, liger, got 'nanogpt'"),
+        (
+            {"peers": ["liger"]},
+            "peers: liger-kernel has nothing for models=tiny: leave it out, or use models=",
+        ),
+        ({"peers": ["transformers"], "ladder": True}, "ladder=true sets peers itself, got "),
         ({"warmup_steps": -1}, "warmup_steps must be at least 0, got -1"),
         ({"device": "tpu"}, "device must be one of cuda, cpu, got 'tpu'"),
         ({"seq_lens": []}, "nothing to measure: seq_lens must not be empty, name one"),

@@ -11,12 +11,12 @@ from itertools import pairwise
 from statistics import median
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import GPT
 from scripts.paper import baselines
 from scripts.paper.memory import free_memory
+from scripts.peers import Transformers
 from train.config import Config, parse
 from train.distributed import join_processes
 from train.optim import build_optimizer
@@ -44,34 +44,6 @@ class OtherAttention(nn.Module):
         q, k, v = qkv.split(layer.n_heads, dim=2)  # (B, T, H, D) each
         out = self.attention(q, k, v, dropout_p=layer.dropout if self.training else 0.0)
         return layer.residual_dropout(layer.projection(out.flatten(2)))
-
-
-class HuggingFace(nn.Module):
-    """GPT-2 of transformers with the sizes and the dropout of a configuration."""
-
-    def __init__(self, config: Config, attention: str):
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        super().__init__()
-        sizes, dropout = config.model, config.model.dropout
-        self.gpt2 = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=sizes.vocab_size,
-                n_positions=sizes.max_seq_len,
-                n_layer=sizes.n_layer,
-                n_head=sizes.n_head,
-                n_embd=sizes.n_embd,
-                resid_pdrop=dropout,
-                embd_pdrop=dropout,
-                attn_pdrop=dropout,
-                attn_implementation=attention,
-                use_cache=False,
-            )
-        )
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        logits = self.gpt2(tokens).logits
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def configure(*overrides: str) -> Config:
@@ -106,7 +78,7 @@ def hugging_face(config: Config, attention: str) -> nn.Module:
         register()
     if attention == "2022":
         register_2022()
-    return HuggingFace(config, attention)
+    return Transformers(config.model, attention)
 
 
 def register_2022() -> None:

@@ -29,7 +29,7 @@ from model.flops import flops_ledger
 from model.gpt import has_fused_gelu
 from model.recompute import RECOMPUTE
 from scripts.arguments import OVERWRITE, argument, check_least, check_some, result_file, run_script
-from scripts.peers import PEERS, Transformers, build_peer, check_peers, leave_out_missing_peers
+from scripts.peers import PEERS, Transformers, build_peer, check_peers, compile_peer, leave_out_missing_peers
 from scripts.sizes import check_models, read_model
 from train.config import DEVICES, PRECISIONS
 from train.distributed import join_processes
@@ -379,7 +379,8 @@ def build_training(model: GPT | Transformers, step: Step, accumulation: int, dev
     if step.compile:
         # ours as train/build.py
         ours = isinstance(model, GPT)
-        model = CompiledModel(model, whole=not step.cuda_graphs) if ours else torch.compile(model)
+        whole = not step.cuda_graphs
+        model = CompiledModel(model, whole=whole) if ours else compile_peer(step.implementation, model)
     scaler = torch.amp.GradScaler(device.type, enabled=step.precision == "fp16")
     autocast = partial(autocast_context, device.type, step.precision)
     kind = GraphedPasses if step.cuda_graphs and supports_graphs(device) else Passes

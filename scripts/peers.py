@@ -3,6 +3,7 @@
 from dataclasses import replace
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor, nn
 
 from model import GPT, ModelConfig
@@ -39,10 +40,10 @@ def build_peer(name: str, ours: GPT) -> Transformers:
     """`ours` as this one of PEERS has it, with the same weights, on the CPU.
 
     Its vocabulary is padded as ours, which is faster, but its loss counts the padding: at zero logits it is
-    larger by the logarithm of padded over real size. Attention is PyTorch's.
+    larger by the logarithm of padded over real size. Attention is PyTorch's causal one.
     """
     config = replace(ours.config, vocab_size=ours.config.padded_vocab_size)
-    peer = Transformers(config, "sdpa")
+    peer = Transformers(config, without_mask())
     family = FAMILIES[family_of(config)]
     parts = dict(named_parts(ours.state_dict(), family, config))
     # a tied head is not among them
@@ -51,6 +52,28 @@ def build_peer(name: str, ours: GPT) -> Transformers:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=peer.model)
+    return peer
+
+
+def without_mask() -> str:
+    """The name of PyTorch's causal attention in transformers.
+
+    Under "sdpa" transformers compiled makes a mask of all queries and keys, with which attention is slow.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    # transformers makes masks only for the implementations that it knows
+    name = "sdpa_without_mask"
+    AttentionInterface.register(name, sdpa_attention_forward)
+    return name
+
+
+def compile_peer(name: str, peer: Transformers) -> nn.Module:
+    """torch.compile of the model; with liger-kernel without head and loss, which cannot be traced."""
+    if name != "liger":
+        return torch.compile(peer)
+    peer.model.base_model.compile()
     return peer
 
 

@@ -9,11 +9,13 @@ The kernels read lists, sorted by rows (for each block of queries the blocks of 
 columns (dk, dv). The lists are run-time tensors: another mask, length or batch compiles nothing.
 """
 
+import os
 import warnings
 from collections.abc import Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import cycle, islice
 from numbers import Integral
 from pathlib import Path
 
@@ -250,7 +252,7 @@ class BlockMask:
     def reach(self, n_layers: int) -> float:
         """The share of block pairs that information can cross in n_layers; see `reach`."""
         check_count("n_layers", n_layers)
-        return reach([self] * n_layers)
+        return _reach([self], n_layers)
 
     def plot(self, path: str | Path) -> None:
         """Draws the stored blocks of the first batch and head, full ones dark; at most 512 x 512 pixels.
@@ -262,6 +264,8 @@ class BlockMask:
         figure = Figure(figsize=(5, 5), layout="constrained")
         # matplotlib would add an ending to a name without one, and might replace a file of that name
         endings = [f".{ending}" for ending in figure.canvas.get_supported_filetypes()]
+        if not isinstance(path, str | os.PathLike):
+            raise ValueError(f"path must name a picture, got {path!r}: give a str or a Path")
         if Path(path).is_dir():
             raise ValueError(f"path must name a picture, got the folder {str(path)!r}: add a name to it")
         if Path(path).suffix.lower() not in endings:
@@ -361,7 +365,8 @@ def reach(masks: Sequence[BlockMask]) -> float:
 
     Among all pairs or, for causal masks, those up to the diagonal. Any head may carry information, and every
     layer passes on what it has. Warns below 100%. Takes n_rows x n_columns numbers, and a product of two such
-    matrices for each layer until all is reached: on a CPU, minutes for a million tokens.
+    matrices for each layer until all is reached, or no more by equal layers: on a CPU, minutes for a million
+    tokens.
     """
     if not isinstance(masks, Sequence):
         got = "a single one" if isinstance(masks, BlockMask) else type(masks).__name__
@@ -371,6 +376,11 @@ def reach(masks: Sequence[BlockMask]) -> float:
     for mask in masks:
         if not isinstance(mask, BlockMask):
             raise ValueError(f"masks must be BlockMasks, got {type(mask).__name__}: leave out dense layers")
+    return _reach(masks, len(masks))
+
+
+def _reach(masks: Sequence[BlockMask], n_layers: int) -> float:
+    """`reach` through n_layers, which have these masks in turn."""
     first = masks[0]
     if first.seq_q != first.seq_k:
         raise ValueError(f"reach needs as many queries as keys, got {first.seq_q} and {first.seq_k}")
@@ -386,19 +396,21 @@ def reach(masks: Sequence[BlockMask]) -> float:
     if all(mask.causal for mask in masks):
         pairs = pairs.tril()
     n_pairs = pairs.sum(dtype=torch.float64)
-    for mask in masks:
+    share = 0.0
+    for mask in islice(cycle(masks), n_layers):
         head, row, column = mask.coordinates()
         crossed = own.repeat(mask.n_batch, 1, 1)
         crossed[head // mask.n_head, row, column] = 1.0
         seen = (crossed @ seen > 0).float()
-        share = (seen.sum(dtype=torch.float64) / (len(seen) * n_pairs)).item()
-        if share == 1.0:
+        before, share = share, (seen.sum(dtype=torch.float64) / (len(seen) * n_pairs)).item()
+        # where one mask has added nothing, it adds nothing again
+        if share == 1.0 or (len(masks) == 1 and share == before):
             break
     if share < 1.0:
         warnings.warn(
-            f"{share:.1%} of block pairs are reached in {len(masks)} layers: some tokens never hear of "
+            f"{share:.1%} of block pairs are reached in {n_layers} layers: some tokens never hear of "
             "others; add window(n), or more layers, or a dense one",
-            stacklevel=2,
+            stacklevel=3,
         )
     return share
 

@@ -343,6 +343,18 @@ def test_reach_is_that_of_each_batch():
         assert both.reach(1) == pytest.approx(14 / 20)
 
 
+def test_reach_ends_where_equal_layers_add_nothing_and_is_warned_of_where_it_was_asked_for():
+    window = block_masks.window(8 * 64, 65, block_size=64)
+    assert window.reach(10**9) == 1.0
+    short = window & block_masks.strided(8 * 64, 4, block_size=64)
+    with pytest.warns(UserWarning, match=f"are reached in {10**9} layers") as warned:
+        far = short.reach(10**9)
+    assert warned[0].filename == __file__
+    with pytest.warns(UserWarning, match="are reached in 8 layers") as warned:
+        assert reach([short] * 8) == far
+    assert warned[0].filename == __file__
+
+
 def test_reach_counts_all_pairs_if_one_layer_is_not_causal():
     masks = [block_masks.causal(256, block_size=64), block_masks.butterfly(256, block_size=64)]
     with pytest.warns(UserWarning, match="never"):

@@ -281,6 +281,10 @@ REFUSED = {
         lambda: block_masks.bigbird(100, 1, 1, 1, seed=-(2**63) - 1),
         f"seed must be at least {-(2**63)}, got {-(2**63) - 1}",
     ),
+    "a plot to no path": (
+        lambda: block_masks.causal(100).plot(None),
+        "path must name a picture, got None: give a str or a Path",
+    ),
     "reach of other numbers of queries and keys": (
         # as many blocks of queries as of keys
         lambda: reach([dense(65, 128)]),

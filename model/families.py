@@ -1,7 +1,9 @@
 """Hugging Face's model families in our terms: what config.json means, and what their tensors are called."""
 
 import math
+import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from model.config import ModelConfig
@@ -9,6 +11,30 @@ from model.rope import READS, RotaryConfig
 
 # what transformers calls original_seq_len
 ORIGINAL = "original_max_position_embeddings"
+# the keys of config.json that hold settings of ours
+GPT2_KEYS = {
+    "n_layer": "n_layer",
+    "n_head": "n_head",
+    "n_embd": "n_embd",
+    "mlp_width": "n_inner",
+    "vocab_size": "vocab_size",
+    "max_seq_len": "n_positions",
+    "norm_eps": "layer_norm_epsilon",
+    "tied_head": "tie_word_embeddings",
+}
+ROTARY_KEYS = {
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "n_embd": "hidden_size",
+    "mlp_width": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tied_head": "tie_word_embeddings",
+}
+SCALING_KEYS = {"base": "rope_theta", "scaling": "rope_type", "original_seq_len": ORIGINAL}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,32 +101,24 @@ def read_gpt2_config(theirs: dict) -> ModelConfig:
         add_cross_attention=(False,),
         is_causal=(True,),
     )
-    return ModelConfig(
-        n_layer=theirs["n_layer"],
-        n_head=theirs["n_head"],
-        n_embd=theirs["n_embd"],
-        vocab_size=theirs["vocab_size"],
-        max_seq_len=theirs["n_positions"],
-        dropout=0.0,
-        mlp_width=theirs.get("n_inner"),
-        norm_eps=theirs.get("layer_norm_epsilon", 1e-5),
-        tied_head=theirs.get("tie_word_embeddings", True),
-    )
+    for ours in ("n_layer", "n_head", "n_embd", "max_seq_len"):
+        name, other = GPT2_KEYS[ours], ROTARY_KEYS[ours]
+        # to transformers they are two names of one setting
+        if theirs.get(other, theirs[name]) != theirs[name]:
+            raise ValueError(
+                f"config.json: {name}={theirs[name]!r} and {other}={theirs[other]!r} differ: leave out the "
+                "one that is wrong"
+            )
+    defaults = {"n_inner": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
+    return _model(defaults | theirs, GPT2_KEYS)
 
 
 def write_gpt2_config(config: ModelConfig) -> dict:
     return {
         "model_type": "gpt2",
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_embd": config.n_embd,
-        "n_inner": config.mlp_width,
-        "vocab_size": config.vocab_size,
-        "n_positions": config.max_seq_len,
+        **_values(config, GPT2_KEYS),
         "n_ctx": config.max_seq_len,
         "activation_function": "gelu_new",
-        "layer_norm_epsilon": config.norm_eps,
-        "tie_word_embeddings": config.tied_head,
         # ours has one rate for all three
         "attn_pdrop": config.dropout,
         "embd_pdrop": config.dropout,
@@ -153,24 +171,12 @@ def read_qwen3_config(theirs: dict) -> ModelConfig:
 def _read_rotary_family(theirs: dict, *, bias: str, qk_norm: bool = False) -> ModelConfig:
     # text-embedding models also see later tokens: "is_causal": false
     _require(theirs, hidden_act=("silu",), pretraining_tp=(1,), is_causal=(True,))
-    return ModelConfig(
-        n_layer=theirs["num_hidden_layers"],
-        n_head=theirs["num_attention_heads"],
-        n_kv_head=theirs.get("num_key_value_heads"),
-        head_dim=theirs.get("head_dim"),
-        n_embd=theirs["hidden_size"],
-        mlp_width=theirs["intermediate_size"],
-        vocab_size=theirs["vocab_size"],
-        max_seq_len=theirs["max_position_embeddings"],
-        dropout=0.0,
-        rotary=read_rotary(theirs),
-        norm="rms",
-        norm_eps=theirs.get("rms_norm_eps", 1e-6),
-        mlp="swiglu",
-        bias=bias,
-        qk_norm=qk_norm,
-        tied_head=theirs.get("tie_word_embeddings", False),
-    )
+    for kind in theirs.get("layer_types") or ():
+        _require({"layer_types": kind}, layer_types=("full_attention",))
+    defaults = {"num_key_value_heads": None, "head_dim": None}
+    defaults |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+    own = {"norm": "rms", "mlp": "swiglu", "bias": bias, "qk_norm": qk_norm}
+    return _model(defaults | theirs, ROTARY_KEYS, rotary=read_rotary(theirs), **own)
 
 
 def read_rotary(theirs: dict) -> RotaryConfig:
@@ -188,7 +194,8 @@ def read_rotary(theirs: dict) -> RotaryConfig:
     _require(rope, partial_rotary_factor=(1.0,), truncate=(True,))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
-        return RotaryConfig(base=base)
+        with _told_in_their_words(SCALING_KEYS):
+            return RotaryConfig(base=base)
     if kind not in ("linear", "yarn", "llama3"):
         raise ValueError(
             f"config.json: rope_type={kind!r} is not supported: default, linear, yarn and llama3 are"
@@ -211,7 +218,8 @@ def read_rotary(theirs: dict) -> RotaryConfig:
             0.1 * rope[name] * math.log(rope["factor"]) + 1 for name in ("mscale", "mscale_all_dim")
         )
         scaling["attention_factor"] = over / under
-    return RotaryConfig(**scaling)
+    with _told_in_their_words(SCALING_KEYS):
+        return RotaryConfig(**scaling)
 
 
 def write_rotary_family_config(config: ModelConfig) -> dict:
@@ -219,17 +227,8 @@ def write_rotary_family_config(config: ModelConfig) -> dict:
     model_types = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
     theirs = {
         "model_type": model_types[architecture],
-        "num_hidden_layers": config.n_layer,
-        "num_attention_heads": config.n_head,
-        "num_key_value_heads": config.n_kv_head,
-        "head_dim": config.head_dim,
-        "hidden_size": config.n_embd,
-        "intermediate_size": config.mlp_width,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_seq_len,
+        **_values(config, ROTARY_KEYS),
         "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tied_head,
         **write_rotary(config.rotary, config.head_dim),
     }
     if architecture == "LlamaForCausalLM":
@@ -247,7 +246,7 @@ def write_rotary(rotary: RotaryConfig, head_dim: int) -> dict:
     scaling = {"rope_type": rotary.scaling}
     for name in READS[rotary.scaling]:
         if getattr(rotary, name) is not None:
-            scaling[ORIGINAL if name == "original_seq_len" else name] = getattr(rotary, name)
+            scaling[SCALING_KEYS.get(name, name)] = getattr(rotary, name)
     written = {"rope_theta": rotary.base, "rope_scaling": scaling}
     if rotary.scaling == "linear" and rotary.original_seq_len is not None:
         # among the scaling transformers would warn of it
@@ -284,6 +283,27 @@ def rotary_family_tensors(config: ModelConfig) -> Iterator[tuple[str, Source]]:
     yield "final_norm.weight", Source(("model.norm.weight",))
     if not config.tied_head:
         yield "head.weight", Source(("lm_head.weight",))
+
+
+def _model(theirs: dict, keys: dict[str, str], **others) -> ModelConfig:
+    with _told_in_their_words(keys):
+        return ModelConfig(**{ours: theirs[name] for ours, name in keys.items()}, dropout=0.0, **others)
+
+
+def _values(config: ModelConfig, keys: dict[str, str]) -> dict:
+    return {name: getattr(config, ours) for ours, name in keys.items()}
+
+
+@contextmanager
+def _told_in_their_words(keys: dict[str, str]) -> Iterator[None]:
+    """Has an error about a setting of ours name the key of config.json that it was read from."""
+    try:
+        yield
+    except ValueError as error:
+        # behind the rule comes what to change of a configuration of ours
+        rule = str(error).partition(": ")[0]
+        rule = re.sub(r"model\.(?:rotary\.)?(\w+)", lambda found: keys.get(found[1], found[1]), rule)
+        raise ValueError(f"config.json: {rule}: copy it again from its model") from None
 
 
 def _require(theirs: dict, **allowed: tuple) -> None:

@@ -307,6 +307,25 @@ def test_what_would_make_another_model_is_refused_by_key(architecture, key, valu
         FAMILIES[architecture].read_config({key: value})
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("gpt2", {"n_head": 5}, "n_embd=32 must be a multiple of n_head=5: copy it again from its model"),
+        ("gpt2", {"n_layer": 0}, "n_layer must be at least 1, got 0: copy it again from its model"),
+        ("gpt2", {"num_attention_heads": 8}, "n_head=4 and num_attention_heads=8 differ: leave out the one"),
+        ("llama3", {"num_key_value_heads": 3}, "num_attention_heads=4 must be a multiple of num_key_value_h"),
+        ("llama3", {"rope_parameters": LLAMA3 | {"rope_theta": 0}}, "rope_theta must be at least 1 and fini"),
+        ("qwen2.5", {"layer_types": ["sliding_attention"]}, "layer_types='sliding_attention' is not support"),
+    ],
+    indirect=["kind"],
+)
+def test_settings_that_contradict_each_other_are_refused_by_their_keys(folder, changes, message):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ValueError, match=f"^config.json: {message}"):
+        read_pretrained_config(folder)
+
+
 @pytest.mark.parametrize(("key", "value"), [("partial_rotary_factor", 0.5), ("truncate", False)])
 def test_a_rotation_of_another_kind_is_refused_by_key(key, value):
     with pytest.raises(ValueError, match=f"{key}={value} is not supported: "):

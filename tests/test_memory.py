@@ -371,6 +371,14 @@ def test_recomputation_fsdp_and_smaller_micro_batches_take_less():
     assert peak_bytes(wide) < peak_bytes(replace(wide, fused_loss=False))
 
 
+def test_a_wide_stream_and_each_kind_of_recomputation_are_planned_to_take_longer():
+    narrow = config("fused_gelu=false", "low_precision_residual=true")
+    changes = [{}, {"recompute": "selective"}, {"recompute": "full"}]
+    none, selective, full = (step_seconds(replace(narrow, **change), RATES["H200"]) for change in changes)
+    assert none < selective < full
+    assert none < step_seconds(replace(narrow, low_precision_residual=False), RATES["H200"])
+
+
 def test_muon_is_planned_with_one_moment_of_its_matrices_and_the_products_of_its_update():
     adamw, muon = config(), config("optim=muon")
     layers, short, longs = 12, 768, (2304, 768, 3072, 3072)

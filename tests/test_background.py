@@ -229,6 +229,19 @@ def test_a_process_that_waits_for_another_ones_text_ends_with_the_one_that_asked
     assert not (tmp_path / "begun").exists()
 
 
+def test_a_preparation_in_which_a_library_swallows_the_interrupt_is_ended_nevertheless():
+    code = (
+        "import multiprocessing, signal, threading, time\nfrom data import background\n"
+        "background.SECONDS_TO_STOP = 0.2\n"
+        "signal.signal(signal.SIGINT, background._interrupt)\n"
+        "ours, theirs = multiprocessing.Pipe()\n"
+        "threading.Thread(target=background._stop_with, args=(theirs,), daemon=True).start()\n"
+        "ours.close()\n"
+        "try:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    time.sleep(60)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=50).returncode == 1
+
+
 def test_a_killed_preparation_is_told_with_the_way_out(tmp_path):
     config = text_config(large_corpus(tmp_path / "text", 48), tmp_path / "shards", workers=1)
 

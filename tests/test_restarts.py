@@ -230,3 +230,15 @@ def test_where_torchrun_keeps_nothing_the_first_process_tells_and_no_note_is_mad
     assert capsys.readouterr().err == "error: no key\n"
     assert not was_refused()
     assert store.num_keys() == before
+
+
+def test_a_store_that_is_gone_is_told_in_one_line_and_keeps_no_error_from_being_told(
+    store, monkeypatch, capsys
+):
+    monkeypatch.setattr(restarts, "CONNECT_TIMEOUT", timedelta(seconds=0.1))
+    # where nobody listens
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(ConnectionError, match=r"^torchrun's store is gone \(.+\): see why .* goes on$"):
+        was_refused()
+    tell("error: no key", is_ours=True, again=True)
+    assert capsys.readouterr().err == "error: no key\n"

@@ -1164,12 +1164,21 @@ def test_a_curve_is_drawn_over_tokens_and_named_with_its_last_validation_loss(co
     keys = ("tokens", "train_loss", "val_loss")
     text = [json.dumps({"step": i, **dict(zip(keys, line, strict=True))}) for i, line in enumerate(lines)]
     Path("metrics.jsonl").write_text("\n".join(text))
-    train.plot.draw_loss({"a": Path("metrics.jsonl")}, Path("loss.png"), "title")
+    # to Matplotlib the name of what has none in a legend
+    train.plot.draw_loss({"_a": Path("metrics.jsonl")}, Path("loss.png"), "title")
     [axes] = figures[0].axes
     drawn = [[list(map(float, numbers)) for numbers in line.get_data()] for line in axes.get_lines()]
     assert drawn == [[[10, 20], [4.0, 3.5]], [[0, 10, 20], [5.0, 3.0, 3.25]]]
     names = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert names == ["a, training", "a, validation (3.250 at the end)"]
+    assert names == ["_a, training", "_a, validation (3.250 at the end)"]
+    assert axes.get_title() == "title"
+
+
+@pytest.mark.parametrize(("name", "title"), [(r"$\none$", "title"), ("name", r"$\none$")])
+def test_a_name_or_a_title_that_would_be_no_formula_is_drawn_as_it_is(corpus, name, title):
+    Path("metrics.jsonl").write_text('{"step": 1, "tokens": 10, "train_loss": 4.0}\n')
+    train.plot.draw_loss({name: Path("metrics.jsonl")}, Path("loss.png"), title)
+    assert Path("loss.png").exists()
 
 
 def test_a_picture_that_a_full_disk_does_not_take_leaves_the_earlier_one(corpus, monkeypatch):

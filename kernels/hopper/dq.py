@@ -48,6 +48,7 @@ from kernels.hopper.schedule import Mask, TileOrder
 from kernels.hopper.softmax import hide
 from kernels.hopper.steps import begin_to_drop, scores_of_nothing
 from kernels.hopper.wide_heads import (
+    FIRST,
     LEFT_LAYOUT,
     copies_of,
     copy_in,
@@ -198,6 +199,9 @@ def step(tiles, buffer, dq, n_k, n_v, place, masked, limits, minus_lse, minus_de
     k = tiles.k.index(tiles.k_ring.take(n_k)).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
     s = scores(tiles, q, k)
     v_stage = tiles.v_ring.take(n_v)
+    if tiles.REST == FIRST:
+        # so would those of the only v be, and with heads of 256 moved into uniform registers in each step
+        v_stage = opaque(v_stage)
     v = tiles.v.index(v_stage).reshape([tiles.BLOCK_N, tiles.HEAD_DIM])
     if not LATE_DP:
         dp = scores(tiles, dout, v)

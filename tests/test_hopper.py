@@ -66,7 +66,9 @@ def lists(**options) -> tuple[torch.Tensor, ...]:
 def test_every_configuration_compiles_ahead_of_time_without_waste(mask, version):
     configurations = compile_apart("tests.ahead_of_time_hopper", version, f"mask={mask}")
     # other instructions where P is read back, and under windows tiles that bf16 does not take
-    also_in_fp16 = {"causal": "forward,backward", "window": "forward"}
+    also_in_fp16 = {"causal": "forward,backward"} | dict.fromkeys(
+        ("window", "intervals", "blocks"), "forward"
+    )
     if mask in also_in_fp16 and version == "pinned":
         fp16 = [f"mask={mask}", "dtype=fp16", f"kernel={also_in_fp16[mask]}"]
         configurations += compile_apart("tests.ahead_of_time_hopper", version, *fp16)
@@ -93,11 +95,10 @@ def assert_nothing_is_wasted(configurations: list[dict]) -> None:
         # serialized products: a silent loss of half the speed
         assert c["warnings"] == [], c
         assert c["hgmma"] > 0, c
-        # out or dq of wide heads leaves few registers: some numbers of a tile are spilled, and in dq under
-        # dropout no more than a few in its steps
-        kind = c["kernel"], c["head_dim"]
-        assert c["spilled"] <= {("forward", 256): 28, ("dq", 256): 152}.get(kind, 0), c
-        assert len(c["spilled_in_loops"]) <= (4 if kind == ("dq", 256) else 0), c
+        # the address of a copy in fp16, for lists of wide heads: stored and loaded once a tile
+        kind = c["kernel"], c["head_dim"], c["dtype"], c["mask"]
+        assert c["spilled"] <= (16 if kind == ("forward", 256, "fp16", "blocks") else 0), c
+        assert c["spilled_in_loops"] == [], c
         # the forward kernel of narrower heads carries P from step to step; no other has such an operand
         carries_p = c["kernel"] == "forward" and c["head_dim"] <= 128
         assert carries_p or c["overwritten"] == [], c

@@ -48,7 +48,10 @@ def forward_tile(
 ) -> ForwardTile:
     """has_room: whether probabilities may be as large as kept maxima make them, see launch.has_room."""
     if width == 256:
-        return ForwardTile(2, 64, 1, 2, 240, 32)
+        # the first warpgroup gets what these leave of 504 registers, 232 either way. Under dropout, and where
+        # no block keeps the maximum, numbers that the producer holds too are spilled if it has 32
+        others = (232, 40) if dropout or not has_room else (240, 32)
+        return ForwardTile(2, 64, 1, 2, *others)
     if width == 128:
         return ForwardTile(2, 128, 2, 2, 240, 24)
     # a list serves 128 queries, so two warpgroups; the length of documents is not known here

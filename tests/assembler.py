@@ -72,7 +72,6 @@ def machine_code_of(compiled: CompiledKernel) -> dict:
     return report_of(compiled) | {
         "hgmma": code.count("HGMMA"),
         "overwritten": overwritten_operands(code),
-        "spilled_in_loops": spilled_between_products(code),
     }
 
 
@@ -92,12 +91,6 @@ def overwritten_operands(code: str) -> list[str]:
                 if any(operand & w for w in written) and not any(operand & w for w in written[:place]):
                     found.append(text)
     return found
-
-
-def spilled_between_products(code: str) -> list[str]:
-    """Stores and loads of spilled registers in innermost loops with products: paid for in each step."""
-    loops = [loop for loop in innermost_loops(code) if any(text.startswith("HGMMA") for text in loop)]
-    return [text for loop in loops for text in loop if re.match(r"(STL|LDL)\b", text)]
 
 
 def innermost_loops(code: str) -> list[list[str]]:

@@ -80,6 +80,9 @@ def test_every_configuration_compiles_ahead_of_time_without_waste(mask, version)
 def test_every_kernel_compiles_with_dropout_without_waste(mask, version):
     given = [f"mask={mask}", "dropout=true"]
     configurations = compile_apart("tests.ahead_of_time_hopper", version, *given)
+    if version == "pinned":
+        given += ["dtype=fp16", "kernel=forward"]
+        configurations += compile_apart("tests.ahead_of_time_hopper", version, *given)
     assert_nothing_is_wasted(configurations)
 
 
@@ -95,10 +98,7 @@ def assert_nothing_is_wasted(configurations: list[dict]) -> None:
         # serialized products: a silent loss of half the speed
         assert c["warnings"] == [], c
         assert c["hgmma"] > 0, c
-        # the address of a copy in fp16, for lists of wide heads: stored and loaded once a tile
-        kind = c["kernel"], c["head_dim"], c["dtype"], c["mask"]
-        assert c["spilled"] <= (16 if kind == ("forward", 256, "fp16", "blocks") else 0), c
-        assert c["spilled_in_loops"] == [], c
+        assert c["spilled"] == 0, c
         # the forward kernel of narrower heads carries P from step to step; no other has such an operand
         carries_p = c["kernel"] == "forward" and c["head_dim"] <= 128
         assert carries_p or c["overwritten"] == [], c

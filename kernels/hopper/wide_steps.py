@@ -121,6 +121,9 @@ def consume_wide(tiles, out_desc, lse_ptr, scale_log2, n, nth, anew, INDEX: gl.c
         tiles.overflow.wait_for_copies(anew)
         batch, head, row, begin, whole_begin, whole_end, end = locate(tiles, i)
         row += INDEX * ROWS
+        if tiles.mask.KIND == "blocks" and not tiles.KEEPS_MAXIMUM:
+            # opaque: otherwise the address of out's copy is spilled
+            row = opaque(row)
         own_begin, whole_begin, whole_end, own_end = own_places(
             tiles, batch, row, begin, whole_begin, whole_end, end
         )

@@ -40,7 +40,7 @@ from train.logger import RunLogger, read_metrics
 from train.optim import learning_rate
 from train.report import step_metrics
 from train.saving import CheckpointSaver
-from train.weights import published_folder
+from train.weights import load_model, published_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 METRICS = {
@@ -976,10 +976,17 @@ def test_two_nodes_with_other_code_are_refused_before_a_run_begins(corpus):
 
 def test_two_nodes_by_two_torchruns_give_the_loss_curve_of_one_process(corpus):
     run("name=one")
-    codes, outputs = two_nodes(*[["name=two", "distributed=fsdp"]] * 2)
+    codes, outputs = two_nodes(*[["name=two", "distributed=fsdp", "export=true"]] * 2)
     assert codes == [0, 0], outputs
     assert sum("2 processes x 1 micro-batch x 8 sequences" in output for output, _ in outputs) == 1
     assert losses("two") == pytest.approx(losses("one"), abs=1e-5)
+    # the weights that the shards make together
+    exported, saved = (
+        load_model(f"runs/two{place}", AttentionConfig(implementation="reference")).eval()
+        for place in ("/hugging_face", "")
+    )
+    tokens = torch.arange(32)[None]
+    assert torch.equal(exported(tokens), saved(tokens))
 
 
 def test_the_command_prints_progress_for_a_person_and_says_where_everything_lies(corpus):

@@ -437,7 +437,7 @@ def test_bars_stand_in_their_order_from_the_top(figures, tmp_path):
     assert axis.yaxis_inverted()
 
 
-def test_a_result_says_what_it_was_measured_on(monkeypatch):
+def test_a_result_says_what_it_was_measured_on(tmp_path, monkeypatch):
     assert machine({"gpu": "NVIDIA H200", "torch": "2.11", "triton": "3.6"}) == (
         "NVIDIA H200, torch 2.11, triton 3.6"
     )
@@ -447,6 +447,9 @@ def test_a_result_says_what_it_was_measured_on(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     assert (results.provenance(2)["gpu"], results.provenance(2)["n_gpus"]) == ("NVIDIA H200", 2)
+    monkeypatch.setattr(results, "origin", results.provenance)
+    written = results.write_result(tmp_path / "result.json", [])
+    assert (written["gpu"], written["n_gpus"]) == ("NVIDIA H200", 1)
     # a run on the CPU of a machine with a GPU
     assert (results.provenance(0)["gpu"], results.provenance(0)["n_gpus"]) == (None, 0)
 

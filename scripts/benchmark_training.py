@@ -3,7 +3,7 @@
     python -m scripts.benchmark_training 'seq_lens=[1024,4096]' out=training.json
     python -m scripts.benchmark_training jobs=true out=jobs.json
     python -m scripts.benchmark_training ladder=true out=ladder.json
-    python -m scripts.benchmark_training 'peers=[transformers,liger]' 'models=[gpt2,llama]' out=peers.json
+    python -m scripts.benchmark_training 'peers=[transformers,liger]' 'models=[llama]' out=peers.json
 
 jobs=true makes one row for each job that the project has an aim for, and gives that aim, set for one H200.
 ladder=true makes one row for each switch, from plain PyTorch to the defaults, on the same tokens and initial
@@ -237,7 +237,7 @@ def check_rows(arguments: Arguments) -> None:
         for value in getattr(arguments, key):
             one_of(key, value, choices)
     check_least(arguments, "tokens_per_step", "tokens_per_microbatch", "seq_lens")
-    check_peers(arguments.peers, arguments.models)
+    check_peers(arguments.peers, [config_of(arguments, name, 1) for name in arguments.models])
     for seq_len in arguments.seq_lens:
         tokens_per_step, tokens_per_microbatch = tokens_of(arguments, seq_len)
         for key, value, of, unit in (
@@ -256,6 +256,11 @@ def check_cpu(arguments: Arguments) -> None:
         raise ValueError(
             f"flash attention and the fused loss run on a GPU, got device=cpu: use {ON_A_CPU}{ladder}"
         )
+
+
+def config_of(arguments: Arguments, name: str, seq_len: int) -> ModelConfig:
+    config = read_model(name, seq_len)
+    return replace(config, bias=arguments.bias or config.bias)
 
 
 def tokens_of(arguments: Arguments, seq_len: int) -> tuple[int, int]:
@@ -293,8 +298,7 @@ def steps_to_measure(arguments: Arguments):
 def measure(arguments: Arguments, name: str, seq_len: int, step: Step) -> dict:
     """One row, on the same random tokens and initial weights as the other rows of this model and length."""
     tokens_per_step, tokens_per_microbatch = tokens_of(arguments, seq_len)
-    config = read_model(name, seq_len)
-    config = replace(config, bias=arguments.bias or config.bias)
+    config = config_of(arguments, name, seq_len)
     row = {
         "model": name,
         "bias": config.bias,

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from model import GPT, ModelConfig
 from model.families import FAMILIES, family_of
 from model.pretrained import named_parts
-from scripts.sizes import read_model
 from train.overrides import one_of
 
 # in the order in which they must be measured: liger-kernel also changes what transformers builds later
@@ -77,18 +76,13 @@ def compile_peer(name: str, peer: Transformers) -> nn.Module:
     return peer
 
 
-def check_peers(names: list[str], models: list[str]) -> None:
-    """Raises ValueError for a name that is none of PEERS, and for a model that liger-kernel leaves as it is.
-
-    models: names of files in conf/model/.
-    """
+def check_peers(names: list[str], models: list[ModelConfig]) -> None:
+    """Raises ValueError for a name that is none of PEERS, and for a model that one of them does not have."""
     for name in names:
         one_of("peers", name, PEERS)
-    for model in models if "liger" in names else []:
-        if family_of(read_model(model, 1)) == "GPT2LMHeadModel":
-            raise ValueError(
-                f"peers: liger-kernel has nothing for models={model}: leave it out, or use models=[llama]"
-            )
+    families = [family_of(model) for model in models if names]
+    if "liger" in names and "GPT2LMHeadModel" in families:
+        raise ValueError("peers: liger-kernel has nothing for GPT-2: leave it out, or use models=[llama]")
 
 
 def leave_out_missing_peers(names: list[str]) -> None:

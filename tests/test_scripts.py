@@ -1257,8 +1257,9 @@ def test_the_jobs_of_the_benchmark_are_steps_of_whole_sequences_of_known_models(
         ({"peers": ["nanogpt"]}, "peers must be one of transformers, liger, got 'nanogpt'"),
         (
             {"peers": ["liger"]},
-            "peers: liger-kernel has nothing for models=tiny: leave it out, or use models=",
+            "peers: liger-kernel has nothing for GPT-2: leave it out, or use models=",
         ),
+        ({"peers": ["transformers"], "bias": "none"}, "GPT2LMHeadModel needs model.bias=all, it is none"),
         ({"peers": ["transformers"], "ladder": True}, "ladder=true sets peers itself, got "),
         ({"warmup_steps": -1}, "warmup_steps must be at least 0, got -1"),
         ({"device": "tpu"}, "device must be one of cuda, cpu, got 'tpu'"),

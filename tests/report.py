@@ -2,8 +2,9 @@
 
     python -m tests.report docs/results/h200/gpu_tests.md [arguments for pytest]
 
-One line for each promise, with the number of its cases. Ends with pytest's exit code. Stopped before its end
-by SIGINT, SIGTERM or SIGHUP, it writes the table of what has run by then.
+One line for each promise, with the number of its cases, behind what those that failed said. Ends with
+pytest's exit code. Stopped before its end by SIGINT, SIGTERM or SIGHUP, it writes the table of what has run
+by then.
 """
 
 import signal
@@ -20,6 +21,8 @@ import torch
 from train.results import provenance
 
 RESULTS = {"failure": "failed", "error": "failed", "skipped": "skipped"}
+# lines of what a failed case said
+LAST_LINES = 30
 
 
 def main(out: Path, arguments: list[str]) -> int:
@@ -41,8 +44,8 @@ def main(out: Path, arguments: list[str]) -> int:
     return code
 
 
-def read_cases(junit: Path) -> list[tuple[str, str, str]]:
-    """File, promise and result of every case."""
+def read_cases(junit: Path) -> list[tuple[str, str, str, str]]:
+    """File, promise and result of every case, and the end of what it said if it failed, else nothing."""
     cases = []
     for case in ElementTree.parse(junit).iter("testcase"):
         # the one in which pytest was interrupted
@@ -50,15 +53,19 @@ def read_cases(junit: Path) -> list[tuple[str, str, str]]:
             continue
         file = case.get("classname").split(".")[-1]
         promise = case.get("name").split("[")[0].removeprefix("test_").replace("_", " ")
-        result = next((RESULTS[part.tag] for part in case if part.tag in RESULTS), "passed")
-        cases.append((file, promise, result))
+        part = next((part for part in case if part.tag in RESULTS), None)
+        result, said = "passed" if part is None else RESULTS[part.tag], ""
+        if result == "failed":
+            lines = (part.text or part.get("message")).splitlines()[-LAST_LINES:]
+            said = "\n".join([f"{file}::{case.get('name')}", "", *lines])
+        cases.append((file, promise, result, said))
     return cases
 
 
-def table(cases: list[tuple[str, str, str]], origin: dict, *, whole: bool = True) -> str:
-    """Markdown: where the cases ran, their sums, whether they are all, and a line for each promise."""
+def table(cases: list[tuple[str, str, str, str]], origin: dict, *, whole: bool = True) -> str:
+    """Markdown: where the cases ran, their sums, whether they are all, failures, a line for each promise."""
     counts: dict[tuple[str, str], Counter] = {}
-    for file, promise, result in cases:
+    for file, promise, result, _ in cases:
         counts.setdefault((file, promise), Counter())[result] += 1
     kinds = ("passed", "failed", "skipped")
     total = sum(counts.values(), Counter())
@@ -69,6 +76,7 @@ def table(cases: list[tuple[str, str, str]], origin: dict, *, whole: bool = True
         "",
         ", ".join(f"{total[kind]} {kind}" for kind in kinds) + ("" if whole else ", stopped before the end"),
         "",
+        *(f"```\n{said}\n```\n" for *_, said in cases if said),
         "| file | promise | passed | failed | skipped |",
         "|---|---|---|---|---|",
     ]

@@ -26,10 +26,11 @@ from train.throughput import PEAK_FLOPS, RunClock
 JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.test_a" name="test_holds_a_promise[1-2]"/>
 <testcase classname="tests.test_a" name="test_holds_a_promise[3-4]">
-<failure message="no">no</failure>
+<failure message="no">before
+the error itself</failure>
 </testcase>
 <testcase classname="tests.test_b" name="test_other"><skipped message="one GPU"/></testcase>
-<testcase classname="tests.test_b" name="test_setup"><error message="no">no</error></testcase>
+<testcase classname="tests.test_b" name="test_setup"><error message="the worker crashed"/></testcase>
 </testsuite></testsuites>"""
 
 
@@ -37,7 +38,12 @@ def test_every_case_is_counted_under_its_promise_by_its_result(tmp_path):
     (tmp_path / "junit.xml").write_text(JUNIT)
     lines = table(read_cases(tmp_path / "junit.xml"), {"gpu": "some"}).splitlines()
     assert "gpu some" in lines
-    assert "1 passed, 2 failed, 1 skipped" in lines
+    sums = lines.index("1 passed, 2 failed, 1 skipped")
+    # what failed says why
+    assert lines[sums + 2 : sums + 14] == [
+        "```", "test_a::test_holds_a_promise[3-4]", "", "before", "the error itself", "```", "",
+        "```", "test_b::test_setup", "", "the worker crashed", "```",
+    ]  # fmt: skip
     assert lines[-3:] == [
         "| test_a | holds a promise | 1 | 1 |  |",
         "| test_b | other |  |  | 1 |",

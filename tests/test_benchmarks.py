@@ -373,13 +373,13 @@ def test_a_row_of_training_is_of_its_timed_steps_in_its_own_precision(monkeypatc
 
 
 def test_rows_of_one_model_are_of_the_same_tokens_and_weights_in_tf32(monkeypatch):
-    started, build_weights = [], benchmark_training.build_weights
+    started, build_model = [], benchmark_training.build_model
 
     def build(*given):
         started.append(torch.get_float32_matmul_precision())
-        return build_weights(*given)
+        return build_model(*given)
 
-    monkeypatch.setattr(benchmark_training, "build_weights", build)
+    monkeypatch.setattr(benchmark_training, "build_model", build)
     arguments = benchmark_training.Arguments(**ON_A_CPU[benchmark_training], device="cpu")
     [(*_, step)] = benchmark_training.steps_to_measure(arguments)
     before = torch.get_float32_matmul_precision()
@@ -393,11 +393,11 @@ def test_rows_of_one_model_are_of_the_same_tokens_and_weights_in_tf32(monkeypatc
 
 
 def test_a_row_of_training_has_the_biases_that_are_asked_for_or_the_models_own(monkeypatch):
-    built, build_weights = [], benchmark_training.build_weights
+    built, build_model = [], benchmark_training.build_model
     monkeypatch.setattr(
         benchmark_training,
-        "build_weights",
-        lambda config, *given: built.append(config) or build_weights(config, *given),
+        "build_model",
+        lambda config, *given: built.append(config) or build_model(config, *given),
     )
     for bias, of_row in (("", read_model("tiny", 32).bias), ("qkv", "qkv"), ("none", "none")):
         arguments = benchmark_training.Arguments(**ON_A_CPU[benchmark_training], device="cpu", bias=bias)
@@ -406,7 +406,7 @@ def test_a_row_of_training_has_the_biases_that_are_asked_for_or_the_models_own(m
         assert row["bias"] == built[-1].bias == of_row
 
 
-@pytest.mark.parametrize("name", ["build_weights", "build_training", "time_steps"])
+@pytest.mark.parametrize("name", ["build_model", "build_training", "time_steps"])
 def test_a_row_that_finds_no_memory_says_so_wherever_it_looked_for_it(name, monkeypatch):
     def too_much(*given):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -424,8 +424,8 @@ def test_a_row_is_compiled_as_a_run_with_its_settings_is():
         arguments = benchmark_training.Arguments(implementations=["sdpa"], fused_loss=False, **given)
         [(*_, step)] = benchmark_training.steps_to_measure(arguments)
         sizes = {"n_layer": 1, "n_head": 1, "n_embd": 8, "vocab_size": 8, "max_seq_len": 8, "dropout": 0.0}
-        weights = benchmark_training.build_weights(ModelConfig(**sizes), step, torch.device("cpu"))
-        passes, *_ = benchmark_training.build_training(weights, step, 1, torch.device("cpu"))
+        model = benchmark_training.build_model(ModelConfig(**sizes), step, torch.device("cpu"))
+        passes, *_ = benchmark_training.build_training(model, step, 1, torch.device("cpu"))
         kinds.append((type(passes.model), getattr(passes.model, "whole", None) is not None))
     assert kinds == [(GPT, False), (CompiledModel, False), (CompiledModel, True)]
 

@@ -65,12 +65,10 @@ def lists(**options) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "intervals", "blocks"])
 def test_every_configuration_compiles_ahead_of_time_without_waste(mask, version):
     configurations = compile_apart("tests.ahead_of_time_hopper", version, f"mask={mask}")
-    # other instructions where P is read back, and under windows tiles that bf16 does not take
-    also_in_fp16 = {"causal": "forward,backward"} | dict.fromkeys(
-        ("window", "intervals", "blocks"), "forward"
-    )
-    if mask in also_in_fp16 and version == "pinned":
-        fp16 = [f"mask={mask}", "dtype=fp16", f"kernel={also_in_fp16[mask]}"]
+    if version == "pinned":
+        # fp16 has other instructions where P is read back, and forward other tiles, under every mask
+        kernels = "forward,backward" if mask == "causal" else "forward"
+        fp16 = [f"mask={mask}", "dtype=fp16", f"kernel={kernels}"]
         configurations += compile_apart("tests.ahead_of_time_hopper", version, *fp16)
     assert_nothing_is_wasted(configurations)
 
